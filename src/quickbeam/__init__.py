@@ -1,0 +1,29 @@
+"""Lossless speculative decoding for Hugging Face causal language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+if TYPE_CHECKING:
+    from quickbeam.engine.result import Completion
+    from quickbeam.llm import LLM
+    from quickbeam.sampling import SamplingParams
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
+
+# Imported when first asked for: torch and transformers take seconds, `quickbeam --help` should not.
+_HOME = {"LLM": "quickbeam.llm", "SamplingParams": "quickbeam.sampling", "Completion": "quickbeam.engine.result"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

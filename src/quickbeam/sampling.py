@@ -1,0 +1,239 @@
+"""What the caller asks of the output, and the law it makes of raw logits. Knows nothing of trees: a node is its logits and its path."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+
+import torch
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen and where the answer ends. Raises `InvalidInput` for values that can't be used.
+
+    Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
+    CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
+    occurrence), `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes the most probable token.
+    `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
+    `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
+    `seed` makes a sampled answer repeatable.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        checks = {
+            "max_tokens": (_integer(self.max_tokens, 1), "an integer of at least 1"),
+            "temperature": (_finite(self.temperature) and self.temperature >= 0, "finite, at least 0 (0: the most probable token)"),
+            "top_k": (_integer(self.top_k, 0), "an integer of at least 0 (0: off)"),
+            "top_p": (_finite(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1: off)"),
+            "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1 (0: off)"),
+            "repetition_penalty": (_finite(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number above 0 (1: off)"),
+            "presence_penalty": (_finite(self.presence_penalty), "a finite number (0: off)"),
+            "frequency_penalty": (_finite(self.frequency_penalty), "a finite number (0: off)"),
+            "logit_bias": (_biases(self.logit_bias), "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"),
+            "stop": (_sequence(self.stop) and all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
+            "stop_token_ids": (_sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids), "token ids"),
+            "logprobs": (self.logprobs is None or _integer(self.logprobs, 0, 100), "an integer between 0 and 100, or None"),
+            "seed": (self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1), "an integer of at most 64 bits, or None"),
+        }
+        for name, (good, accepted) in checks.items():
+            if not good:
+                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be {accepted}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken, with nothing left to chance."""
+        return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens seen before change a node's logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def adjusts_logits(self) -> bool:
+        """Whether logits are changed before temperature: with `greedy` and without this, the model's own argmax decides."""
+        return bool(self.logit_bias) or self.penalises
+
+
+class TokenCounts:
+    """Which tokens a sequence holds, and how often its output holds each. Python's work is per new token, never per context token."""
+
+    def __init__(self, prompt: Iterable[int]) -> None:
+        self._slot = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
+        self._tokens = torch.tensor(list(self._slot), dtype=torch.long)
+        self._counts = torch.zeros(len(self._slot))
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Count tokens that became output."""
+        self._tokens, self._counts = self.along(tokens)
+        for token in tokens:
+            self._slot.setdefault(token, len(self._slot))
+
+    def along(self, path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[m]` distinct ids of prompt, output and `path`, and `[m]` float: how often output and path hold each (0: prompt only)."""
+        fresh = [token for token in dict.fromkeys(path) if token not in self._slot]
+        fresh_slot = {token: slot for slot, token in enumerate(fresh, len(self._slot))}
+        tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long)])
+        counts = torch.cat([self._counts, torch.zeros(len(fresh))])
+        slots = torch.tensor([fresh_slot[token] if token in fresh_slot else self._slot[token] for token in path], dtype=torch.long)
+        return tokens, counts.index_add_(0, slots, torch.ones(len(path)))
+
+
+class Sampler:
+    """One request's way from raw logits to the law of the next token, for any node of a draft tree.
+
+    `extend` it with every emitted token, the next root included; the `path` of a node is then the tokens below the root down to the
+    node itself, empty for the root. `vocab_size` is the width of the logits. Raises `InvalidInput` for a `logit_bias` that does not fit it.
+    """
+
+    def __init__(self, params: SamplingParams, prompt: Iterable[int], vocab_size: int) -> None:
+        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
+        if outside:
+            raise InvalidInput(f"logit_bias names token {outside[0]}: must be ids from 0 to {vocab_size - 1}, this model's vocabulary")
+        if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
+            raise InvalidInput(f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one")
+        self.params = params
+        self._counts = TokenCounts(prompt if params.penalises else ())
+        self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
+        self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of emitted tokens."""
+        if self.params.penalises:
+            self._counts.extend(tokens)
+
+    def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias and penalties in; `logits` stay as they are."""
+        params = self.params
+        if not params.adjusts_logits:
+            return logits.float()
+        scores = logits.to(torch.float32, copy=True)
+        if params.logit_bias:
+            self._biased, self._bias = self._biased.to(scores.device), self._bias.to(scores.device)
+            scores[self._biased] += self._bias
+        if params.penalises:
+            tokens, counts = (column.to(scores.device) for column in self._counts.along(path))
+            seen = scores[tokens]
+            if params.repetition_penalty != 1:
+                seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            scores[tokens] = seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+        return scores
+
+    def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
+        """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits. Raises `QuickbeamError` for NaN logits."""
+        return most_probable(self.process(logits, path)[None])[0]
+
+    def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+        """`[vocab]` float32 probabilities of the next token at a node with raw logits `[vocab]`.
+
+        At temperature 0 all of it is on the most probable token. Raises `QuickbeamError` for NaN logits.
+        """
+        params, scores = self.params, self.process(logits, path)
+        if params.greedy:
+            return torch.zeros_like(scores).index_fill_(0, torch.tensor(most_probable(scores[None]), device=scores.device), 1.0)
+        peak = scores.max()
+        _require_finite(bool(peak.isfinite()))
+        if 0 < params.top_k < len(scores):
+            scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -math.inf)
+        # The largest score is 0 before the division, so nothing overflows upwards; the floor keeps 1/temperature finite in float32.
+        law = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
+        if params.top_p < 1:
+            law = nucleus(law, params.top_p, params.top_k)
+        if params.min_p > 0:
+            law = law.masked_fill(law < params.min_p * law.max(), 0.0)
+        return law / law.sum() if params.top_p < 1 or params.min_p > 0 else law
+
+
+def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
+    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`, at least one. Not renormalised.
+
+    Only as many tokens are sorted as it takes; `support` says how many have probability, where that is known (0: it is not).
+    """
+    size = min(support or 1024, len(law))
+    while True:
+        top = law.topk(size)
+        mass = top.values.cumsum(0, dtype=torch.float64)
+        if size == len(law) or mass[-1] >= top_p:
+            break
+        size = min(8 * size, len(law))
+    kept = top.indices[mass - top.values < top_p]
+    return torch.zeros_like(law).index_copy_(0, kept, law[kept])
+
+
+def most_probable(logits: torch.Tensor) -> list[int]:
+    """The argmax of each row of `[n, vocab]`; in a tie the lowest id, whatever the number of rows. `QuickbeamError` for NaN logits."""
+    if logits.device.type == "cpu":  # NumPy's argmax is vectorised, ten times faster than torch's here
+        rows = logits.detach().float().numpy()
+        best = torch.from_numpy(rows.argmax(-1))
+        peaks = logits.gather(-1, best[:, None])
+    else:
+        peaks, best = logits.max(-1)
+    _require_finite(bool(peaks.isfinite().all()))
+    tokens: list[int] = best.tolist()
+    return tokens
+
+
+def draw(law: torch.Tensor, generator: torch.Generator) -> int:
+    """A token drawn from `law` `[vocab]`, which need not be normalised; one uniform number is taken from `generator`, on its own device."""
+    mass = law.cumsum(0, dtype=torch.float64)
+    return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
+
+
+def uniform(generator: torch.Generator) -> float:
+    """A number in [0, 1)."""
+    return torch.rand((), dtype=torch.float64, generator=generator, device=generator.device).item()
+
+
+def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int, float]]:
+    """Log-probability of `token` under the raw model law of `logits` `[vocab]`, and those of the `k` most probable tokens, best first."""
+    log_law = logits.float().log_softmax(0)
+    top = log_law.topk(min(k, len(log_law)))
+    return float(log_law[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+
+
+def _require_finite(finite: bool) -> None:
+    if not finite:
+        raise QuickbeamError(
+            "the model returned NaN or infinite logits: try another dtype (--dtype float32), and check that its weights are whole"
+        )
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _integer(value: object, low: int, high: float = math.inf) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def _sequence(value: object) -> bool:
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
+
+
+def _biases(bias: object) -> bool:
+    return isinstance(bias, Mapping) and all(
+        _integer(token, 0) and isinstance(value, Real) and (value == -math.inf or abs(float(value)) <= 1e30)
+        for token, value in bias.items()
+    )

@@ -1,0 +1,334 @@
+"""Run: pytest tests/test_sampling.py"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.sampling import Sampler, SamplingParams, TokenCounts, draw, logprobs, most_probable, nucleus
+
+V = 12
+distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=True).map(lambda row: torch.tensor(row) / 8)
+ids = st.lists(st.integers(0, V - 1), max_size=12)
+
+
+def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
+    return Sampler(SamplingParams(**params), [], len(logits)).law(logits)
+
+
+# --- filters -------------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    logits=distinct_logits,
+    temperature=st.floats(0.2, 3),
+    top_k=st.integers(0, V + 2),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
+)
+def test_filters_agree_with_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    scores = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1:
+        mass = scores.softmax(-1).sort(descending=True).values.cumsum(-1)
+        assume(float((mass - top_p).abs().min()) > 1e-5)  # at the edge itself rounding decides
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    if min_p:
+        law = scores.softmax(-1)
+        assume(float((law / law.max() - min_p).abs().min()) > 1e-5 or min_p == 1)
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    expected = scores.softmax(-1)[0]
+    law = law_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert law.dtype == torch.float32
+    assert torch.equal(law > 0, expected > 0)  # the same tokens
+    torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_filters_by_hand() -> None:
+    logits = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
+    for params, kept in [
+        ({}, [0.4, 0.3, 0.2, 0.1]),
+        ({"top_k": 2}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_k": 1}, [1, 0, 0, 0]),
+        ({"top_p": 0.65}, [4 / 7, 3 / 7, 0, 0]),
+        ({"top_p": 1e-9}, [1, 0, 0, 0]),
+        ({"min_p": 0.45}, [4 / 9, 3 / 9, 2 / 9, 0]),
+        ({"min_p": 1.0}, [1, 0, 0, 0]),
+        ({"top_k": 3, "top_p": 0.75}, [4 / 7, 3 / 7, 0, 0]),  # the mass of top_p is that of what top_k left: 7/9
+        ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
+        ({"temperature": 0.0, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
+    ]:
+        torch.testing.assert_close(law_of(logits, **{"temperature": 1.0, **params}), torch.tensor(kept, dtype=torch.float32))
+
+
+def test_top_k_keeps_ties_with_the_last() -> None:
+    assert law_of(torch.tensor([1.0, 0.0, 1.0, 1.0]), temperature=1.0, top_k=2).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
+def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, scale: float) -> None:
+    law = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(1))).softmax(0)
+    order = law.double().argsort(descending=True, stable=True)
+    size = int(torch.searchsorted(law[order].double().cumsum(0), top_p)) + 1
+    kept = nucleus(law, top_p)
+    assert int((kept > 0).sum()) == size
+    assert torch.equal(kept[order[:size]].sort().values, law[order[:size]].sort().values)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-38, 1e-10, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtype) -> None:
+    logits = torch.tensor([-3.0, 100.0, 101.0, -math.inf, 101.0], dtype=dtype)
+    assert law_of(logits, temperature=temperature).tolist() == [0, 0, 0.5, 0, 0.5]
+
+
+def test_huge_temperature_is_uniform() -> None:
+    torch.testing.assert_close(law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e300), torch.full((3,), 1 / 3))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("logits", [[0.0, math.nan, 1.0], [math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 1.0]])
+def test_nan_logits_are_an_error_that_says_what_to_try(logits: list[float], temperature: float) -> None:
+    with pytest.raises(QuickbeamError, match=r"NaN.*--dtype float32"):
+        law_of(torch.tensor(logits), temperature=temperature)
+    with pytest.raises(QuickbeamError, match="NaN"):
+        most_probable(torch.tensor([[0.0, 1.0, 2.0], logits]))
+
+
+# --- bias and penalties --------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(logits=distinct_logits, prompt=ids, output=ids, path=ids, penalty=st.floats(0.3, 3))
+def test_repetition_penalty_agrees_with_transformers(
+    logits: torch.Tensor, prompt: list[int], output: list[int], path: list[int], penalty: float
+) -> None:
+    sampler = Sampler(SamplingParams(repetition_penalty=penalty), prompt, V)
+    sampler.extend(output)
+    context = prompt + output + path
+    expected = logits
+    if context:
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([context]), logits[None].clone())[0]
+    torch.testing.assert_close(sampler.process(logits, path), expected)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=distinct_logits,
+    prompt=ids,
+    steps=st.lists(ids, max_size=4),
+    path=ids,
+    repetition=st.sampled_from([1.0, 0.7, 1.3]),
+    presence=st.floats(-2, 2),
+    frequency=st.floats(-2, 2),
+    bias=st.dictionaries(st.integers(0, V - 1), st.floats(-5, 5), max_size=4),
+)
+def test_all_adjustments_agree_with_brute_force(
+    logits: torch.Tensor,
+    prompt: list[int],
+    steps: list[list[int]],
+    path: list[int],
+    repetition: float,
+    presence: float,
+    frequency: float,
+    bias: dict[int, float],
+) -> None:
+    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+    sampler = Sampler(params, prompt, V)
+    for step in steps:
+        sampler.extend(step)
+    before = logits.clone()
+    got = sampler.process(logits, path)
+    assert torch.equal(logits, before)  # the caller's logits stay
+
+    output = [token for step in steps for token in step] + path
+    expected = []
+    for token, logit in enumerate(logits.tolist()):
+        logit += bias.get(token, 0.0)
+        if token in prompt or token in output:
+            logit = logit / repetition if logit > 0 else logit * repetition
+        expected.append(logit - frequency * output.count(token) - presence * (token in output))
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
+
+
+@settings(max_examples=150, deadline=None)
+@given(prompt=ids, steps=st.lists(ids, max_size=5), path=ids)
+def test_counts_agree_with_counting_everything(prompt: list[int], steps: list[list[int]], path: list[int]) -> None:
+    counts = TokenCounts(prompt)
+    for step in steps:
+        counts.along(path)  # looking does not count
+        counts.extend(step)
+    output = Counter([*(token for step in steps for token in step), *path])
+    tokens, times = counts.along(path)
+    assert len(set(tokens.tolist())) == len(tokens)
+    assert dict(zip(tokens.tolist(), times.tolist(), strict=True)) == {token: output[token] for token in {*prompt, *output}}
+
+
+def test_law_sees_the_path() -> None:
+    """A node's law is that of plain decoding with the node's tokens in the output."""
+    params = SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5)
+    rng = random.Random(0)
+    for seed in range(20):
+        logits = torch.randn(V, generator=torch.Generator().manual_seed(seed))
+        prompt, output, path = ([rng.randrange(V) for _ in range(4)] for _ in range(3))
+        tree, plain = Sampler(params, prompt, V), Sampler(params, prompt, V)
+        tree.extend(output)
+        plain.extend(output + path)
+        assert torch.equal(tree.law(logits, path), plain.law(logits))
+        assert tree.best(logits, path) == plain.best(logits)
+        assert not torch.equal(tree.law(logits, path), tree.law(logits))
+
+
+def test_bias_bans_and_forces_tokens() -> None:
+    logits = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
+    banned = Sampler(SamplingParams(temperature=1.0, logit_bias={2: -math.inf}), [], 3)
+    assert banned.law(logits)[2] == 0 and banned.best(logits) == 1
+    forced = Sampler(SamplingParams(logit_bias={0: 100.0}), [], 3)
+    assert forced.best(logits) == 0 and forced.law(logits).tolist() == [1, 0, 0]
+
+
+def test_bias_must_fit_the_vocabulary() -> None:
+    with pytest.raises(InvalidInput, match=r"token 12: must be ids from 0 to 11"):
+        Sampler(SamplingParams(logit_bias={12: 1.0}), [], 12)
+    with pytest.raises(InvalidInput, match="bans all 2 tokens"):
+        Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)
+
+
+# --- choosing a token ----------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    rows=st.integers(1, 9),
+    vocab=st.integers(1, 300),
+    levels=st.integers(1, 4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    strided=st.booleans(),
+)
+def test_ties_are_broken_alike_for_one_row_and_for_many(
+    seed: int, rows: int, vocab: int, levels: int, dtype: torch.dtype, strided: bool
+) -> None:
+    logits = torch.randint(levels, (rows, 2 * vocab), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    logits = logits[:, ::2] if strided else logits[:, :vocab]
+    batched = most_probable(logits)
+    assert batched == [row.tolist().index(max(row.tolist())) for row in logits]  # the lowest id
+    sampler = Sampler(SamplingParams(), [], vocab)
+    for row, best in zip(logits, batched, strict=True):
+        assert most_probable(row[None]) == [best]
+        assert sampler.best(row) == best
+        assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
+
+
+def test_draw_has_the_law_it_is_given() -> None:
+    law, generator = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]), torch.Generator().manual_seed(0)  # not normalised
+    counts = Counter(draw(law, generator) for _ in range(8000))
+    assert set(counts) == {1, 3, 4}
+    expected = {1: 1000, 3: 2000, 4: 5000}
+    assert sum((counts[t] - e) ** 2 / e for t, e in expected.items()) < 13.8  # chi-square with two degrees of freedom, p = 0.001
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
+def test_draw_never_gives_an_impossible_token(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quickbeam.sampling.uniform", lambda generator: number)
+    for seed in range(50):
+        law = torch.rand(1000, generator=torch.Generator().manual_seed(seed))
+        law[:100] = law[-100:] = 0
+        assert draw(law, torch.Generator()) == (100 if number == 0 else 899)
+
+
+def test_a_seed_repeats_the_draws() -> None:
+    law = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    first, second = (torch.Generator().manual_seed(9) for _ in range(2))
+    assert [draw(law, first) for _ in range(20)] == [draw(law, second) for _ in range(20)]
+
+
+def test_logprobs_are_of_the_raw_law() -> None:
+    logits = torch.tensor([0.1, 0.2, 0.7]).log().bfloat16() + 5
+    logprob, top = logprobs(logits, 0, 2)
+    assert logprob == pytest.approx(math.log(0.1), abs=0.05)
+    assert list(top) == [2, 1] and top[2] == pytest.approx(math.log(0.7), abs=0.05)
+    assert logprobs(logits, 1, 0)[1] == {} and len(logprobs(logits, 1, 9)[1]) == 3
+
+
+# --- parameters ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("max_tokens", 2.5),
+        ("max_tokens", True),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("temperature", "1"),
+        ("temperature", None),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_p", math.nan),
+        ("min_p", -0.1),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", math.inf),
+        ("presence_penalty", math.nan),
+        ("frequency_penalty", math.inf),
+        ("logit_bias", {1: math.nan}),
+        ("logit_bias", {1: math.inf}),
+        ("logit_bias", {1: 1e300}),
+        ("logit_bias", {-1: 1.0}),
+        ("logit_bias", {"1": 1.0}),
+        ("logit_bias", {1: "1"}),
+        ("logit_bias", None),
+        ("stop", ["a", ""]),
+        ("stop", ""),
+        ("stop", [3]),
+        ("stop", None),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", "7"),
+        ("stop_token_ids", 7),
+        ("logprobs", -1),
+        ("logprobs", 101),
+        ("seed", 1.5),
+        ("seed", 2**64),
+    ],
+)
+def test_values_that_cannot_be_used_are_named(name: str, value: object) -> None:
+    with pytest.raises(InvalidInput, match=f"^{name}=.*must be"):
+        SamplingParams(**{name: value})
+
+
+def test_values_at_the_edge_are_accepted() -> None:
+    params = SamplingParams(1, np.float32(0.5), np.int64(3), 1, 1, 0.1, -2, -2, {3: -math.inf}, "x", [0], True, 100, 2**64 - 1)
+    assert params.stop == ("x",)
+    torch.Generator().manual_seed(params.seed)
+
+
+def test_what_the_parameters_ask_for() -> None:
+    assert SamplingParams().greedy and not SamplingParams().adjusts_logits
+    assert not SamplingParams(temperature=1e-9).greedy
+    for change in ({"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
+        assert SamplingParams(**change).adjusts_logits
+        assert SamplingParams(**change).penalises == ("logit_bias" not in change)
+    assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1).adjusts_logits

@@ -1,0 +1,99 @@
+"""TokenTree against brute force. Run: pytest tests/test_tree.py"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quickbeam.tree import TokenTree
+
+
+@st.composite
+def trees(draw: st.DrawFn, token: int = 5) -> TokenTree:
+    """A tree of up to 24 nodes; each proposal that would duplicate a sibling is left out."""
+    tree = TokenTree(draw(st.integers(0, token)))
+    for _ in range(draw(st.integers(0, 23))):
+        parent = draw(st.integers(0, len(tree) - 1))
+        proposal = draw(st.integers(0, token))
+        if tree.child(parent, proposal) is None:
+            tree.add(parent, proposal, "test")
+    return tree
+
+
+def chain(*tokens: int) -> TokenTree:
+    tree = TokenTree(tokens[0])
+    for node, token in enumerate(tokens[1:]):
+        tree.add(node, token, "test")
+    return tree
+
+
+def ancestors(tree: TokenTree, node: int) -> list[int]:
+    """`node` and what is above it, upwards."""
+    return [node] if tree.parent[node] < 0 else [node, *ancestors(tree, tree.parent[node])]
+
+
+@settings(deadline=None, derandomize=True)
+@given(trees())
+def test_visible_marks_ancestors_and_self(tree: TokenTree) -> None:
+    expected = torch.tensor([[column in ancestors(tree, row) for column in range(len(tree))] for row in range(len(tree))])
+    assert torch.equal(tree.visible(), expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 7])
+def test_visible_of_a_chain_is_causal(length: int) -> None:
+    assert torch.equal(chain(*range(length)).visible(), torch.ones(length, length).tril().bool())
+
+
+@settings(deadline=None, derandomize=True)
+@given(trees())
+def test_path_and_depth(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        path = tree.path(node)
+        assert path == ancestors(tree, node)[::-1]
+        assert path[0] == 0
+        assert tree.depth[node] == len(path) - 1
+
+
+@settings(deadline=None, derandomize=True)
+@given(trees())
+def test_children_are_unique_found_and_in_order_of_proposal(tree: TokenTree) -> None:
+    for node in range(len(tree)):
+        below = [child for child in range(len(tree)) if tree.parent[child] == node]
+        assert list(tree.children[node].values()) == below
+        assert len({tree.token[child] for child in below}) == len(below)
+        assert [tree.child(node, tree.token[child]) for child in below] == below
+        assert tree.child(node, 99) is None
+
+
+@settings(deadline=None, derandomize=True)
+@given(trees())
+def test_duplicate_siblings_are_refused_and_change_nothing(tree: TokenTree) -> None:
+    before = (list(tree.token), list(tree.parent))
+    for node in range(1, len(tree)):
+        with pytest.raises(ValueError, match="already has a child"):
+            tree.add(tree.parent[node], tree.token[node], "other")
+    assert (tree.token, tree.parent) == before
+
+
+def test_same_token_under_different_parents() -> None:
+    tree = chain(7, 7, 7)
+    assert tree.add(0, 8, "test") == 3
+    assert tree.add(3, 7, "test") == 4
+    assert tree.path(4) == [0, 3, 4]
+
+
+@pytest.mark.parametrize("parent", [-1, 1, 5])
+def test_parent_that_is_not_there(parent: int) -> None:
+    with pytest.raises(ValueError, match="not a node of this tree of 1"):
+        TokenTree(0).add(parent, 1, "test")
+
+
+def test_what_a_node_carries() -> None:
+    tree = TokenTree(3)
+    law = torch.tensor([0.25, 0.75])
+    node = tree.add(0, 1, "drafter", value=0.75, law=law)
+    assert (tree.token[node], tree.source[node], tree.value[node], tree.depth[node]) == (1, "drafter", 0.75, 1)
+    assert tree.law[node] is law
+    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.law[0]) == (3, -1, 0, 1.0, None)

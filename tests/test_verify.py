@@ -1,0 +1,252 @@
+"""Run: pytest tests/test_verify.py"""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict, verify_greedy, verify_sampled
+from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree, reference_verify, sample_sequences
+
+SEEDS = 4
+MISTAKES = ["siblings stay in Q", "accept with Q", "R stays p", "emit from p"]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
+    return [*path_tokens(tree, verdict.path[-1]), verdict.token]
+
+
+# --- sampling: the law of the output -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_sampled_output_has_the_targets_law(seed: int) -> None:
+    model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
+    counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
+    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3 / SEEDS
+
+
+@pytest.mark.parametrize("certain", [0.0, 1.0])
+def test_drawn_only_and_certain_only_trees_have_the_targets_law(certain: float) -> None:
+    model = ToyModel(seed=11)
+    counts = sample_sequences(model, partial(random_tree, model, certain=certain), count=3000, seed=1)
+    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3 / 2
+
+
+def test_reference_has_the_targets_law() -> None:
+    model = ToyModel(seed=0)
+    counts = sample_sequences(model, partial(random_tree, model), reference_verify, count=20_000, seed=2)
+    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_wrong_verifier_is_found_out(mistake: str) -> None:
+    model = ToyModel(seed=0)
+    counts = sample_sequences(model, partial(random_tree, model), partial(reference_verify, mistake=mistake), count=8000)
+    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6
+
+
+def test_dropping_a_drawn_token_for_its_own_value_is_found_out() -> None:
+    model = ToyModel(seed=0)
+    counts = sample_sequences(model, partial(random_tree, model, prune=0.3), count=4000)
+    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6
+
+
+def test_laws_that_depend_on_the_path_are_kept() -> None:
+    """Penalties make the target's law depend on every token before, drafted ones included."""
+    model = ToyModel(vocab=5, seed=3, zeros=0.0)
+    params = SamplingParams(temperature=0.8, top_k=4, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4)
+
+    def law(context: list[int]) -> torch.Tensor:
+        return Sampler(params, [0], model.vocab).law(model.target(context).log(), context[1:])
+
+    cached = {}
+
+    def cached_law(context: list[int]) -> torch.Tensor:
+        if tuple(context) not in cached:
+            cached[tuple(context)] = law(context)
+        return cached[tuple(context)]
+
+    counts = sample_sequences(model, partial(random_tree, model), count=3000, seed=5, law=cached_law)
+    assert chi_square(counts, exact_law(law, model.vocab)) > 1e-3
+    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6  # the penalties matter
+
+
+def test_toy_trees_are_deep_wide_and_mixed() -> None:
+    model, rng = ToyModel(seed=0), random.Random(0)
+    trees = [random_tree(model, [0], rng) for _ in range(500)]
+    assert sum(max(tree.depth) >= 3 for tree in trees) > 100
+    kinds = [tuple(tree.source[child] for child in children.values()) for tree in trees for children in tree.children]
+    for kind in [("drawn", "drawn"), ("drawn", "certain"), ("certain", "drawn"), ("certain", "certain")]:
+        assert sum(found[:2] == kind for found in kinds) > 10
+    assert any(0.0 in model.draft([a, b]).tolist() for a in range(6) for b in range(6))
+
+
+# --- sampling: against the reference, and edges --------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.integers(2, 8), certain=st.sampled_from([0.0, 0.4, 1.0]))
+def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) -> None:
+    model, rng = ToyModel(vocab, seed, noise=1.5), random.Random(seed)
+    tree = random_tree(model, [0], rng, budget=20, certain=certain)
+
+    def law(node: int) -> torch.Tensor:
+        return model.target([0, *path_tokens(tree, node)])
+
+    verdict = verify_sampled(tree, law, generator(seed))
+    assert verdict == reference_verify(tree, law, generator(seed))
+    assert verdict == verify_sampled(tree, law, generator(seed))
+    assert law(verdict.path[-1])[verdict.token] > 0
+    assert all(law(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
+
+
+def test_only_accepted_nodes_are_asked() -> None:
+    model, rng = ToyModel(seed=5), random.Random(5)
+    for seed in range(50):
+        tree, asked = random_tree(model, [0], rng), []
+
+        def law(node: int) -> torch.Tensor:
+            asked.append(node)  # noqa: B023 (called in this round only)
+            return model.target([0, *path_tokens(tree, node)])  # noqa: B023
+
+        assert verify_sampled(tree, law, generator(seed)).path == asked
+
+
+def test_a_drafter_with_the_targets_law_is_always_accepted() -> None:
+    p = torch.tensor([0.2, 0.5, 0.3])
+    for seed in range(100):
+        tree = TokenTree(0)
+        tree.add(0, seed % 3, "drawn", law=p.clone())
+        assert verify_sampled(tree, lambda node: p, generator(seed)).path == [0, 1]
+
+
+def test_impossible_tokens_are_never_accepted() -> None:
+    p = torch.tensor([0.0, 0.0, 1.0, 0.0])
+    tree = TokenTree(0)
+    tree.add(0, 0, "drawn", law=torch.tensor([0.7, 0.1, 0.0, 0.2]))
+    tree.add(0, 1, "certain")
+    tree.add(0, 3, "drawn", law=torch.tensor([0.7, 0.1, 0.0, 0.2]))
+    for seed in range(50):
+        assert verify_sampled(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
+
+
+def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
+    p = torch.tensor([0.5, 0.3, 0.2])
+    certain = TokenTree(0)
+    certain.add(0, 1, "certain")
+    certain.add(0, 2, "drawn", law=p)
+    for law in (torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3), torch.full((3,), float("nan"))):
+        drawn = TokenTree(0)
+        drawn.add(0, 1, "drawn", law=law)
+        drawn.add(0, 2, "drawn", law=p)
+        for seed in range(50):
+            assert verify_sampled(drawn, lambda node: p, generator(seed)) == verify_sampled(certain, lambda node: p, generator(seed))
+
+
+def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.tensor([0.25, 0.75])
+    tree = TokenTree(0)
+    tree.add(0, 1, "drawn", law=p.clone())
+    tree.add(0, 0, "drawn", law=p.clone())
+    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)  # beyond [0, 1): rejects although R = Q
+    emitted = {verify_sampled(tree, lambda node: p, generator(seed)).token for seed in range(40)}
+    assert emitted == {0, 1}
+
+
+@pytest.mark.parametrize(("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))])
+def test_tiny_residuals_keep_their_proportions(chance: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    p = torch.tensor([1.0, 1e-9, 3e-9])  # once token 0 is rejected, token 1 has a quarter
+    tree = TokenTree(0)
+    tree.add(0, 0, "certain")
+    tree.add(0, 1, "certain")
+    tree.add(0, 2, "drawn", law=torch.tensor([0.0, 0.0, 1.0]))
+    chances = iter([1 - 1e-10, chance, 0.5])
+    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
+    assert verify_sampled(tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()) == verdict
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_draft_laws_of_any_precision(dtype: torch.dtype) -> None:
+    p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])  # exact in every precision
+    same, other = TokenTree(0), TokenTree(0)
+    for tree, law in ((same, q), (other, q.to(dtype))):
+        tree.add(0, 0, "drawn", law=law)
+        tree.add(0, 1, "drawn", law=law)
+    for seed in range(50):
+        assert verify_sampled(same, lambda node: p, generator(seed)) == verify_sampled(other, lambda node: p, generator(seed))
+
+
+def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
+    p = torch.tensor([0.0, 0.0, 0.5, 0.5])
+    tree = TokenTree(0)
+    tree.add(0, 0, "certain")
+    tree.add(0, 1, "drawn", law=torch.tensor([0.5, 0.5, 0.0, 0.0]))
+    used, plain = generator(7), generator(7)
+    verify_sampled(tree, lambda node: p, used)
+    torch.rand(3, dtype=torch.float64, generator=plain)
+    assert torch.rand((), generator=used) == torch.rand((), generator=plain)
+
+
+def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
+    model, rng = ToyModel(seed=9), random.Random(9)
+
+    def answer(budget: int) -> list[int]:
+        context, used = [0], generator(4)
+        while len(context) < 40:
+            tree = random_tree(model, context, rng, budget, certain=1.0)
+            verdict = verify_sampled(tree, lambda node: model.target([*context, *path_tokens(tree, node)]), used)  # noqa: B023
+            context += tokens(tree, verdict)
+        return context[:40]
+
+    assert answer(1) == answer(4) == answer(16)
+
+
+# --- greedy --------------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.integers(1, 5), hit=st.floats(0, 1))
+def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> None:
+    rng, model = random.Random(seed), ToyModel(vocab, seed)
+
+    def best(context: list[int]) -> int:
+        return int(model.target(context).argmax())
+
+    tree = TokenTree(0)
+    for _ in range(rng.randrange(20)):
+        node = rng.randrange(len(tree))
+        token = best([0, *path_tokens(tree, node)]) if rng.random() < hit else rng.randrange(vocab)
+        if tree.child(node, token) is None:
+            tree.add(node, token, "toy", law=model.draft([0]) if rng.random() < 0.5 else None)
+    verdict = verify_greedy(tree, lambda node: best([0, *path_tokens(tree, node)]))
+
+    plain = [0]
+    for _ in range(len(verdict.path)):
+        plain.append(best(plain))
+    assert tokens(tree, verdict) == plain[1:]  # nothing but what plain decoding says
+    assert tree.child(verdict.path[-1], verdict.token) is None  # and all of it that the tree holds
+    assert all(tree.parent[child] == node for node, child in zip(verdict.path, verdict.path[1:], strict=False))
+
+
+def test_no_draft_is_plain_decoding() -> None:
+    p = torch.tensor([0.1, 0.6, 0.3])
+    assert verify_greedy(TokenTree(4), lambda node: 1) == Verdict([0], 1)
+    counts = [0, 0, 0]
+    used = generator(3)
+    for _ in range(3000):
+        verdict = verify_sampled(TokenTree(4), lambda node: p, used)
+        assert verdict.path == [0]
+        counts[verdict.token] += 1
+    assert torch.allclose(torch.tensor(counts) / 3000, p, atol=0.03)

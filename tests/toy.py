@@ -1,0 +1,183 @@
+"""A toy target and drafter with known laws, and the means to hold sampled output against the exact law.
+
+Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...), exact_law(model))` must not be tiny.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from scipy.stats import chi2
+
+from quickbeam.sampling import uniform
+from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict, verify_sampled
+
+Law = Callable[[Sequence[int]], torch.Tensor]  # context ids to the law [vocab] of the next token
+Grow = Callable[[list[int], random.Random], TokenTree]
+Verify = Callable[[TokenTree, Callable[[int], torch.Tensor], torch.Generator], Verdict]
+
+
+class ToyModel:
+    """Random laws over a small vocabulary that depend on the last three tokens.
+
+    The drafter's are the target's with noise on the logits. Either gives some tokens no probability at all, each its own (`zeros`: how
+    often), as filters and shortlists do.
+    """
+
+    def __init__(self, vocab: int = 6, seed: int = 0, noise: float = 1.0, zeros: float = 0.15) -> None:
+        self.vocab, self._seed, self._noise, self._zeros = vocab, seed, noise, zeros
+        self._laws: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def target(self, context: Sequence[int]) -> torch.Tensor:
+        """`[vocab]` float32."""
+        return self._both(context)[0]
+
+    def draft(self, context: Sequence[int]) -> torch.Tensor:
+        """`[vocab]` float32."""
+        return self._both(context)[1]
+
+    def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        key = tuple(context[-3:])
+        if key not in self._laws:
+            rng = np.random.default_rng([self._seed, *key])
+            logits = 1.5 * rng.standard_normal(self.vocab)
+            self._laws[key] = self._law(logits, rng), self._law(logits + self._noise * rng.standard_normal(self.vocab), rng)
+        return self._laws[key]
+
+    def _law(self, logits: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
+        weights = np.exp(logits) * (rng.random(self.vocab) >= self._zeros)
+        weights[rng.integers(self.vocab)] += 0.1  # at least one token
+        return torch.tensor(weights / weights.sum(), dtype=torch.float32)
+
+
+def path_tokens(tree: TokenTree, node: int) -> list[int]:
+    """Tokens below the root, down to `node`."""
+    return [tree.token[n] for n in tree.path(node)[1:]]
+
+
+def random_tree(
+    model: ToyModel, context: list[int], rng: random.Random, budget: int = 12, certain: float = 0.35, prune: float = 0.0
+) -> TokenTree:
+    """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without replacement side by side.
+
+    Where it grows is partly chance, partly the estimated worth of a slot, which depends on the tokens drawn before. `prune`: drop a drawn
+    token whose probability is below it, which no policy may do.
+    """
+    tree = TokenTree(context[-1])
+    worth = [1.0]
+    for _ in range(rng.randrange(budget)):
+        node = rng.choice([max(range(len(tree)), key=worth.__getitem__), len(tree) - 1, rng.randrange(len(tree))])
+        taken = tree.children[node]
+        q = model.draft([*context, *path_tokens(tree, node)])
+        weights = [0.0 if token in taken else weight for token, weight in enumerate(q.tolist())]
+        if rng.random() < certain and len(taken) < model.vocab:
+            token = rng.choice([token for token in range(model.vocab) if token not in taken])
+            tree.add(node, token, "certain")
+            chance = 0.3
+        elif sum(weights) > 0:
+            token = rng.choices(range(model.vocab), weights)[0]
+            chance = weights[token] / sum(weights)
+            if chance < prune:
+                continue
+            tree.add(node, token, "drawn", law=q)
+        else:
+            continue
+        worth.append(worth[node] * chance)
+        worth[node] *= 1 - chance
+    return tree
+
+
+def sample_sequences(
+    model: ToyModel, grow: Grow, verify: Verify = verify_sampled, count: int = 5000, length: int = 3, seed: int = 0, law: Law | None = None
+) -> Counter[tuple[int, ...]]:
+    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `law`: the target's (the model's own)."""
+    target, rng, generator = law or model.target, random.Random(seed), torch.Generator().manual_seed(seed)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(count):
+        context = [0]
+        while len(context) <= length:
+            tree = grow(context, rng)
+            verdict = verify(tree, lambda node: target([*context, *path_tokens(tree, node)]), generator)  # noqa: B023 (called here only)
+            context += [*path_tokens(tree, verdict.path[-1]), verdict.token]
+        counts[tuple(context[1 : length + 1])] += 1
+    return counts
+
+
+def exact_law(law: Law, vocab: int, length: int = 3) -> dict[tuple[int, ...], float]:
+    """The probability of each possible answer of `length` tokens to the prompt [0]."""
+    answers = {}
+    for answer in itertools.product(range(vocab), repeat=length):
+        probability = 1.0
+        for i, token in enumerate(answer):
+            probability *= float(law([0, *answer[:i]])[token]) if probability else 0.0
+        answers[answer] = probability
+    return answers
+
+
+def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    """The p-value of Pearson's test that `counts` were drawn from `law`; 0 where an impossible answer occurred.
+
+    Cells of an expected count below 5 are merged into one, and that one into the next larger cell if it stays below 5.
+    """
+    if any(law.get(answer, 0.0) == 0 for answer in counts):
+        return 0.0
+    total, mass = counts.total(), sum(law.values())
+    cells, rare = [], [0.0, 0.0]
+    for probability, answer in sorted((p, answer) for answer, p in law.items() if p > 0):
+        expected, seen = total * probability / mass, counts[answer]
+        if expected < 5 or 0 < rare[0] < 5:
+            rare = [rare[0] + expected, rare[1] + seen]
+        else:
+            cells.append((expected, seen))
+    cells += [(rare[0], int(rare[1]))] if rare[0] else []
+    if len(cells) < 2:
+        raise ValueError(f"{total} answers are too few for a test: fewer than two cells expect 5 of them")
+    return float(chi2.sf(sum((seen - expected) ** 2 / expected for expected, seen in cells), len(cells) - 1))
+
+
+def reference_verify(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator, mistake: str = "") -> Verdict:
+    """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show that the tests would find it.
+
+    Random numbers are spent as `verify_sampled` does: where nothing was drawn, one for the token itself.
+    """
+    path = [0]
+    while True:
+        p = residual = law(path[-1]).double().tolist()
+        if not any(tree.law[child] is not None for child in tree.children[path[-1]].values()):
+            token = pick(p, generator)
+            if token not in tree.children[path[-1]]:
+                return Verdict(path, token)
+            path.append(tree.children[path[-1]][token])
+            continue
+        tried: list[int] = []
+        for token, child in tree.children[path[-1]].items():
+            q = tree.law[child]
+            proposal = [float(t == token) for t in range(len(p))] if q is None else q.double().tolist()
+            if q is not None and mistake != "siblings stay in Q":
+                proposal = normalised([0.0 if t in tried else weight for t, weight in enumerate(proposal)])
+            chance = proposal[token] if mistake == "accept with Q" else min(1.0, residual[token] / proposal[token])
+            if uniform(generator) < chance:
+                path.append(child)
+                break
+            tried.append(token)
+            if mistake != "R stays p":
+                residual = normalised([max(r - weight, 0.0) for r, weight in zip(residual, proposal, strict=True)])
+        else:
+            bonus = p if mistake == "emit from p" else residual
+            return Verdict(path, pick(bonus, generator))
+
+
+def pick(weights: list[float], generator: torch.Generator) -> int:
+    threshold = uniform(generator) * sum(weights)
+    return next(token for token, below in enumerate(itertools.accumulate(weights)) if below > threshold)
+
+
+def normalised(weights: list[float]) -> list[float]:
+    total = sum(weights)
+    return [weight / total for weight in weights] if total else weights
