@@ -1,0 +1,37 @@
+"""What the last logits tell about the tokens after the one they chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quickbeam.draft.base import Context, Source
+
+
+class LastLogits(Source):
+    """Guesses the token after the root from the logits that chose the root (LogitSpec).
+
+    A model that ranks a token high but picks another often emits the former next. Holds no state.
+    """
+
+    name = "last_logits"
+
+    def reset(self, ids: Sequence[int]) -> None:
+        pass
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
+        """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best first, the root left out.
+
+        Rank 0 is the argmax. Greedy decoding makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere.
+        """
+        k = min(k, context.logits.shape[-1])
+        if k < 1:
+            return []
+        root = context.ids[-1]
+        return [(rank, token) for rank, token in enumerate(context.logits.topk(k).indices.tolist()) if token != root]
+
+    def candidates(self, context: Context, k: int) -> list[int]:
+        """The tokens of `ranked`: at most `k` ids in order of rank."""
+        return [token for _, token in self.ranked(context, k)]

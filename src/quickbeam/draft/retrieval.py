@@ -1,0 +1,88 @@
+"""N-grams of the text so far, and what came after them. Knows nothing of trees or models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from quickbeam.draft.base import Source
+from quickbeam.errors import InvalidInput
+
+
+class Match(NamedTuple):
+    """An earlier occurrence of a suffix."""
+
+    position: int  # where in the text its continuation begins
+    length: int  # tokens of the suffix that it matches
+
+
+class NgramIndex:
+    """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per token and lookup.
+
+    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest occurrence; continuations are read from
+    the text itself, never copied, so memory is `max_n - min_n + 1` entries a token at most. An n-gram is entered only when the token
+    after it arrives: the one at the very end of the text, which nothing follows yet, can't hide an earlier occurrence, and a suffix
+    never finds itself.
+
+    Raises `InvalidInput` unless `1 <= min_n <= max_n`.
+    """
+
+    def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
+        if not 1 <= min_n <= max_n:
+            raise InvalidInput(f"n-grams of min_n={min_n} to max_n={max_n} tokens: give 1 <= min_n <= max_n")
+        self.min_n = min_n
+        self.max_n = max_n
+        self.ids: list[int] = []
+        self._after: dict[tuple[int, ...], int] = {}
+
+    def reset(self, ids: Sequence[int]) -> None:
+        """Forget the text and read another."""
+        self.ids = []
+        self._after = {}
+        self.extend(ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens to the text."""
+        ids, after = self.ids, self._after
+        for token in tokens:
+            end = len(ids)
+            for n in range(self.min_n, min(self.max_n, end) + 1):
+                after[tuple(ids[end - n :])] = end
+            ids.append(token)
+
+    def match(self, suffix: Sequence[int]) -> Match | None:
+        """The newest occurrence of the longest matching end of `suffix`, `max_n` tokens at most, that some token of the text follows.
+
+        `suffix` is the end of the text, or that and further tokens that are only guessed; its last `max_n` tokens are enough.
+        """
+        for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
+            position = self._after.get(tuple(suffix[len(suffix) - n :]))
+            if position is not None:
+                return Match(position, n)
+        return None
+
+    def extent(self, match: Match, limit: int = 16) -> int:
+        """How many tokens before the match agree with the end of the text, up to `limit`: how long the repetition has gone on."""
+        ids, length = self.ids, 0
+        while length < min(limit, match.position) and ids[match.position - 1 - length] == ids[len(ids) - 1 - length]:
+            length += 1
+        return length
+
+    def continuation(self, match: Match, length: int, guessed: Sequence[int] = ()) -> list[int]:
+        """`length` tokens that follow a match; `guessed` are the tokens that the matched suffix had beyond the text.
+
+        A match so near the end that the text runs out is read on into what it predicts, as LZ77 copies past its own end: text that
+        has begun to repeat itself with some period is continued with that period, however short. (LogitSpec's pool takes an older
+        occurrence there, whose continuation is longer.)
+        """
+        tokens = self.ids[match.position : match.position + length]
+        if len(tokens) < length:
+            period = [*tokens, *guessed]
+            tokens = [period[i % len(period)] for i in range(length)]
+        return tokens
+
+
+class Ngram(NgramIndex, Source):
+    """The n-gram index as a source of candidates: the prompt and output so far."""
+
+    name = "ngram"

@@ -1,0 +1,33 @@
+"""The contract of a tree policy: spend a budget of nodes on candidates from sources."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from quickbeam.draft.base import Context, Source
+from quickbeam.tree import TokenTree
+
+
+class TreePolicy(ABC):
+    """Grows one draft tree a step from the sources it was made with."""
+
+    sources: Sequence[Source] = ()
+
+    def situation(self, context: Context) -> int:
+        """A rough class of how much the next tree promises, 0 (little) to 4: budgets are learned for each apart (`engine/budget.py`)."""
+        return 0
+
+    @abstractmethod
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        """A tree rooted at `context.ids[-1]` of at most `budget` nodes, the root included, none deeper than `max_depth`.
+
+        Nodes are added in order of worth where the policy has one, so that the first m nodes are what a budget of m would have grown.
+        """
+
+
+class NoDraft(TreePolicy):
+    """Plain decoding: the root alone."""
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        return TokenTree(context.ids[-1])

@@ -1,0 +1,71 @@
+"""LogitSpec's tree: a chain from the text so far, and short branches from what the last logits guess comes after the root."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from quickbeam.draft.base import Context
+from quickbeam.draft.logits import LastLogits
+from quickbeam.draft.retrieval import Ngram
+from quickbeam.errors import InvalidInput
+from quickbeam.grow.base import TreePolicy
+from quickbeam.grow.chain import graft, promise
+from quickbeam.tree import TokenTree
+
+CHAIN = 20  # tokens of the chain at most
+GUESSES = 64  # how far down the last logits are read
+LEAD = 3  # tokens of the chain per matched token that go before any guess
+
+
+def branch_length(rank: int) -> int:
+    """Tokens of the branch that starts with the guess of this rank, the guess included."""
+    return 4 if rank <= 8 else 3 if rank <= 32 else 1
+
+
+class LogitSpec(TreePolicy):
+    """The rule of LogitSpec (2507.01449, as its code has it), with its drafts merged into a trie.
+
+    - The chain: up to 20 tokens that followed the longest match ending in the root.
+    - A branch for each of the 64 best last logits but the root, in order of rank: the token as a guess of the one after the root, then
+      what followed the longest match ending in (root, guess), or in the guess alone; 4, 3 or 1 tokens in all, by rank.
+
+    The paper spends 64 nodes, chain first. With fewer, the chain would leave little to the guesses; so it goes first for 3 tokens per
+    matched token only, a longer match being right more often, and then by as many tokens as each branch adds. At 64 it is complete,
+    as in the paper. The order does not depend on the budget: a smaller tree is the beginning of a larger one. Merged nodes cost
+    nothing, and what they save goes to further guesses.
+
+    Either source may be `None`: without n-grams the guesses stand alone, without logits the chain does. Nodes carry no value.
+    Raises `InvalidInput` when both are.
+    """
+
+    def __init__(self, ngram: Ngram | None, last_logits: LastLogits | None) -> None:
+        self.ngram = ngram
+        self.last_logits = last_logits
+        self.sources = tuple(source for source in (ngram, last_logits) if source is not None)
+        if not self.sources:
+            raise InvalidInput("tree 'logitspec' has no source; give it ngram, last_logits or both")
+
+    def situation(self, context: Context) -> int:
+        return promise(self.ngram, context)
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        tree = TokenTree(context.ids[-1])
+        tail = context.ids[-self.ngram.max_n :] if self.ngram else []
+
+        match = self.ngram.match(tail) if self.ngram else None
+        chain = iter(self.ngram.continuation(match, CHAIN) if self.ngram and match else ())
+        tip = graft(tree, 0, islice(chain, LEAD * match.length if match else 0), Ngram.name, budget, max_depth)
+
+        # Each guess adds a node, unless it is the root or the chain begins with it: two more than the budget's free nodes are enough.
+        guesses = self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
+        for rank, guess in guesses:
+            if len(tree) >= budget:
+                break
+            size = len(tree)
+            node = graft(tree, 0, [guess], LastLogits.name, budget, max_depth)
+            if self.ngram and (match := self.ngram.match([*tail, guess])):
+                rest = self.ngram.continuation(match, branch_length(rank) - 1, [guess])
+                graft(tree, node, rest, Ngram.name, budget, max_depth)
+            tip = graft(tree, tip, islice(chain, len(tree) - size), Ngram.name, budget, max_depth)
+        graft(tree, tip, chain, Ngram.name, budget, max_depth)
+        return tree

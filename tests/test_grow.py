@@ -1,0 +1,349 @@
+"""Tree policies against brute force and by hand. Run: pytest tests/test_grow.py"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quickbeam.draft.base import Context
+from quickbeam.draft.logits import LastLogits
+from quickbeam.draft.retrieval import Ngram
+from quickbeam.errors import InvalidInput
+from quickbeam.grow import SOURCES, TREES, make_policy
+from quickbeam.grow.base import NoDraft, TreePolicy
+from quickbeam.grow.chain import Chain, graft
+from quickbeam.grow.logitspec import LogitSpec, branch_length
+from quickbeam.tree import TokenTree
+
+texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
+budgets = st.integers(1, 80)
+depths = st.integers(0, 24)
+mixes = st.sampled_from([("ngram",), ("last_logits",), ("ngram", "last_logits")])
+
+
+def logits_in_order(order: Sequence[int], vocab: int) -> torch.Tensor:
+    """`[vocab]` logits whose ranking begins with `order`; the other tokens follow by id."""
+    ranking = [*order, *(token for token in range(vocab) if token not in order)]
+    logits = torch.empty(vocab)
+    logits[torch.tensor(ranking)] = torch.arange(vocab, 0, -1).float()
+    return logits
+
+
+@st.composite
+def contexts(draw: st.DrawFn) -> Context:
+    """A text and logits that rank the root first, or, as after sampling, anywhere."""
+    ids = draw(texts)
+    ranking = draw(st.permutations(range(draw(st.sampled_from([6, 20, 100])))))
+    first = [ids[-1]] if draw(st.booleans()) else []
+    return Context(ids, logits_in_order([*first, *(token for token in ranking if token not in first)], len(ranking)))
+
+
+def started(policy: TreePolicy, ids: Sequence[int]) -> TreePolicy:
+    """The policy, its sources fed as the engine does: the prompt, then what was emitted."""
+    for source in policy.sources:
+        source.reset(ids[:-1])
+        source.extend(ids[-1:])
+    return policy
+
+
+def grown(context: Context, budget: int, max_depth: int = 32, sources: Sequence[str] = SOURCES, tree: str = "logitspec") -> TokenTree:
+    return started(make_policy(sources, tree), context.ids).grow(context, budget, max_depth)
+
+
+def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
+    """Where the continuation of the newest, longest (3 to 1 tokens) earlier occurrence begins, and the occurrence's length."""
+    for n in range(min(3, len(suffix)), 0, -1):
+        for start in range(len(text) - n - 1, -1, -1):
+            if text[start : start + n] == suffix[-n:]:
+                return start + n, n
+    return None
+
+
+def read_on(text: list[int], guessed: list[int], length: int) -> list[int]:
+    """The continuation of text and guess by their longest match, read on into itself; empty without a match."""
+    match = longest_match(text, text + guessed)
+    if match is None:
+        return []
+    virtual = text + guessed
+    for i in range(length):
+        virtual.append(virtual[match[0] + i])
+    return virtual[len(text) + len(guessed) :]
+
+
+def ranking(logits: torch.Tensor) -> list[int]:
+    return logits.argsort(descending=True).tolist()
+
+
+def drafts(context: Context, max_depth: int, sources: Sequence[str]) -> Iterator[list[int]]:
+    """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then the branches by rank."""
+    retrieve = "ngram" in sources
+    if retrieve:
+        yield read_on(context.ids, [], 20)[:max_depth]
+    if "last_logits" in sources:
+        for rank, token in enumerate(ranking(context.logits)[:64]):
+            if token != context.ids[-1]:
+                length = 4 if rank <= 8 else 3 if rank <= 32 else 1
+                yield [token, *(read_on(context.ids, [token], length - 1) if retrieve else [])][:max_depth]
+
+
+def prefixes(paths: Iterator[list[int]]) -> set[tuple[int, ...]]:
+    return {tuple(path[:end]) for path in paths for end in range(1, len(path) + 1)}
+
+
+def node_paths(tree: TokenTree) -> list[tuple[int, ...]]:
+    """Every node as the tokens that lead to it, the root's left out."""
+    return [tuple(tree.token[node] for node in tree.path(node)[1:]) for node in range(len(tree))]
+
+
+def nodes(tree: TokenTree) -> list[tuple[int, int, int, str]]:
+    return list(zip(tree.token, tree.parent, tree.depth, tree.source, strict=True))
+
+
+# --- what holds for every policy -----------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(contexts(), budgets, depths, st.sampled_from([((), "none"), (("ngram",), "chain")]) | mixes.map(lambda mix: (mix, "logitspec")))
+def test_every_tree_keeps_the_contract(context: Context, budget: int, max_depth: int, made: tuple[tuple[str, ...], str]) -> None:
+    before = (list(context.ids), context.logits.clone())
+    tree = grown(context, budget, max_depth, *made)
+    assert 1 <= len(tree) <= budget
+    assert max(tree.depth) <= max_depth
+    assert (tree.token[0], tree.parent[0], tree.source[0]) == (context.ids[-1], -1, "root")
+    assert all(tree.parent[node] < node for node in range(len(tree)))
+    assert len(set(node_paths(tree))) == len(tree)  # no duplicate siblings, no prefix twice
+    assert set(tree.source[1:]) <= set(made[0])
+    assert tree.law == [None] * len(tree)
+    assert context.ids == before[0]
+    assert torch.equal(context.logits, before[1])
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(contexts(), budgets, budgets, depths, st.just((("ngram",), "chain")) | mixes.map(lambda mix: (mix, "logitspec")))
+def test_a_smaller_budget_gives_the_beginning_of_the_tree(
+    context: Context, small: int, large: int, max_depth: int, made: tuple[tuple[str, ...], str]
+) -> None:
+    small, large = sorted((small, large))
+    policy = started(make_policy(*made), context.ids)
+    whole = nodes(policy.grow(context, large, max_depth))
+    assert nodes(policy.grow(context, small, max_depth)) == whole[:small]
+
+
+@pytest.mark.parametrize("ids", [[3], [3, 3], [3, 4]])
+@pytest.mark.parametrize("budget", [1, 2, 3, 64])
+@pytest.mark.parametrize("tree", TREES)
+def test_shortest_prompts_and_tiny_budgets(ids: list[int], budget: int, tree: str) -> None:
+    context = Context(ids, logits_in_order([ids[-1], 9, 8], 10))
+    grew = grown(context, budget, 32, TREES[tree], tree)
+    free = budget - 1
+    if tree == "none":
+        assert len(grew) == 1
+    elif tree == "chain":
+        assert grew.token == ([3] * (1 + min(free, 10)) if ids == [3, 3] else ids[-1:])
+    elif ids == [3, 3]:  # the chain has three tokens for one that matches, then the guess has its turn
+        assert grew.token[:5] == [3, 3, 3, 3, 9][:budget]
+    else:
+        assert grew.token[: 1 + min(free, 2)] == [ids[-1], 9, 8][:budget]
+        # A vocabulary of 10: nine guesses besides the root; of these, 3 of [3, 4] is continued with 4 3 4.
+        assert len(grew) == min(budget, 10 if ids == [3] else 13)
+
+
+# --- pieces --------------------------------------------------------------------------------------------------------------------------
+
+
+def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
+    tree = TokenTree(0)
+    assert graft(tree, 0, [1, 2, 3], "ngram", budget=9, max_depth=9) == 3
+    assert graft(tree, 0, [1, 2, 4], "ngram", budget=9, max_depth=9) == 4
+    assert tree.parent == [-1, 0, 1, 2, 2]
+    assert graft(tree, 4, [5, 6], "ngram", budget=9, max_depth=4) == 5  # depth
+    assert graft(tree, 0, [7, 8], "ngram", budget=7, max_depth=9) == 6  # budget
+    assert graft(tree, 0, [1, 2, 9], "ngram", budget=7, max_depth=9) == 2  # full, yet what is there is walked
+    assert len(tree) == 7
+
+
+def test_last_logits_ranks() -> None:
+    source = LastLogits()
+    source.reset([1, 2])
+    source.extend([3])
+    greedy = Context([5, 3], logits_in_order([3, 4, 0, 2], 6))
+    assert source.ranked(greedy, 4) == [(1, 4), (2, 0), (3, 2)]
+    assert source.candidates(greedy, 4) == [4, 0, 2]
+    sampled = Context([5, 0], logits_in_order([3, 4, 0, 2], 6))
+    assert source.ranked(sampled, 4) == [(0, 3), (1, 4), (3, 2)]
+    assert source.ranked(sampled, 2) == [(0, 3), (1, 4)]  # the root is not among them
+    assert source.candidates(sampled, 100) == [3, 4, 2, 1, 5]  # fewer tokens than asked for
+    assert source.ranked(sampled, 0) == []
+    assert source.name == "last_logits"
+
+
+# --- chain ---------------------------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None, derandomize=True)
+@given(contexts(), budgets, depths)
+def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_depth: int) -> None:
+    tree = grown(context, budget, max_depth, ["ngram"], "chain")
+    assert tree.token[1:] == read_on(context.ids, [], 60)[: min(10, budget - 1, max_depth)]
+    assert tree.parent == list(range(-1, len(tree) - 1))
+
+
+def test_chain_length_is_a_cap() -> None:
+    ids = [1, 2, 3, 4, 5, 6, 1]
+    context = Context(ids, torch.zeros(8))
+    policy = started(Chain(Ngram(), length=3), ids)
+    assert policy.grow(context, 64, 32).token == [1, 2, 3, 4]
+    assert policy.grow(context, 64, 2).token == [1, 2, 3]
+    assert policy.grow(context, 2, 32).token == [1, 2]
+
+
+# --- LogitSpec -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_branch_length_by_rank() -> None:
+    assert [branch_length(rank) for rank in (0, 1, 8, 9, 32, 33, 63)] == [4, 4, 4, 3, 3, 1, 1]
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(contexts(), depths, mixes)
+def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context: Context, max_depth: int, sources: tuple[str, ...]) -> None:
+    tree = grown(context, 1000, max_depth, sources)
+    assert set(node_paths(tree)) == {(), *prefixes(drafts(context, max_depth, sources))}
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(contexts(), budgets, depths)
+def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context: Context, budget: int, max_depth: int) -> None:
+    tree = grown(context, budget, max_depth)
+    wanted = prefixes(drafts(context, max_depth, SOURCES))
+    assert set(node_paths(tree)[1:]) <= wanted
+    assert len(tree) == min(budget, 1 + len(wanted))
+
+
+@settings(deadline=None, derandomize=True, max_examples=200)
+@given(contexts(), budgets)
+def test_the_chain_goes_first_and_is_whole_at_the_papers_budget(context: Context, budget: int) -> None:
+    match = longest_match(context.ids, context.ids)
+    chain = read_on(context.ids, [], 20)
+    lead = min(3 * match[1], budget - 1) if match else 0
+    assert grown(context, budget).token[1 : 1 + lead] == chain[:lead]
+    assert not chain or tuple(chain) in node_paths(grown(context, 64))
+
+
+def test_by_hand() -> None:
+    #      0  1  2  3  4  5  6  7  8  9 10 11
+    ids = [1, 2, 3, 9, 4, 5, 6, 7, 8, 9, 4, 1]
+    context = Context(ids, logits_in_order([1, 9, 2, 6, 0], 40))
+    # The match of (1) at 0 gives 2 3 9 and leads; then guess 9 (longest match (9), newest at 9: 4 1, then itself: 9), then the chain's
+    # turn, and so on.
+    tree = grown(context, 15)
+    assert nodes(tree) == [
+        (1, -1, 0, "root"),
+        (2, 0, 1, "ngram"),
+        (3, 1, 2, "ngram"),
+        (9, 2, 3, "ngram"),
+        (9, 0, 1, "last_logits"),
+        (4, 4, 2, "ngram"),
+        (1, 5, 3, "ngram"),
+        (9, 6, 4, "ngram"),
+        (4, 3, 4, "ngram"),  # four for the branch, four for the chain
+        (5, 8, 5, "ngram"),
+        (6, 9, 6, "ngram"),
+        (7, 10, 7, "ngram"),
+        (6, 0, 1, "last_logits"),  # guess 2 is the chain's first token and its branch 2 3 9 4 is there: not paid for
+        (7, 12, 2, "ngram"),
+        (8, 13, 3, "ngram"),
+    ]
+
+
+def test_guess_uses_the_context_before_it() -> None:
+    # 7 follows (1, 2), 8 follows (5, 2); the newest 2 is followed by 9. The root is 1 and the guess 2: the 2-gram decides.
+    ids = [1, 2, 7, 5, 2, 8, 6, 2, 9, 1]
+    tree = grown(Context(ids, logits_in_order([1, 2], 30)), 64)
+    node = tree.child(0, 2)
+    assert node is not None
+    assert [tree.token[child] for child in tree.children[node].values()] == [7]
+
+
+def test_branches_are_cut_by_rank() -> None:
+    # Tokens 100.. never begin the chain; each is followed in the text by a run of its own.
+    guesses = list(range(100, 164))
+    ids = [token for guess in guesses for token in (guess, *range(1000 * guess, 1000 * guess + 6))] + [5]
+    order = [5, *guesses]
+    logits = torch.full((200_000,), -1e9)
+    logits[torch.tensor(order)] = torch.arange(len(order), 0, -1).float()
+    tree = grown(Context(ids, logits), 1000)
+    deepest = {tree.token[path[1]]: len(path) - 1 for path in map(tree.path, range(1, len(tree)))}
+    assert [deepest[guess] for guess in guesses[:63]] == [4] * 8 + [3] * 24 + [1] * 31  # ranks 1 to 63; 0 is the root
+    assert len(deepest) == 63
+    assert {tree.source[child] for child in tree.children[0].values()} == {"last_logits"}
+
+
+def test_sampled_root_is_left_out_where_it_ranks() -> None:
+    tree = grown(Context([0, 7], logits_in_order([4, 7, 5], 10)), 4, sources=["last_logits"])
+    assert nodes(tree)[1:] == [(4, 0, 1, "last_logits"), (5, 0, 1, "last_logits"), (0, 0, 1, "last_logits")]
+
+
+def test_no_more_logits_are_ranked_than_the_budget_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    ranked = LastLogits.ranked
+
+    def spy(self: LastLogits, context: Context, k: int) -> list[tuple[int, int]]:
+        asked.append(k)
+        return ranked(self, context, k)
+
+    monkeypatch.setattr(LastLogits, "ranked", spy)
+    context = Context([1, 2, 3, 1], logits_in_order([1, 2], 100))
+    assert [len(grown(context, budget)) for budget in (8, 16, 64)] == [8, 16, 64]
+    assert asked == [9, 17, 64]
+
+
+# --- make_policy ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sources", "tree", "kind"),
+    [
+        ((), "none", NoDraft),
+        (("ngram",), "chain", Chain),
+        (("ngram",), "logitspec", LogitSpec),
+        (("last_logits",), "logitspec", LogitSpec),
+        (("last_logits", "ngram"), "logitspec", LogitSpec),
+    ],
+)
+def test_make_policy(sources: tuple[str, ...], tree: str, kind: type[TreePolicy]) -> None:
+    policy = make_policy(sources, tree)
+    assert type(policy) is kind
+    assert {source.name for source in policy.sources} == set(sources)
+
+
+@pytest.mark.parametrize(
+    ("sources", "tree", "message"),
+    [
+        (("ngram",), "oak", "unknown tree 'oak'; known: none, chain, logitspec"),
+        (("gram",), "chain", "unknown source 'gram'; known: ngram, last_logits"),
+        ((), "chain", "tree 'chain' needs a source; give it ngram"),
+        (("last_logits",), "chain", "tree 'chain' can't use source 'last_logits'; give it ngram"),
+        ((), "logitspec", "tree 'logitspec' needs a source; give it ngram or last_logits"),
+        (("ngram",), "none", "tree 'none' can't use source 'ngram'; give it no sources"),
+    ],
+)
+def test_combinations_that_do_not_work(sources: tuple[str, ...], tree: str, message: str) -> None:
+    with pytest.raises(InvalidInput) as error:
+        make_policy(sources, tree)
+    assert str(error.value) == message
+
+
+def test_logitspec_without_sources() -> None:
+    with pytest.raises(InvalidInput, match="no source"):
+        LogitSpec(None, None)
+
+
+def test_policies_do_not_share_state() -> None:
+    first, second = (started(make_policy(["ngram"], "chain"), ids) for ids in ([1, 2, 1], [3, 4, 3]))
+    assert first.grow(Context([1, 2, 1], torch.zeros(5)), 2, 9).token == [1, 2]
+    assert second.grow(Context([3, 4, 3], torch.zeros(5)), 2, 9).token == [3, 4]

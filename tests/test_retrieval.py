@@ -1,0 +1,166 @@
+"""The n-gram index against a search of the whole text. Run: pytest tests/test_retrieval.py"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quickbeam.draft.base import Source
+from quickbeam.draft.retrieval import Match, Ngram, NgramIndex
+from quickbeam.errors import InvalidInput
+
+small = st.lists(st.integers(0, 2), max_size=40)
+sizes = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))  # min_n, max_n
+
+
+def search(ids: Sequence[int], suffix: Sequence[int], min_n: int, max_n: int) -> Match | None:
+    """The definition: longest first, newest first, at least one token after it."""
+    for n in range(min(max_n, len(suffix)), min_n - 1, -1):
+        for start in range(len(ids) - n - 1, -1, -1):
+            if list(ids[start : start + n]) == list(suffix[-n:]):
+                return Match(start + n, n)
+    return None
+
+
+def indexed(ids: Sequence[int], min_n: int = 1, max_n: int = 3) -> NgramIndex:
+    index = NgramIndex(min_n, max_n)
+    index.reset(ids)
+    return index
+
+
+def draft(ids: Sequence[int], length: int) -> list[int]:
+    """What follows the text by its own longest suffix match."""
+    index = indexed(ids)
+    match = index.match(ids)
+    return index.continuation(match, length) if match else []
+
+
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
+def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], guessed: list[int]) -> None:
+    index = NgramIndex(*size)
+    index.reset(chunks[0])
+    text = list(chunks[0])
+    for chunk in [[], *chunks[1:]]:
+        index.extend(chunk)
+        text += chunk
+        for guess in (guessed[:n] for n in range(len(guessed) + 1)):
+            expected = search(text, text + guess, *size)
+            assert index.match(text + guess) == expected
+            assert index.match(text[-index.max_n :] + guess) == expected  # the tail is enough
+    assert index.ids == text
+
+
+@settings(deadline=None, derandomize=True)
+@given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
+def test_continuation_is_the_text_read_on_into_itself(text: list[int], guessed: list[int], length: int) -> None:
+    index = indexed(text)
+    match = index.match(text + guessed)
+    if match is None:
+        return
+    continued = text + guessed
+    for i in range(length):
+        continued.append(continued[match.position + i])
+    assert index.continuation(match, length, guessed) == continued[len(text) + len(guessed) :]
+
+
+@settings(deadline=None, derandomize=True)
+@given(small, st.lists(st.lists(st.integers(0, 2), max_size=3), max_size=20))
+def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -> None:
+    fed = indexed(prompt)
+    for chunk in chunks:
+        fed.extend(chunk)
+    whole = indexed([*prompt, *(token for chunk in chunks for token in chunk)])
+    assert fed.ids == whole.ids
+    assert fed._after == whole._after
+
+
+def test_newest_occurrence_wins() -> None:
+    assert draft([1, 2, 5, 1, 2, 6, 1, 2], 1) == [6]
+
+
+def test_longer_match_wins_over_newer() -> None:
+    assert draft([7, 1, 2, 5, 8, 2, 6, 1, 2], 1) == [5]
+
+
+def test_the_end_of_the_text_hides_nothing() -> None:
+    index = indexed([4, 9, 4])
+    assert index.match([4]) == Match(1, 1)
+    assert index.continuation(Match(1, 1), 2) == [9, 4]
+    assert indexed([1, 2, 3]).match([3]) is None  # it occurs at the very end only
+
+
+@pytest.mark.parametrize("period", [[5], [1, 2], [1, 2, 3, 9], [1, 1, 2]])
+def test_periodic_text_is_continued_with_its_period(period: list[int]) -> None:
+    text = [8, *(period * 10)][: 2 * len(period) + 3]
+    whole = [8, *(period * 30)]
+    assert draft(text, 20) == whole[len(text) : len(text) + 20]
+
+
+def test_guessed_tokens_are_part_of_what_is_read_on() -> None:
+    index = indexed([1, 2, 3, 1])
+    match = index.match([3, 1, 2])  # 1 is followed by a guessed 2, as before
+    assert match == Match(2, 2)
+    assert index.continuation(match, 5, [2]) == [3, 1, 2, 3, 1]
+
+
+def test_suffix_shorter_than_max_n_and_empty_text() -> None:
+    assert indexed([1, 2, 1, 2]).match([]) is None
+    assert indexed([]).match([1]) is None
+    assert indexed([1]).match([1]) is None
+    assert indexed([1, 2, 1, 2], max_n=5).match([1]) == Match(3, 1)
+
+
+def test_reset_forgets() -> None:
+    index = indexed([1, 2, 1, 2])
+    index.reset([3, 1])
+    assert index.ids == [3, 1]
+    assert index.match([1]) is None
+    assert index.match([3]) == Match(1, 1)
+
+
+@pytest.mark.parametrize("max_n", [1, 3, 6])
+def test_memory_is_linear(max_n: int) -> None:
+    text = random.Random(0).choices(range(1000), k=3000)
+    index = indexed(text, max_n=max_n)
+    assert len(index._after) <= max_n * len(text)
+    repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
+    assert len(repeated._after) <= 4 * max_n
+
+
+def test_work_per_token_does_not_grow() -> None:
+    """Counts the entries written per token, early and late in the text."""
+
+    class Counting(dict[tuple[int, ...], int]):
+        writes = 0
+
+        def __setitem__(self, key: tuple[int, ...], value: int) -> None:
+            self.writes += 1
+            super().__setitem__(key, value)
+
+    index = NgramIndex(max_n=4)
+    index._after = counting = Counting()
+    index.extend([1, 2, 3, 1, 2] * 2)
+    for _ in range(200):
+        before = counting.writes
+        index.extend([3])
+        assert counting.writes == before + 4
+
+
+@pytest.mark.parametrize(("min_n", "max_n"), [(0, 3), (3, 2), (-1, -1)])
+def test_sizes_that_make_no_sense(min_n: int, max_n: int) -> None:
+    with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
+        NgramIndex(min_n, max_n)
+
+
+def test_ngram_is_a_source() -> None:
+    source: Source = Ngram(max_n=2)
+    source.reset([1, 2])
+    source.extend([1])
+    assert source.name == "ngram"
+    assert isinstance(source, NgramIndex)
+    assert source.match([1]) == Match(1, 1)
