@@ -1,0 +1,193 @@
+"""Attention of a few new tokens over a KV store: one way a device, and a plain reference.
+
+All take queries `[n, heads, key_dim]` and give `[n, heads * value_dim]`. Heads of a group share their keys: their queries become rows of
+one product, and no key is repeated. What the new tokens may see is in a `Step`, the same for every layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.target.store import KVStore
+
+SPLIT = 384  # positions; see `attend_grouped`
+
+
+@dataclass
+class Layer:
+    """What attention needs to know of one layer besides its keys: scale of the scores, window and variations (None: none)."""
+
+    index: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+@dataclass
+class Step:
+    """One forward of `n` new tokens behind the store's certain ones.
+
+    `positions`: `[n]` on the device; `visible`: `[n, n]` bool, which new tokens each new token sees; None for causal (a chain).
+    Masks are made once a window and shared by all layers.
+    """
+
+    store: KVStore
+    positions: torch.Tensor
+    visible: torch.Tensor | None = None
+    exact: bool = False
+    _masks: dict[tuple[str, int | None], torch.Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.n = len(self.positions)
+        self.start = self.store.length
+        self.store.reserve(self.start + self.n + 1)
+        self.rows = self.store.rows(range(self.start, self.start + self.n))
+        self.end = self.store.end(self.start + self.n)
+        self.tail = self.start & ~1 if self.store.pairwise else self.start  # rows before it are certain tokens only
+        self.split = self.start // SPLIT * SPLIT if self.exact else 0
+        self.causal = self.visible is None
+        if self.causal and self.n > 1:
+            self.visible = torch.ones(self.n, self.n, dtype=torch.bool).tril_()
+
+    def first(self, window: int | None) -> int:
+        """The first row that any new token sees."""
+        if window is None or self.start < window:
+            return 0
+        first = self.start - window + 1
+        return first // SPLIT * SPLIT if self.exact else first & ~1
+
+    def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
+        """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first` on; None where all of them are seen."""
+        if window is None and self.n == 1 and self.end == self.start + 1:
+            return None
+        orders = torch.arange(first, self.end)
+        if self.store.pairwise:
+            orders ^= 1
+        device = self.positions.device
+        orders = orders.to(device)
+        new = orders >= self.start
+        node = (orders - self.start).clamp_(0, self.n - 1)
+        tree = torch.ones(1, 1, dtype=torch.bool, device=device) if self.visible is None else self.visible.to(device)
+        seen = torch.where(new, tree[:, node] & (orders < self.start + self.n), True)
+        if window is not None:
+            at = torch.where(new, self.positions[node], orders)
+            seen = seen & (at > self.positions[:, None] - window)
+        if bool(seen.all()):
+            return None
+        dtype = self.store.key[0].dtype
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+
+    def mask(self, window: int | None, first: int) -> torch.Tensor | None:
+        """`hidden`, made once."""
+        key = ("all" if first < self.tail else "tail", window)
+        if key not in self._masks:
+            self._masks[key] = self.hidden(window, first)
+        return self._masks[key]
+
+    def narrow(self, window: int | None) -> bool:
+        """Whether the window hides certain tokens from some new token."""
+        return window is not None and int(self.start + self.n) > window
+
+
+Attend = Callable[[torch.Tensor, Step, Layer], torch.Tensor]
+
+
+def group(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """`[n, heads, d]` to `[kv_heads, heads // kv_heads * n, d]`: the queries of the heads that share keys as rows, head-major."""
+    n, heads, dim = query.shape
+    return query.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, heads // kv_heads * n, dim)
+
+
+def ungroup(out: torch.Tensor, n: int) -> torch.Tensor:
+    """`[kv_heads, group * n, d]` back to `[n, heads * d]`."""
+    kv_heads, rows, dim = out.shape
+    return out.view(kv_heads, rows // n, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
+
+
+def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
+    """Two batched products; certain tokens are read without a mask, the tree's part is masked. The way of the CPU.
+
+    With `step.exact` (bfloat16) a token's bits don't depend on what else is in the tree, so a tree gives the same bits as one token at a
+    time. A hidden key has weight zero and adds nothing; what remains is the order in which the other keys are added. oneDNN's bfloat16
+    kernels keep one float32 sum a result and add keys in pairs, the second of a pair first; the store's pairwise layout turns that into
+    the tokens' own order, whatever hidden keys lie between. Beyond 512 keys the kernels cut the sum at places that depend on the number
+    of keys, so positions are cut here, at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of the
+    weights is taken in float64, where order doesn't show after rounding. `exactness.py` checks all this on the machine at hand.
+    """
+    store, n = step.store, step.n
+    key, value = store.key[layer.index], store.value[layer.index]
+    first = step.first(layer.window)
+    narrow = step.narrow(layer.window)
+    masked_from = first if narrow else max(step.tail, first)
+    mask = step.mask(layer.window if narrow else None, masked_from)
+    grouped = group(query, key.shape[0])
+    score = torch.bmm(grouped, key[:, first : step.end].transpose(1, 2)).float()
+    scaling = layer.scaling
+    if layer.softcap is not None:
+        score = torch.tanh(score * (scaling / layer.softcap))
+        scaling = layer.softcap
+    if mask is not None:
+        score.view(key.shape[0], -1, n, score.shape[2])[..., masked_from - first :].add_(mask)
+    peak = score.amax(-1, keepdim=True)
+    sinks = None
+    if layer.sinks is not None:
+        sinks = layer.sinks.float().view(key.shape[0], -1, 1).repeat_interleave(n, 1)
+        peak = torch.maximum(peak, sinks / scaling)
+    weight = score.sub_(peak).mul_(scaling).exp_()
+    total = weight.sum(-1, keepdim=True, dtype=torch.float64 if step.exact else torch.float32)
+    if sinks is not None:
+        total = total + (sinks - peak * scaling).exp()
+    weight = weight.to(value.dtype)
+    cut = step.split
+    if cut > first:
+        out = torch.bmm(weight[:, :, : cut - first], value[:, first:cut]).float()
+        out = out + torch.bmm(weight[:, :, cut - first :], value[:, cut : step.end])
+    else:
+        out = torch.bmm(weight, value[:, first : step.end])
+    return ungroup((out / total).to(value.dtype), n)
+
+
+def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
+    """PyTorch's fused kernel with a mask over all keys: the way of accelerators, and of prompts in chunks."""
+    if layer.softcap is not None or layer.sinks is not None:
+        return attend_grouped(query, step, layer)
+    store, n = step.store, step.n
+    key, value = store.key[layer.index], store.value[layer.index]
+    if step.causal and step.start == 0 and not step.narrow(layer.window):  # a prompt's first chunk needs no mask at all
+        key, value = key[None, :, step.rows], value[None, :, step.rows]
+        out = F.scaled_dot_product_attention(
+            query.transpose(0, 1)[None], key, value, is_causal=n > 1, scale=layer.scaling, enable_gqa=query.shape[1] > key.shape[1]
+        )
+        return out[0].transpose(0, 1).reshape(n, -1)
+    first = step.first(layer.window)
+    mask = step.mask(layer.window if step.narrow(layer.window) else None, first)
+    grouped = group(query, key.shape[0])
+    if mask is not None:
+        mask = mask.repeat(grouped.shape[1] // n, 1)
+    out = F.scaled_dot_product_attention(
+        grouped[None], key[None, :, first : step.end], value[None, :, first : step.end], attn_mask=mask, scale=layer.scaling
+    )
+    return ungroup(out[0], n)
+
+
+def attend_plain(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
+    """The reference: keys repeated for every head, a full mask, softmax in float32."""
+    store = step.store
+    key, value = store.key[layer.index][:, : step.end].float(), store.value[layer.index][:, : step.end].float()
+    repeats = query.shape[1] // key.shape[0]
+    key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
+    score = query.transpose(0, 1).float() @ key.transpose(1, 2) * layer.scaling
+    if layer.softcap is not None:
+        score = torch.tanh(score / layer.softcap) * layer.softcap
+    mask = step.hidden(layer.window, 0)
+    if mask is not None:
+        score = score + mask
+    if layer.sinks is not None:
+        score = torch.cat([score, layer.sinks.float().view(-1, 1, 1).expand(-1, step.n, 1)], -1)
+    weight = torch.softmax(score, -1)[..., : value.shape[1]]
+    return (weight @ value).transpose(0, 1).reshape(step.n, -1).to(query.dtype)

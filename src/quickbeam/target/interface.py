@@ -1,0 +1,105 @@
+"""Runs any transformers model over our KV store, through transformers' attention interface.
+
+The modelling code stays Hugging Face's: it projects, rotates and normalises, then calls the attention function named `quickbeam`, which
+finds its model's `Tap` on the attention module, writes the new keys to the store and attends over it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from quickbeam.errors import InvalidInput
+from quickbeam.target.attention import Attend, Layer, Step, attend_sdpa
+from quickbeam.target.store import LayerShape
+
+NAME = "quickbeam"
+
+
+class Tap:
+    """What the attention calls of one model share: the step under way, and what its layers were seen to look like."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+        self.attend: Attend = attend_sdpa
+        self.layers: dict[int, Layer] = {}
+        self.shapes: dict[int, LayerShape] = {}
+
+    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer) -> torch.Tensor:
+        if self.step is None:  # the probe: look at the layer, attend to nothing
+            self.layers[layer.index] = layer
+            self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
+            return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
+        layer = self.layers[layer.index]
+        self.step.store.write(layer.index, self.step.rows, key[0], value[0])
+        out = self.attend(query[0].transpose(0, 1).contiguous(), self.step, layer)
+        return out.view(1, self.step.n, query.shape[1], -1)
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """The registered function. query: `[1, heads, n, d]`, key and value: `[1, kv_heads, n, d]`; gives `[1, n, heads, d]`."""
+    tap: Tap = module.quickbeam_tap  # type: ignore[assignment]
+    if attention_mask is not None or others.get("position_bias") is not None:
+        raise InvalidInput(f"{type(module).__name__} adds a bias of its own to the attention scores, which a draft tree can't be given")
+    index: int = module.layer_idx  # type: ignore[assignment]
+    layer = Layer(index, query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap, s_aux)
+    return tap(module, query, key, value, layer), None
+
+
+AttentionInterface.register(NAME, attention)
+
+
+def install(model: PreTrainedModel) -> Tap:
+    """Route the model's attention through a new `Tap` and look at every layer with one token.
+
+    Raises `InvalidInput` where some layer keeps state that is not a key and a value a token.
+    """
+    tap = Tap()
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.quickbeam_tap = tap
+    name = type(model).__name__
+    try:
+        model.set_attn_implementation(NAME)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            forward(model, tap, torch.zeros(1, dtype=torch.int64, device=model.device), None)
+    except InvalidInput as error:
+        raise InvalidInput(f"{name} can't be used: {error}") from error
+    except (ValueError, AttributeError, KeyError, TypeError, ImportError) as error:
+        raise InvalidInput(f"{name} can't be used: its attention bypasses transformers' attention interface ({error})") from error
+    expected = model.config.get_text_config().num_hidden_layers
+    if sorted(tap.shapes) != list(range(expected)):
+        raise InvalidInput(
+            f"{name} can't be used: {len(tap.shapes)} of its {expected} layers keep keys and values; "
+            "recurrent and hybrid layers can't take a draft back"
+        )
+    return tap
+
+
+def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | None, last: bool = False) -> torch.Tensor:
+    """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
+    tap.step = step
+    try:
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.positions[None]
+        out = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=1 if last else 0)
+    finally:
+        tap.step = None
+    logits: torch.Tensor = out.logits[0]
+    return logits

@@ -1,0 +1,67 @@
+"""Model and tokenizer from a Hugging Face id, a folder or a `.gguf` file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from quickbeam.errors import InvalidInput
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """The torch type of a name. Raises `InvalidInput` naming the known ones."""
+    if name not in DTYPES:
+        raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def pick_device(name: str | None) -> torch.device:
+    """The device asked for, or the best one there is. Raises `InvalidInput` for one that is not there."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(f"device {name!r} can't be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def _source(model: str) -> tuple[str, dict[str, Any]]:
+    """What `from_pretrained` takes for `model`, and with which options."""
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise InvalidInput(f"no such file: {path}")
+        return str(path.parent), {"gguf_file": path.name}
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise InvalidInput(f"{path} is not a model folder: it has no config.json")
+        return str(path), {}
+    if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
+        raise InvalidInput(f"no such model folder or file: {model}")
+    return model, {}
+
+
+def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load weights and tokenizer. Raises `InvalidInput` for what is not there, not a causal LM, or not readable."""
+    name, options = _source(model)
+    try:
+        if not options:
+            config = AutoConfig.from_pretrained(name)
+            if config.is_encoder_decoder:
+                raise InvalidInput(f"{model} is an encoder-decoder; quickbeam runs decoder-only causal language models")
+        quantization = {"quantization_config": GgufConfig(dequantize=True)} if options else {}
+        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **quantization).to(device)
+        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+    except InvalidInput:
+        raise
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidInput(f"can't load {model!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
+    return loaded, tokenizer

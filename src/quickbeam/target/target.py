@@ -1,0 +1,163 @@
+"""A Hugging Face causal LM as a tree verifier."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from transformers import PreTrainedModel
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.target.exactness import violations
+from quickbeam.target.interface import forward, install
+from quickbeam.target.lean import LeanModel
+from quickbeam.target.linear import pack_linears
+from quickbeam.target.store import KVStore
+from quickbeam.tree import TokenTree
+
+logger = logging.getLogger(__name__)
+
+EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
+
+
+class Target:
+    """One sequence's certain tokens, and the logits after any tree of tokens behind them.
+
+    `fast` packs and fuses the linears (CPU) and takes the leaner forward where the model's layout allows; without it the model runs as
+    transformers wrote it, with plain attention: the reference. `exact` makes a tree give the same bits as one token at a time, in bfloat16
+    on a CPU; None takes it wherever this machine's kernels keep that promise, True raises `InvalidInput` where they don't.
+    Takes the model over: its weights may be packed in place.
+
+    Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, fast: bool = True, exact: bool | None = None, chunk: int = 512) -> None:
+        refuse_unfit(model)
+        model.eval()
+        self.config = model.config.get_text_config()
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.chunk = chunk
+        with torch.inference_mode():
+            self._tap = install(model)
+            shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
+            self.exact = self._settle_exact(fast, exact)
+            self._lean: LeanModel | None = None
+            self._model = model
+            if fast and LeanModel.fits(model):
+                self._lean = LeanModel(model, self._tap.layers, shapes[0].key_dim)
+            elif fast:
+                pack_linears(model)
+            self.store = KVStore(shapes, self.dtype, self.device, pairwise=self.exact)
+        self.ids: list[int] = []
+        self._windows = {layer.window for layer in self._tap.layers.values() if layer.window is not None}
+        self._prefill: Attend = attend_sdpa if fast else attend_plain
+        self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
+        if not fast and self.exact:
+            self._verify = attend_grouped
+
+    def _settle_exact(self, fast: bool, wanted: bool | None) -> bool:
+        if wanted is False or (wanted is None and not fast):
+            return False
+        if self.device.type != "cpu" or self.dtype is not torch.bfloat16:
+            reason = f"it holds for bfloat16 on a CPU, not for {str(self.dtype).removeprefix('torch.')} on {self.device.type}"
+        elif any(layer.sinks is not None for layer in self._tap.layers.values()):
+            reason = "not with attention sinks"
+        else:
+            dims = {shape.key_dim for shape in self._tap.shapes.values()} | {shape.value_dim for shape in self._tap.shapes.values()}
+            found = violations(sorted(dims), int(self.config.hidden_size), int(getattr(self.config, "intermediate_size", 0) or 0))
+            reason = f"this machine's kernels don't keep it ({', '.join(found)})" if found else ""
+        if reason and wanted:
+            raise InvalidInput(f"bit-identical verification can't be promised here: {reason}; leave exact out")
+        if reason:
+            logger.info("verification is not bit-identical: %s", reason)
+        return not reason
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, or None where its configuration doesn't say."""
+        length = getattr(self.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    def depth_limit(self) -> int:
+        """How deep the next tree may grow. With `exact`, sums are cut at fixed positions that a tree must not reach across."""
+        if not self.exact:
+            return 1 << 30
+        root = self.store.length
+        cuts = [root, *(root - window + 1 for window in self._windows if root >= window)]
+        return min(SPLIT - 1 - cut % SPLIT for cut in cuts)
+
+    def _forward(self, ids: Sequence[int], step: Step, attend: Attend, last: bool) -> torch.Tensor:
+        tokens = torch.tensor(ids, dtype=torch.int64, device=self.device)
+        if self._lean is not None:
+            return self._lean(tokens, step, attend, last)
+        self._tap.attend = attend
+        return forward(self._model, self._tap, tokens, step, last)
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.store.truncate(0)
+        self.ids = []
+
+    def truncate(self, length: int) -> None:
+        """Forget the tokens from `length` on."""
+        self.store.truncate(length)
+        del self.ids[length:]
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
+        """Make `ids` the certain tokens, in chunks; give the `[vocab]` logits after the last. The first `keep` of them, which must be there
+        already, are not computed again."""
+        if not ids:
+            raise InvalidInput("an empty prompt: give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidInput(f"token id {low if low < 0 else high} is outside the model's vocabulary of {self.vocab_size}")
+        if keep and self.ids[:keep] != list(ids[:keep]):
+            raise ValueError(f"the first {keep} tokens are not the certain ones")
+        self.truncate(min(keep, len(ids) - 1))
+        self.store.reserve(len(ids) + 1)
+        logits = torch.empty(0)
+        for begin in range(self.store.length, len(ids), self.chunk):
+            part = ids[begin : begin + self.chunk]
+            step = Step(self.store, torch.arange(begin, begin + len(part), device=self.device))
+            logits = self._forward(part, step, self._prefill, last=True)
+            self.store.commit(range(len(part)))
+            self.ids.extend(part)
+        return logits[-1].clone()
+
+    @torch.inference_mode()
+    def verify(self, tree: TokenTree) -> torch.Tensor:
+        """Logits `[n, vocab]` after every node of a tree whose root follows the certain tokens. `commit` keeps a path of it."""
+        start, n = self.store.length, len(tree)
+        if self.exact and n > EXACT_NODES:
+            raise InvalidInput(f"a tree of {n} nodes: bit-identical verification takes at most {EXACT_NODES}; lower the budget")
+        tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
+        if self.exact and n == 1:  # some kernels treat a single row differently, so a lone token takes a mirror image along
+            tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
+        positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + start
+        return self._forward(tokens, Step(self.store, positions, visible, self.exact), self._verify, last=False)[:n]
+
+    def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Make the nodes of `path` (root first, parents before children) certain."""
+        if not path or path[0] != 0 or any(tree.parent[child] != parent for parent, child in pairwise(path)):
+            raise QuickbeamError(f"not a path from the root: {list(path)}")
+        with torch.inference_mode():
+            self.store.commit(path)
+        self.ids.extend(tree.token[node] for node in path)
+
+
+def refuse_unfit(model: PreTrainedModel) -> None:
+    """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    if model.config.is_encoder_decoder:
+        raise InvalidInput(f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models")
+    if getattr(model, "_is_stateful", False):
+        raise InvalidInput(f"{name} is recurrent or hybrid: its state can't take a draft back; use an attention-only model")
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise InvalidInput(f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam verifies full and sliding-window attention")

@@ -1,0 +1,217 @@
+"""The target against transformers: every layout, trees and chains, prefill in chunks, any commit.
+
+    pytest tests/test_target.py
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, MambaConfig, Qwen3NextConfig, T5Config, T5ForConditionalGeneration
+
+from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.target.lean import LeanModel
+from quickbeam.target.linear import FastLinear, pack_linears, pack_weight
+from quickbeam.target.store import KVStore, LayerShape
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+
+PREFIX = [5, 9, 13, 44, 2, 71, 9, 13, 60, 33, 8]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    got, expected = got.detach().clone(), expected.detach().clone()
+    scale = expected.abs().max()
+    torch.testing.assert_close(got / scale, expected / scale, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_tree_logits_equal_separate_paths(name: str, fast: bool) -> None:
+    reference = tiny(name)
+    target = Target(copy.deepcopy(reference), fast=fast, chunk=4)
+    generator = torch.Generator().manual_seed(1)
+    close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
+    ids = list(PREFIX)
+    for nodes in (1, 2, 9, 17):
+        tree = random_tree(generator, nodes)
+        close(target.verify(tree), path_logits(reference, ids, tree))
+        path = tree.path(int(torch.randint(len(tree), (1,), generator=generator)))
+        target.commit(tree, path)
+        ids += [tree.token[node] for node in path]
+        assert target.ids == ids
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "llama" in name or "mistral" in name or "qwen" in name])
+def test_lean_forward_is_taken_and_equal(name: str) -> None:
+    model = tiny(name)
+    assert LeanModel.fits(model)
+    assert Target(copy.deepcopy(model))._lean is not None
+    assert Target(model, fast=False)._lean is None
+
+
+@pytest.mark.parametrize("attend", [attend_grouped, attend_sdpa])
+@pytest.mark.parametrize("layer", [Layer(0, 0.3), Layer(0, 0.3, window=5), Layer(0, 0.3, softcap=4.0), Layer(0, 0.3, sinks=torch.randn(4))])
+@pytest.mark.parametrize("pairwise", [False, True])
+def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
+    torch.manual_seed(0)
+    for start, n, chain in ((0, 5, True), (6, 1, True), (7, 1, True), (7, 6, False), (400, 9, False), (401, 9, True)):
+        store = KVStore([LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise)
+        store.reserve(start)
+        store.write(0, store.rows(range(start)), torch.randn(2, start, 8), torch.randn(2, start, 6))
+        store.length = start
+        tree = random_tree(torch.Generator().manual_seed(start), n)
+        visible, depth = (None, list(range(n))) if chain else (tree.visible(), tree.depth)
+        step = Step(store, torch.tensor(depth) + start, visible, exact=pairwise)
+        store.write(0, step.rows, torch.randn(2, step.n, 8), torch.randn(2, step.n, 6))
+        query = torch.randn(step.n, 4, 8)
+        torch.testing.assert_close(attend(query, step, layer), attend_plain(query, step, layer), atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_any_tree_and_commit_give_what_a_fresh_run_gives(data: st.DataObject) -> None:
+    """Whatever was verified, accepted and rejected before, the next step's logits are those of the certain tokens alone."""
+    target, fresh = _pair()
+    target.reset()
+    seed = data.draw(st.integers(0, 2**32))
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(VOCAB, (data.draw(st.integers(1, 20)),), generator=generator).tolist()
+    target.prefill(ids)
+    for _ in range(data.draw(st.integers(1, 5))):
+        tree = random_tree(generator, data.draw(st.integers(1, 24)))
+        target.verify(tree)
+        path = tree.path(data.draw(st.integers(0, len(tree) - 1)))
+        target.commit(tree, path)
+        ids += [tree.token[node] for node in path]
+        if data.draw(st.booleans()) and len(ids) > 2:
+            ids = ids[: data.draw(st.integers(1, len(ids) - 1))]
+            target.truncate(len(ids))
+    probe = random_tree(generator, 6)
+    fresh.reset()
+    fresh.prefill(ids)
+    close(target.verify(probe), fresh.verify(probe))
+
+
+_targets: list[Target] = []
+
+
+def _pair() -> tuple[Target, Target]:
+    if not _targets:
+        _targets.extend(Target(tiny("gemma3-window"), chunk=5) for _ in range(2))
+    return _targets[0], _targets[1]
+
+
+def test_store_grows_in_blocks_and_keeps_what_is_there() -> None:
+    for pairwise in (False, True):
+        shapes = [LayerShape(2, 4, 4), LayerShape(1, 6, 2), LayerShape(2, 4, 4)]
+        store = KVStore(shapes, torch.float32, torch.device("cpu"), pairwise=pairwise, block=8)
+        keys = [torch.randn(shape.kv_heads, 20, shape.key_dim) for shape in shapes]
+        values = [torch.randn(shape.kv_heads, 20, shape.value_dim) for shape in shapes]
+        for order in range(20):
+            store.reserve(order + 2)
+            for layer in range(3):
+                store.write(layer, store.rows([order]), keys[layer][:, order : order + 1], values[layer][:, order : order + 1])
+            store.commit([0])
+        assert store.capacity == 24
+        rows = store.rows(range(20))
+        for layer in range(3):
+            assert torch.equal(store.key[layer][:, rows], keys[layer])
+            assert torch.equal(store.value[layer][:, rows], values[layer])
+        with pytest.raises(ValueError, match="20 tokens to 21"):
+            store.truncate(21)
+
+
+def test_prefill_in_any_chunks_and_from_any_common_prefix() -> None:
+    reference = tiny("mistral-window")
+    ids = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = reference(input_ids=torch.tensor([ids])).logits[0, -1]
+    for chunk in (1, 7, 16, 50, 512):
+        target = Target(copy.deepcopy(reference), chunk=chunk)
+        close(target.prefill(ids), expected)
+        target.prefill([*ids[:30], 1, 2, 3])
+        close(target.prefill(ids, keep=30), expected)
+        with pytest.raises(ValueError, match="not the certain ones"):
+            target.prefill([1, 2, 3], keep=2)
+
+
+def test_packed_and_fused_linears_equal_plain_ones() -> None:
+    torch.manual_seed(0)
+    first, second = torch.nn.Linear(24, 10), torch.nn.Linear(24, 6, bias=False)
+    x = torch.randn(5, 24)
+    expected = torch.cat([first(x), second(x)], -1)
+    torch.testing.assert_close(FastLinear(first, second)(x), expected)
+    sequence = torch.nn.Sequential(copy.deepcopy(first), torch.nn.ReLU())
+    assert pack_linears(sequence) == int(pack_weight(first.weight) is not None)
+    torch.testing.assert_close(sequence(x), first(x).relu())
+
+
+def test_unpacked_where_the_private_operator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object) -> None:
+        raise AttributeError("no such operator")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing, raising=False)
+    linear = torch.nn.Linear(8, 4)
+    fast = FastLinear(linear)
+    assert not fast.packed
+    x = torch.randn(3, 8)
+    assert torch.equal(fast(x), linear(x))
+    reference = tiny("llama")
+    target = Target(copy.deepcopy(reference))
+    close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
+
+
+SMALL = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2)
+HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MambaConfig(**SMALL, state_size=4), JambaConfig(**SMALL, **HEADS), Qwen3NextConfig(**SMALL, **HEADS)],
+    ids=["mamba", "jamba", "qwen3-next"],
+)
+def test_recurrent_and_hybrid_models_are_refused(config) -> None:
+    with pytest.raises(InvalidInput, match="recurrent or hybrid"):
+        Target(AutoModelForCausalLM.from_config(config))
+
+
+def test_encoder_decoders_are_refused() -> None:
+    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2))
+    with pytest.raises(InvalidInput, match="encoder-decoder"):
+        Target(model)
+
+
+def test_layers_that_bypass_the_attention_interface_are_refused() -> None:
+    model = tiny("llama")
+    model.model.layers[1].self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    with pytest.raises(InvalidInput, match="2 of its 3 layers"):
+        Target(model)
+
+
+def test_bad_calls_name_what_is_wrong() -> None:
+    target = Target(tiny("llama"))
+    with pytest.raises(InvalidInput, match="empty prompt"):
+        target.prefill([])
+    with pytest.raises(InvalidInput, match=f"token id {VOCAB} is outside"):
+        target.prefill([1, VOCAB])
+    with pytest.raises(InvalidInput, match="bfloat16 on a CPU"):
+        Target(tiny("llama"), exact=True)
+    target.prefill([1, 2])
+    tree = TokenTree(3)
+    child = tree.add(0, 4, "a")
+    tree.add(0, 5, "a")
+    target.verify(tree)
+    with pytest.raises(Exception, match="not a path"):
+        target.commit(tree, [child])
+
+
+def test_context_length_is_the_models() -> None:
+    assert Target(tiny("llama")).context_length == 4096
+    short = LlamaConfig(**{**SMALL, **HEADS, "max_position_embeddings": 32})
+    assert Target(AutoModelForCausalLM.from_config(short)).context_length == 32
