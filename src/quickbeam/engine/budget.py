@@ -1,0 +1,129 @@
+"""How many nodes a tree should have: the number that gives most tokens a second, by what was measured."""
+
+from __future__ import annotations
+
+import math
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+
+WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+PATIENCE = 1.0  # seconds of measuring after which the remaining, wider passes are left out
+
+
+class CostModel:
+    """Seconds of one target pass over a tree, by its number of nodes: measured once, then followed while decoding.
+
+    Between measured widths the cost is interpolated; beyond the widest it grows in proportion, which overstates it.
+    """
+
+    RATE = 0.05  # of a difference that one pass corrects
+
+    def __init__(self, seconds: dict[int, float]) -> None:
+        if not seconds:
+            raise ValueError("no cost was measured")
+        self._seconds = dict(sorted(seconds.items()))
+
+    @classmethod
+    def measure(cls, target: Target, limit: int, repeats: int = 3) -> CostModel:
+        """Time trees of growing width behind the target's certain tokens, none wider than `limit` nodes. The tokens don't matter."""
+        seconds: dict[int, float] = {}
+        began = time.perf_counter()
+        for width in (w for w in WIDTHS if w <= limit):
+            tree = TokenTree(0)
+            for node in range(1, width):
+                tree.add((node - 1) // 2, node % target.vocab_size, "probe")
+            target.verify(tree)
+            times = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                target.verify(tree)[0, 0].item()
+                times.append(time.perf_counter() - start)
+            seconds[width] = min(times)
+            if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
+                break
+        return cls(seconds)
+
+    def seconds(self, nodes: int) -> float:
+        """Expected time of a pass over `nodes` nodes."""
+        low, high, part = self._bracket(nodes)
+        return (self._seconds[low] * (1 - part) + self._seconds[high] * part) * max(1.0, nodes / high)
+
+    def observe(self, nodes: int, seconds: float) -> None:
+        """A pass took so long: longer contexts make wide trees dearer. A single slow pass (the machine was busy) changes little."""
+        ratio = min(2.0, max(0.5, seconds / self.seconds(nodes)))
+        for width in set(self._bracket(nodes)[:2]):
+            self._seconds[width] *= 1 + self.RATE * (ratio - 1)
+
+    def _bracket(self, nodes: int) -> tuple[int, int, float]:
+        """The measured widths around `nodes`, and how far between them it lies."""
+        widths = list(self._seconds)
+        i = bisect_left(widths, nodes)
+        if i == len(widths):
+            return widths[-1], widths[-1], 0.0
+        if i == 0 or widths[i] == nodes:
+            return widths[i], widths[i], 0.0
+        return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
+
+
+class AutoBudget:
+    """Learns what budgets are worth while text is decoded, apart for each situation that the tree policy tells apart.
+
+    A tree's first m nodes are the tree of budget m (`TreePolicy.grow`), so each step tells for every m up to its budget what it would
+    have emitted: the accepted nodes before m, the root counted for the token that follows the path. `choose` takes the m with the most
+    tokens a second, `overhead` seconds a step included.
+    """
+
+    MEMORY = 64  # steps after which an observation has lost most of its weight
+    TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
+
+    def __init__(self, cost: CostModel, limit: int, overhead: float = 0.0007) -> None:
+        self.cost = cost
+        self.overhead = overhead
+        self.budgets = [width for width in WIDTHS if width <= limit]
+        self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
+        self._count: dict[int, list[int]] = {}
+
+    @staticmethod
+    def prior(situation: int, nodes: int) -> float:
+        """Tokens a step before anything was observed: a chain whose tokens hold with a chance that grows with the situation (a match of one
+        token is right about 1 time in 4, a long one 9 times in 10), and a little for every doubling of guesses beside it."""
+        chance = (0.0, 0.25, 0.5, 0.75, 0.9)[min(situation, 4)]
+        return 1 + sum(chance**i for i in range(1, nodes)) + 0.1 * math.log2(nodes)
+
+    def expected(self, situation: int) -> list[float]:
+        """Tokens a step for each of `budgets`: what was observed, mixed with a guess from the next smaller budget. The guess is the prior's
+        growth, or, where the smaller one was observed, nine tenths with each further node of what its last nodes added."""
+        emitted, count = self._records(situation)
+        tokens = [1.0]
+        for i in range(1, len(self.budgets)):
+            more = self.budgets[i] - self.budgets[i - 1]
+            if i > 1 and count[i - 1]:
+                slope = (tokens[i - 1] - tokens[i - 2]) / (self.budgets[i - 1] - self.budgets[i - 2])
+                growth = slope * 9 * (1 - 0.9**more)
+            else:
+                growth = self.prior(situation, self.budgets[i]) - self.prior(situation, self.budgets[i - 1])
+            tokens.append((count[i] * emitted[i] + self.TRUST * (tokens[i - 1] + growth)) / (count[i] + self.TRUST))
+        return tokens
+
+    def choose(self, situation: int = 0) -> int:
+        """The budget for the next tree, the root included."""
+        tokens = self.expected(situation)
+        rates = [tokens[i] / (self.cost.seconds(width) + self.overhead) for i, width in enumerate(self.budgets)]
+        return self.budgets[rates.index(max(rates))]
+
+    def observe(self, situation: int, budget: int, path: Sequence[int]) -> None:
+        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted."""
+        emitted, count = self._records(situation)
+        for i, width in enumerate(self.budgets):
+            if width > budget:
+                break
+            count[i] = min(count[i] + 1, self.MEMORY)
+            emitted[i] += (bisect_left(path, width) - emitted[i]) / count[i]
+
+    def _records(self, situation: int) -> tuple[list[float], list[int]]:
+        emitted = self._emitted.setdefault(situation, [0.0] * len(self.budgets))
+        return emitted, self._count.setdefault(situation, [0] * len(self.budgets))

@@ -1,0 +1,156 @@
+"""The decoding loop: draft a tree, verify it, keep one path."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from quickbeam.draft.base import Context
+from quickbeam.engine.budget import AutoBudget
+from quickbeam.engine.result import Logprob, SourceCount, Statistics
+from quickbeam.engine.text import Output
+from quickbeam.errors import InvalidInput
+from quickbeam.grow.base import TreePolicy
+from quickbeam.sampling import Sampler, SamplingParams, draw, logprobs, most_probable
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict, verify_greedy, verify_sampled
+
+
+class Generation:
+    """One answer in the making: iterate for the tokens of each step; `output`, `statistics` and `logprobs` grow along.
+
+    `budget`: nodes a tree, or an `AutoBudget`. `keep`: how many of the prompt's first tokens the target holds already. However it ends (an
+    exception and Ctrl-C included), `output` holds what was emitted and the target only certain tokens.
+
+    Raises `InvalidInput` where the answer might not fit the model's context.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        policy: TreePolicy,
+        output: Output,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        budget: int | AutoBudget,
+        keep: int = 0,
+    ) -> None:
+        limit = target.context_length
+        if limit is not None and len(prompt) + params.max_tokens > limit:
+            raise InvalidInput(
+                f"a prompt of {len(prompt)} tokens and max_tokens={params.max_tokens} exceed the model's context of {limit}: "
+                f"shorten the prompt or ask for at most {max(0, limit - len(prompt))} tokens"
+            )
+        self.target, self.policy, self.output, self.params = target, policy, output, params
+        self.statistics = Statistics(sources={source.name: SourceCount() for source in policy.sources})
+        self.logprobs: list[Logprob] | None = None if params.logprobs is None else []
+        self._prompt, self._keep = list(prompt), keep
+        self._budget = budget
+        self._sampler = Sampler(params, self._prompt, target.vocab_size)
+        self._generator = torch.Generator()
+        if params.seed is None:
+            self._generator.seed()
+        else:
+            self._generator.manual_seed(params.seed)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        certain = 0
+        try:
+            start = time.perf_counter()
+            logits = self.target.prefill(self._prompt, self._keep)
+            certain = len(self._prompt)
+            token = self._first(logits)
+            self.statistics.prefill_seconds = time.perf_counter() - start
+            start = time.perf_counter()
+            context = Context([*self._prompt, token], logits)
+            for source in self.policy.sources:
+                source.reset(context.ids)
+            emitted = self._emit([token], lambda _: logits)
+            self._clock(start)
+            yield emitted
+            while self.output.finish_reason is None:
+                start = time.perf_counter()
+                certain = self.target.store.length
+                emitted = self._step(context)
+                self._clock(start)
+                yield emitted
+        except BaseException:
+            self.output.close("interrupted")
+            self.target.truncate(min(certain, len(self.target.ids), self.target.store.length))
+            raise
+
+    def _clock(self, start: float) -> None:
+        """Count time since `start` as decoding; what the caller does between steps is not."""
+        self.statistics.seconds += time.perf_counter() - start
+
+    def _first(self, logits: torch.Tensor) -> int:
+        if self.params.greedy:
+            return self._sampler.best(logits)
+        return draw(self._sampler.law(logits), self._generator)
+
+    def _step(self, context: Context) -> list[int]:
+        """Draft, verify, commit, emit."""
+        began = time.perf_counter()
+        auto, situation = None, 0
+        if isinstance(self._budget, AutoBudget):
+            auto, situation = self._budget, self.policy.situation(context)
+            budget = auto.choose(situation)
+        else:
+            budget = self._budget
+        remaining = self.params.max_tokens - len(self.output.token_ids)
+        tree = self.policy.grow(context, budget, min(remaining - 1, self.target.depth_limit()))
+        drafted = time.perf_counter()
+        logits = self.target.verify(tree)
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)
+        verified = time.perf_counter()
+        path, token = self._accept(tree, logits)
+        self.target.commit(tree, path)
+        tokens = [*(tree.token[node] for node in path[1:]), token]
+        emitted = self._emit(tokens, lambda i: logits[path[i]])
+
+        context.ids.extend(tokens)
+        context.logits = logits[path[-1]]
+        for source in self.policy.sources:
+            source.extend(tokens)
+        if auto:
+            auto.observe(situation, budget, path)
+            auto.cost.observe(len(tree), verified - drafted)
+        stats = self.statistics
+        stats.steps += 1
+        stats.draft_seconds += drafted - began
+        stats.verify_seconds += verified - drafted
+        for name in tree.source[1:]:
+            stats.sources[name].drafted += 1
+        for node in path[1 : len(emitted) + 1]:
+            stats.sources[tree.source[node]].accepted += 1
+        return emitted
+
+    def _accept(self, tree: TokenTree, logits: torch.Tensor) -> Verdict:
+        """The lossless choice of a path (`verify.py`). Laws are made for the nodes it visits only."""
+        sampler = self._sampler
+
+        def tokens_below_root(node: int) -> list[int]:
+            return [tree.token[i] for i in tree.path(node)[1:]]
+
+        if not self.params.greedy:
+            return verify_sampled(tree, lambda node: sampler.law(logits[node], tokens_below_root(node)), self._generator)
+        if logits.device.type != "cpu" and not self.params.adjusts_logits:  # one transfer for the whole tree
+            return verify_greedy(tree, most_probable(logits).__getitem__)
+        return verify_greedy(tree, lambda node: sampler.best(logits[node], tokens_below_root(node)))
+
+    def _emit(self, tokens: list[int], row: Callable[[int], torch.Tensor]) -> list[int]:
+        """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits that the i-th was chosen from."""
+        taken = []
+        for i, token in enumerate(tokens):
+            taken.append(token)
+            if self.logprobs is not None:
+                self.logprobs.append(Logprob(token, *logprobs(row(i), token, self.params.logprobs or 0)))
+            if self.output.append(token):
+                break
+        self._sampler.extend(taken)
+        self.statistics.new_tokens += len(taken)
+        return taken

@@ -1,0 +1,81 @@
+"""What an answer carries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class SourceCount:
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass
+class Statistics:
+    """Where an answer's time went, in seconds. `seconds` is decoding only: it starts when prefill has given the first token."""
+
+    new_tokens: int = 0
+    steps: int = 0  # target passes over a tree
+    seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    sources: dict[str, SourceCount] = field(default_factory=dict)
+
+    @property
+    def overhead_seconds(self) -> float:
+        return self.seconds - self.draft_seconds - self.verify_seconds
+
+    @property
+    def mean_accepted_tokens(self) -> float:
+        """MAT: tokens a step emits on average, 1.0 for plain decoding (and where no step was needed). Prefill's token is not counted."""
+        return (self.new_tokens - 1) / self.steps if self.steps else 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoding only: tokens after prefill's, over `seconds`."""
+        return (self.new_tokens - 1) / self.seconds if self.seconds > 0 and self.new_tokens > 1 else 0.0
+
+
+@dataclass
+class Logprob:
+    """Log-probability of an emitted token under the raw model law, and of the most probable alternatives (token id: log-probability)."""
+
+    token: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass
+class Completion:
+    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`, or `interrupted`."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    statistics: Statistics
+    model: str = ""
+    method: str = ""
+    logprobs: list[Logprob] | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """The record that `generate --json` prints."""
+        s = self.statistics
+        record: dict[str, object] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+            "model": self.model,
+            "method": self.method,
+            "new_tokens": s.new_tokens,
+            "steps": s.steps,
+            "mean_accepted_tokens": s.mean_accepted_tokens,
+            "seconds": s.seconds,
+            "prefill_seconds": s.prefill_seconds,
+            "tokens_per_second": s.tokens_per_second,
+            "sources": {name: vars(count) for name, count in s.sources.items()},
+        }
+        if self.logprobs is not None:
+            record["logprobs"] = [vars(entry) for entry in self.logprobs]
+        return record

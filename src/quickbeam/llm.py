@@ -1,0 +1,206 @@
+"""The Python face: a model, a method, answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, overload
+
+from quickbeam import hub
+from quickbeam.engine.budget import AutoBudget, CostModel
+from quickbeam.engine.loop import Generation
+from quickbeam.engine.result import Completion
+from quickbeam.engine.text import Output
+from quickbeam.errors import InvalidInput
+from quickbeam.grow import make_policy
+from quickbeam.presets import preset
+from quickbeam.sampling import SamplingParams
+from quickbeam.target.loading import load_model, parse_dtype, pick_device
+from quickbeam.target.target import EXACT_NODES, Target
+
+Prompt = str | Sequence[int]
+Message = dict[str, str]
+MAX_BUDGET = 64  # nodes; what `budget=None` leaves the cost model to choose from
+
+
+class Stream(Iterator[str]):
+    """Pieces of an answer's text as they come; `completion` then, or at any time for what there is."""
+
+    def __init__(self, generation: Generation, model: str, method: str) -> None:
+        self._generation = generation
+        self._steps = iter(generation)
+        self._model, self._method = model, method
+
+    def __next__(self) -> str:
+        while True:
+            try:
+                next(self._steps)
+            except StopIteration:
+                if piece := self._generation.output.take():
+                    return piece
+                raise
+            if piece := self._generation.output.take():
+                return piece
+
+    def close(self) -> None:
+        """Stop here; the answer ends as `interrupted` unless it had ended."""
+        self._steps.close()  # type: ignore[attr-defined]
+        self._generation.output.close("interrupted")
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its end."""
+        generation = self._generation
+        output = generation.output
+        return Completion(
+            text=output.text,
+            token_ids=list(output.token_ids),
+            finish_reason=output.finish_reason or "interrupted",
+            statistics=generation.statistics,
+            model=self._model,
+            method=self._method,
+            logprobs=generation.logprobs,
+        )
+
+
+class LLM:
+    """A causal language model that drafts ahead and answers what it would have answered anyway.
+
+    `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
+    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may name
+    others. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None: where this machine's kernels allow it). `fast=False` is
+    the plain reference path. `progress(stage, fraction)` hears of fetching the default model.
+
+    Raises `InvalidInput` for what can't be used, before any work.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        method: str = "logitspec",
+        *,
+        dtype: str = "bfloat16",
+        device: str | None = None,
+        budget: int | None = None,
+        exact: bool | None = None,
+        fast: bool = True,
+        progress: Any = None,
+    ) -> None:
+        preset(method)
+        torch_dtype, place = parse_dtype(dtype), pick_device(device)
+        self.folder = str(hub.resolve(model, progress))
+        self.name = model or hub.DEFAULT
+        self.method, self.budget = method, budget
+        loaded, self.tokenizer = load_model(self.folder, torch_dtype, place)
+        self.eos_ids = eos_ids(loaded, self.tokenizer)
+        self.target = Target(loaded, fast=fast, exact=exact)
+        self._cost: CostModel | None = None
+        self._budgets: dict[str, AutoBudget] = {}  # by method: what was learned in earlier answers holds in the next
+        self._prompt_length = 0  # of the last answer's prompt
+
+    @overload
+    def generate(
+        self, prompts: str | list[int], params: SamplingParams | None = ..., *, method: str | None = ..., budget: int | None = ...
+    ) -> Completion: ...
+    @overload
+    def generate(
+        self,
+        prompts: list[str] | list[list[int]],
+        params: SamplingParams | None = ...,
+        *,
+        method: str | None = ...,
+        budget: int | None = ...,
+    ) -> list[Completion]: ...
+    def generate(
+        self, prompts: Any, params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+    ) -> Completion | list[Completion]:
+        """Continue a prompt (text as it is, or token ids), or several one after the other."""
+        if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+            return finish(self.stream(prompts, params, method=method, budget=budget))
+        return [finish(self.stream(prompt, params, method=method, budget=budget)) for prompt in prompts]
+
+    def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+    ) -> Completion:
+        """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
+        return finish(self.chat_stream(messages, params, method=method, budget=budget))
+
+    def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+    ) -> Stream:
+        """`chat`, piece by piece."""
+        return self.stream(self.encode_chat(messages), params, method=method, budget=budget)
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+    ) -> Stream:
+        """`generate` for one prompt, piece by piece. A model holds one sequence: begin the next answer when this one is over."""
+        params = params or SamplingParams()
+        name = method or self.method
+        chosen = preset(name)
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidInput("an empty prompt: give some text")
+        generation = Generation(
+            self.target,
+            make_policy(chosen.sources, chosen.tree),
+            Output(self.tokenizer, params, self.eos_ids),
+            ids,
+            params,
+            self._choose_budget(name, budget if budget is not None else self.budget),
+            keep=self._shared(ids),
+        )
+        self._prompt_length = len(ids)
+        return Stream(generation, self.name, name)
+
+    def encode_chat(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a conversation up to where the model's answer begins. Raises `InvalidInput` for a model without a chat template."""
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise InvalidInput(f"{self.name} has no chat template: give it raw text (--raw on the command line, `generate` in Python)")
+        try:
+            ids = self.tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True, return_dict=False)
+        except Exception as error:  # a template raises what it likes, often a jinja2 error
+            raise InvalidInput(f"the model's chat template refuses these messages: {error}") from error
+        return [int(token) for token in ids]
+
+    def reset(self) -> None:
+        """Forget the last conversation, so that the next prompt is computed from its first token."""
+        self.target.reset()
+        self._prompt_length = 0
+
+    def _shared(self, ids: list[int]) -> int:
+        """How many first tokens need not be computed again: where `ids` continue the last conversation, those they have in common.
+
+        Anything else starts afresh, so that an answer does not depend on what was asked before.
+        """
+        held = self.target.ids
+        shared = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
+        return shared if len(ids) > self._prompt_length > 0 and shared >= self._prompt_length else 0
+
+    def _choose_budget(self, method: str, asked: int | None) -> int | AutoBudget:
+        if asked is not None and asked < 0:
+            raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
+        if asked and self.target.exact and asked > EXACT_NODES:
+            raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {EXACT_NODES} nodes; turn exact off for more")
+        if budget := asked or preset(method).budget:
+            return budget
+        if self._cost is None:
+            self._cost = CostModel.measure(self.target, MAX_BUDGET)
+        return self._budgets.setdefault(method, AutoBudget(self._cost, MAX_BUDGET))
+
+
+def finish(stream: Stream) -> Completion:
+    """Run an answer to its end."""
+    for _ in stream:
+        pass
+    return stream.completion
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Every id that ends an answer, of generation config, config and tokenizer."""
+    found: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
+
+

@@ -1,0 +1,295 @@
+"""Detokenisation and stopping, against decoding everything at each token. Run: pytest tests/test_text.py"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from quickbeam.engine.text import Detokenizer, Output
+from quickbeam.sampling import SamplingParams
+
+SENTENCES = [
+    "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",
+    "naïve café, Größe, señor: déjà vu",
+    "今天天气很好。我们去公园散步吧。天气好。心情好。",
+    "🎉🎊 party time 🎉🎉🚀 👩‍👩‍👧‍👦 family",
+    "def add(a, b):\n    return a + b\n\n\nprint(add(1, 2))",
+    "Привет, мир! Как дела?",
+] * 4
+SPECIAL = ["<eos>", "<user>"]
+BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+
+
+@cache
+def byte_level(merge_all: bool = False) -> PreTrainedTokenizerFast:
+    """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a character."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merge_all)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator(
+        SENTENCES, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL)
+
+
+@cache
+def sentencepiece() -> PreTrainedTokenizerFast:
+    """As Llama 2's: a leading space that decoding strips, and single bytes for what the vocabulary lacks (emoji, here)."""
+    trained = Tokenizer(models.BPE())
+    trained.pre_tokenizer = pre_tokenizers.Metaspace()
+    latin = [sentence for sentence in SENTENCES if sentence.isascii()]
+    trained.train_from_iterator(latin, trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", *SPECIAL], show_progress=False))
+    model = json.loads(trained.to_str())["model"]
+    vocab = {token: i for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].__getitem__), *BYTES])}
+    merges = [tuple(merge) for merge in model["merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", additional_special_tokens=SPECIAL)
+
+
+TOKENIZERS = {"byte-level": byte_level, "merged bytes": lambda: byte_level(True), "sentencepiece": sentencepiece}
+kinds = st.sampled_from(list(TOKENIZERS))
+texts = st.lists(
+    st.one_of(
+        st.sampled_from(["the", " dog", " ", "  ", "\n", "天气", "🎉", "🎊🚀", "👩‍👩‍👧‍👦", "é", "ß", ".", ",", "привет"]),
+        st.text(alphabet="ab c你好🎉é\n", max_size=4),
+        st.sampled_from(SENTENCES),
+    ),
+    max_size=8,
+).map("".join)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
+    """What `ids` say. Where they end within a character: the text up to there, then what the decoder makes of the rest.
+
+    A byte-fallback decoder alone would turn the complete characters before it, if they are bytes too, into U+FFFD as well.
+    """
+    whole = len(ids)
+    while whole and str(tokenizer.decode(list(ids[:whole]), skip_special_tokens=True)).endswith("\ufffd"):
+        whole -= 1
+    return "".join(str(tokenizer.decode(list(part), skip_special_tokens=True)) for part in (ids[:whole], ids[whole:]))
+
+
+# --- Detokenizer ---------------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=kinds, parts=st.lists(st.tuples(texts, st.sampled_from([None, *SPECIAL])), max_size=3))
+@example(kind="sentencepiece", parts=[("", "<user>"), ("  a", "<eos>"), (" b", None)])
+def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str | None]]) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = []
+    for text, special in parts:
+        ids += encode(tokenizer, text) + ([] if special is None else [tokenizer.convert_tokens_to_ids(special)])
+    detokenizer, shown = Detokenizer(tokenizer), ""
+    for i, token in enumerate(ids):
+        shown += detokenizer.append(token)
+        whole = decode(tokenizer, ids[: i + 1])
+        assert whole.startswith(shown)
+        if not whole.endswith("\ufffd"):
+            assert shown == whole  # nothing is held back without need
+        assert "\ufffd" not in shown
+    assert shown + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(text=texts, data=st.data())
+def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
+    """Models need not choose the tokens that the tokenizer would: here any tokens that spell the same bytes."""
+    tokenizer = byte_level(True)
+    vocab = {token: i for token, i in tokenizer.get_vocab().items() if token not in SPECIAL}
+    rest, ids = "".join(tokenizer.convert_ids_to_tokens(encode(tokenizer, text))), []
+    while rest:
+        choices = [rest[:n] for n in range(1, 12) if rest[:n] in vocab]
+        token = data.draw(st.sampled_from(list(dict.fromkeys(choices))))
+        ids.append(vocab[token])
+        rest = rest[len(token) :]
+    detokenizer, shown = Detokenizer(tokenizer), ""
+    for token in ids:
+        shown += detokenizer.append(token)
+        assert text.startswith(shown)
+    assert shown + detokenizer.flush() == text == decode(tokenizer, ids)
+
+
+def test_special_tokens_can_be_shown() -> None:
+    tokenizer = byte_level()
+    ids = [*encode(tokenizer, "the dog"), tokenizer.convert_tokens_to_ids("<user>"), *encode(tokenizer, " 🎉")]
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
+    assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == "the dog<user> 🎉"
+
+
+def test_an_incomplete_character_is_shown_at_the_end_only() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    ids = [vocab["a"], vocab["ð"], vocab["Ł"]]  # two of the four bytes of an emoji
+    detokenizer = Detokenizer(tokenizer)
+    assert [detokenizer.append(token) for token in ids] == ["a", "", ""]
+    assert detokenizer.flush() == decode(tokenizer, ids)[1:] == "\ufffd"
+    assert detokenizer.append(vocab["b"]) == "b"
+
+
+class Counting:
+    """A tokenizer that remembers how many tokens it was asked to decode each time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.tokenizer, self.sizes = tokenizer, [0]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        self.sizes.append(len(ids))
+        return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_work_for_each_token_does_not_grow(kind: str) -> None:
+    tokenizer = Counting(TOKENIZERS[kind]())
+    detokenizer = Detokenizer(tokenizer)
+    for token in encode(tokenizer.tokenizer, " ".join(SENTENCES * 5)):
+        detokenizer.append(token)
+    assert max(tokenizer.sizes) <= 16
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_bytes_that_are_no_text_are_shown_and_do_not_pile_up(kind: str) -> None:
+    tokenizer = Counting(TOKENIZERS[kind]())
+    vocab = tokenizer.tokenizer.get_vocab()
+    stray = vocab["<0x80>"] if kind == "sentencepiece" else vocab["Ģ"]  # a continuation byte, alone
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(detokenizer.append(stray) for _ in range(200)) + detokenizer.flush()
+    assert shown == "\ufffd" * 200
+    assert max(tokenizer.sizes) <= 16
+
+
+# --- Output --------------------------------------------------------------------------------------------------------------------------
+
+
+def brute_force(
+    tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str], ends: Iterable[int], max_tokens: int
+) -> tuple[list[int], str, str | None]:
+    """Token ids, text and reason, by decoding everything at each token."""
+    text = ""
+    for n, token in enumerate(ids, 1):
+        if token in ends:
+            return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
+        text = decode(tokenizer, ids[:n])
+        starts = [text.find(s) for s in stop if s in text]
+        if starts:
+            return list(ids[:n]), text[: min(starts)], "stop"
+        if n == max_tokens:
+            return list(ids[:n]), text, "length"
+    return list(ids), text, None
+
+
+@settings(max_examples=300, deadline=None)
+@given(kind=kinds, text=texts, data=st.data())
+def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: st.DataObject) -> None:
+    tokenizer = TOKENIZERS[kind]()
+    ids = encode(tokenizer, text)
+    text = decode(tokenizer, ids)
+    spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 8))
+    near = spans.map(lambda span: text[span[0] : sum(span)] or "x")  # found in the text, mostly
+    stop = data.draw(st.lists(st.one_of(near, near.map(lambda s: s + "!"), st.text("ab", min_size=1, max_size=2)), max_size=3))
+    ends = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
+    eos = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
+    max_tokens = data.draw(st.integers(1, len(ids) + 3))
+    params = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=ends, ignore_eos=data.draw(st.booleans()))
+    expected = brute_force(tokenizer, ids, stop, [*ends, *([] if params.ignore_eos else eos)], max_tokens)
+
+    output, shown = Output(tokenizer, params, eos), ""
+    for token in ids:
+        finished = output.append(token)
+        shown += output.take()
+        assert expected[1].startswith(shown)  # what was shown is never taken back
+        if finished:
+            break
+        held = [n for s in stop for n in range(len(s)) if output.text.endswith(s[:n])]
+        assert len(output.text) - len(shown) == max(held, default=0)  # nor held back without need
+    if output.finish_reason is None:
+        output.close("interrupted")
+        shown += output.take()
+        expected = (*expected[:2], "interrupted")
+    assert (output.token_ids, output.text, output.finish_reason) == expected
+    assert shown == output.text
+    assert output.take() == ""
+
+
+def test_ids_that_end_the_answer_are_kept_but_give_no_text() -> None:
+    tokenizer = byte_level()
+    words, dog = encode(tokenizer, "the quick dog"), encode(tokenizer, " dog")
+    eos, user = tokenizer.convert_tokens_to_ids(SPECIAL)
+    for params, eos_ids, last in [
+        (SamplingParams(), [user, eos], eos),
+        (SamplingParams(), [eos, user], user),
+        (SamplingParams(stop_token_ids=[dog[0], eos], ignore_eos=True), [user], dog[0]),
+    ]:
+        output = Output(tokenizer, params, eos_ids)
+        ids = words[: words.index(dog[0])] if last == dog[0] else words
+        assert not any(output.append(token) for token in ids)
+        assert output.append(last)
+        assert output.token_ids == [*ids, last]
+        assert output.text == decode(tokenizer, ids)
+        assert output.finish_reason == "stop"
+        with pytest.raises(ValueError, match="ended already"):
+            output.append(last)
+
+
+def test_eos_can_be_ignored() -> None:
+    tokenizer = byte_level()
+    eos = tokenizer.convert_tokens_to_ids("<eos>")
+    output = Output(tokenizer, SamplingParams(max_tokens=2, ignore_eos=True), [eos])
+    assert [output.append(eos), output.append(eos)] == [False, True]
+    assert (output.text, output.finish_reason) == ("", "length")
+
+
+def test_a_stop_string_across_tokens_is_held_back_until_it_is_decided() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    output = Output(tokenizer, SamplingParams(stop=["abc", "bd"]))
+    shown = []
+    for character in "xaabab":
+        assert not output.append(vocab[character])
+        shown.append(output.take())
+    assert shown == ["x", "", "a", "", "ab", ""]  # "a", "ab" might begin a stop string
+    assert output.append(vocab["d"])
+    assert (output.text, output.take()) == ("xaaba", "a")
+    assert output.finish_reason == "stop"
+
+
+def test_the_earliest_stop_string_cuts() -> None:
+    tokenizer = byte_level()
+    [dog] = encode(tokenizer, " dog")
+    output = Output(tokenizer, SamplingParams(stop=["g", "og", "cat"]))
+    assert output.append(dog)
+    assert output.text == output.take() == " d"
+
+
+def test_stop_takes_precedence_over_length() -> None:
+    tokenizer = byte_level()
+    the = encode(tokenizer, "the")
+    output = Output(tokenizer, SamplingParams(max_tokens=len(the), stop="he"))
+    assert [output.append(token) for token in the][-1]
+    assert (output.text, output.finish_reason) == ("t", "stop")
+
+
+def test_close_ends_an_answer_once() -> None:
+    tokenizer = byte_level()
+    output = Output(tokenizer, SamplingParams(stop="dog"))
+    for token in encode(tokenizer, "the d"):
+        output.append(token)
+    output.take()
+    output.close("interrupted")
+    output.close("length")
+    assert (output.text, output.finish_reason) == ("the d", "interrupted")
+    assert output.take() == "d"
