@@ -1,0 +1,51 @@
+"""What a method under measurement must offer. The harness knows nothing of models beyond this."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quickbeam.sampling import SamplingParams
+
+if TYPE_CHECKING:  # `quickbeam --help` reads this file: torch takes seconds
+    import torch
+
+Message = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One method's answer to one prompt.
+
+    `token_ids`: the whole answer, up to and including the id that ended it. `decoded`: how many of them the `steps` target passes after
+    the one over the prompt emitted. `seconds`: what those steps took, prefill apart; `draft_seconds` and
+    `verify_seconds` are parts of it, None where a method doesn't tell them apart.
+    """
+
+    token_ids: list[int]
+    text: str
+    decoded: int
+    steps: int
+    seconds: float
+    draft_seconds: float | None = None
+    verify_seconds: float | None = None
+
+
+class Runner(ABC):
+    """A loaded method: a model, a way to decode with it, and the model's own word where two methods differ."""
+
+    device: str
+
+    @abstractmethod
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        """The ids of a conversation, up to where the assistant begins."""
+
+    @abstractmethod
+    def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
+        """Continue the ids. Raises `InvalidInput` where they can't be continued, KeyboardInterrupt when interrupted."""
+
+    @abstractmethod
+    def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        """`[vocab]` raw target logits after the last id."""

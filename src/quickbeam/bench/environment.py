@@ -1,0 +1,51 @@
+"""Where a measurement was made."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import torch
+import transformers
+
+import quickbeam
+
+
+def environment(device: str, dtype: str) -> dict[str, object]:
+    """Versions, machine and settings that speed depends on. `commit` is there only when the package runs from its own checkout."""
+    record: dict[str, object] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "quickbeam": quickbeam.__version__,
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
+        "dtype": dtype,
+    }
+    if commit := _commit():
+        record["commit"] = commit
+    return record
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parents[3]  # src/quickbeam/bench/environment.py
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip()

@@ -1,0 +1,164 @@
+"""From `--methods` to loaded runners."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quickbeam.bench.base import Answer, Message, Runner
+from quickbeam.errors import InvalidInput
+from quickbeam.presets import PRESETS
+from quickbeam.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from quickbeam.llm import LLM
+
+PEERS = {
+    "hf": "transformers' generate as it comes",
+    "hf-pld": "transformers' prompt lookup",
+    "hf-assisted": "transformers' assistant model",
+}
+SWITCHES: dict[str, tuple[str, bool]] = {
+    "exact": ("exact", True),
+    "no-exact": ("exact", False),
+    "fast": ("fast", True),
+    "plain": ("fast", False),
+}
+
+
+@dataclass(frozen=True)
+class MethodItem:
+    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the preset, 0 to the measured cost."""
+
+    name: str
+    method: str
+    budget: int | None = None
+    exact: bool | None = None
+    fast: bool = True
+
+    @property
+    def is_peer(self) -> bool:
+        return self.method in PEERS
+
+
+def parse_budget(text: str) -> int:
+    """`auto` (0) or a number of nodes a step, the root included. Raises `InvalidInput`."""
+    if text == "auto":
+        return 0
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise InvalidInput(f"budget {text!r}: must be a number of nodes of at least 1, or auto")
+    return int(text)
+
+
+def parse_methods(
+    text: str, budget: int | None = None, exact: bool | None = None, fast: bool = True, drafter: str | None = None
+) -> list[MethodItem]:
+    """Read `NAME[:BUDGET][+SWITCH…]`, comma-separated; the other arguments hold where an entry says nothing itself.
+
+    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and `hf-assisted` without a drafter.
+    """
+    items = [_item(entry.strip(), budget, exact, fast) for entry in text.split(",") if entry.strip()]
+    if not items:
+        raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join([*PRESETS, *PEERS])}")
+    names = [item.name for item in items]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidInput(f"--methods: {twice!r} is given twice")
+    if drafter is None and any(item.method == "hf-assisted" for item in items):
+        raise InvalidInput("hf-assisted needs an assistant model: name one with --drafter ID")
+    return items
+
+
+def _item(entry: str, budget: int | None, exact: bool | None, fast: bool) -> MethodItem:
+    head, *switches = entry.split("+")
+    method, colon, own_budget = head.partition(":")
+    if method not in PRESETS and method not in PEERS:
+        raise InvalidInput(f"unknown method {method!r}; known: {', '.join([*PRESETS, *PEERS])}")
+    drafts = method in PRESETS and bool(PRESETS[method].sources)
+    if colon and not drafts:
+        raise InvalidInput(f"{entry!r}: {method} grows no draft tree and takes no budget")
+    if switches and method in PEERS:
+        raise InvalidInput(f"{entry!r}: {method} has no switches")
+    chosen: dict[str, bool | None] = {"exact": exact, "fast": fast}
+    for switch in switches:
+        if switch not in SWITCHES:
+            raise InvalidInput(f"{entry!r}: unknown switch {switch!r}; known: {', '.join(SWITCHES)}")
+        key, value = SWITCHES[switch]
+        chosen[key] = value
+    return MethodItem(
+        name=entry,
+        method=method,
+        budget=parse_budget(own_budget) if colon else budget if drafts else None,
+        exact=chosen["exact"],
+        fast=bool(chosen["fast"]),
+    )
+
+
+class LLMRunner(Runner):
+    """One of our methods on a loaded `LLM`, which several methods may share."""
+
+    def __init__(self, llm: LLM, method: str, budget: int | None) -> None:
+        self.llm, self.method, self.budget = llm, method, budget
+        self.device = str(llm.target.device)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = self.llm.encode_chat(list(messages))
+        return ids
+
+    def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
+        self.llm.reset()  # nothing that another method computed is kept
+        completion = self.llm.generate(list(ids), params, method=self.method, budget=self.budget)
+        if completion.finish_reason == "interrupted":
+            raise KeyboardInterrupt
+        s = completion.statistics
+        return Answer(
+            token_ids=completion.token_ids,
+            text=completion.text,
+            decoded=max(s.new_tokens - 1, 0),
+            steps=s.steps,
+            seconds=s.seconds,
+            draft_seconds=s.draft_seconds,
+            verify_seconds=s.verify_seconds,
+        )
+
+    def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        logits: torch.Tensor = self.llm.target.prefill(list(ids))
+        self.llm.reset()
+        return logits
+
+
+def load_runners(
+    items: Sequence[MethodItem],
+    model: str | None,
+    dtype: str,
+    device: str | None,
+    drafter: str | None = None,
+    progress: Callable[[str, float | None], None] | None = None,
+) -> tuple[dict[str, Runner], str]:
+    """Load what the methods need, each model once per setting. Returns the runners by name, in order, and the model's name.
+
+    Peers load the folder that our own methods do, with the same dtype and on the same device.
+    """
+    from quickbeam.bench.peers import Loaded, Peer
+    from quickbeam.hub import DEFAULT, resolve
+    from quickbeam.llm import LLM
+
+    llms: dict[tuple[bool | None, bool], LLM] = {}
+    runners: dict[str, Runner] = {}
+    for item in items:
+        if not item.is_peer:
+            key = (item.exact, item.fast)
+            if key not in llms:
+                llms[key] = LLM(model, item.method, dtype=dtype, device=device, exact=item.exact, fast=item.fast, progress=progress)
+            runners[item.name] = LLMRunner(llms[key], item.method, item.budget)
+    peers = [item for item in items if item.is_peer]
+    if peers:
+        llm = next(iter(llms.values()), None)
+        folder, place = (llm.folder, str(llm.target.device)) if llm else (resolve(model, progress), device)
+        loaded = Loaded(folder, dtype, place)
+        assistant = Loaded(resolve(drafter, progress), dtype, place) if any(item.method == "hf-assisted" for item in peers) else None
+        runners |= {item.name: Peer(item.method, loaded, assistant) for item in peers}
+    name = next((llm.name for llm in llms.values()), model or DEFAULT)
+    return {item.name: runners[item.name] for item in items}, name

@@ -1,0 +1,170 @@
+"""What a run shows: tables, a JSON record, a plot."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from quickbeam.bench.run import Results, Trial
+from quickbeam.bench.summary import Summary, by_category, summaries
+from quickbeam.errors import InvalidInput
+
+PLOT_FORMATS = (".png", ".svg", ".pdf")
+
+
+def check_output(option: str, path: Path) -> None:
+    """Raise `InvalidInput` where a file could not be written there."""
+    if path.is_dir():
+        raise InvalidInput(f"{option} {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{option} {path}: folder {path.parent} does not exist")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidInput(f"{option} {path}: can't be written ({error.strerror})") from None
+
+
+def check_plot(path: Path) -> None:
+    """Raise `InvalidInput` where no plot could be drawn: no place to write, an unknown format, no matplotlib."""
+    if path.suffix.lower() not in PLOT_FORMATS:
+        raise InvalidInput(f"--plot {path}: the name must end in {', '.join(PLOT_FORMATS)}")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise InvalidInput("--plot needs matplotlib: pip install 'quickbeam[bench]'")
+    check_output("--plot", path)
+
+
+def record(results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]) -> dict[str, object]:
+    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of them."""
+    categories = by_category(results)
+    return {
+        "environment": dict(environment),
+        "model": model,
+        "settings": dict(settings),
+        "questions": len({id(trial.question) for trial in results.trials}),
+        "complete": results.complete,
+        "reference": results.reference,
+        "methods": {
+            name: asdict(summary) | {"by_category": {category: asdict(rows[name]) for category, rows in categories.items()}}
+            for name, summary in summaries(results).items()
+        },
+        "differences": [asdict(difference) for difference in results.differences],
+        "skipped": [asdict(skipped) for skipped in results.skipped],
+        "trials": [_trial(trial) for trial in results.trials],
+    }
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    figures = ("decoded", "steps", "seconds", "draft_seconds", "verify_seconds")
+    return {
+        "question_id": trial.question.question_id,
+        "category": trial.question.category,
+        "turn": trial.turn,
+        "answers": {name: {figure: getattr(answer, figure) for figure in figures} for name, answer in trial.answers.items()},
+    }
+
+
+def save(path: Path, content: Mapping[str, object]) -> None:
+    """Write JSON so that `path` always holds a whole record: the old one until the new one is complete. Raises OSError."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, allow_nan=False, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp's are for the owner alone
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def category_table(results: Results) -> Table:
+    """Per category and method: MAT, tokens/s, speed-up, identical outputs."""
+    table = Table("category", "method", title="by category")
+    for column in ("MAT", "tokens/s", "speed-up", "identical"):
+        table.add_column(column, justify="right")
+    for category, rows in by_category(results).items():
+        for i, (name, summary) in enumerate(rows.items()):
+            table.add_row(Text("" if i else category), name, *_figures(summary), end_section=i == len(rows) - 1)
+    return table
+
+
+def overall_table(results: Results) -> Table:
+    """Per method over all prompts, with the milliseconds of a step."""
+    table = Table("method", title="overall")
+    for column in ("MAT", "tokens/s", "speed-up", "identical", "draft ms", "verify ms", "other ms"):
+        table.add_column(column, justify="right")
+    for name, summary in summaries(results).items():
+        parts = (summary.draft_ms, summary.verify_ms, summary.overhead_ms)
+        table.add_row(name, *_figures(summary), *(_number(part, ".2f") for part in parts))
+    return table
+
+
+def footer(results: Results) -> list[str]:
+    """What the tables' figures mean, and what to know before trusting them."""
+    reference = results.reference
+    why = "" if reference.split("+")[0] == "ar" else " (ar is not among the methods)"
+    lines = [
+        f"prompts: {len(results.trials)}; reference: {reference}{why}; speed-up: its decode time per token over the method's, prefill apart"
+    ]
+    if results.sampled:
+        lines.append("tokens are sampled: outputs are not compared")
+    for name, count in Counter(difference.method for difference in results.differences).items():
+        gaps = [difference.gap for difference in results.differences if difference.method == name]
+        lines.append(
+            f"{name}: {count} of {len(results.trials)} outputs differ; the target's top-2 logit gap at the first difference: "
+            f"min {min(gaps):.3g}, median {median(gaps):.3g}, max {max(gaps):.3g}"
+        )
+    if results.skipped:
+        lines.append(f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}")
+    return lines
+
+
+def plot(results: Results, path: Path) -> None:
+    """Bars of speed-up and MAT, by category and overall, one colour a method. Raises OSError."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups = by_category(results) | {"overall": summaries(results)}
+    width = 0.8 / len(results.methods)
+    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(max(8.0, 0.9 * len(groups)), 7), layout="constrained")
+    for axis, key, label in zip(axes, ("speedup", "mean_accepted_tokens"), (f"speed-up over {results.reference}", "MAT"), strict=True):
+        for i, name in enumerate(results.methods):
+            heights = [getattr(rows[name], key) or 0.0 for rows in groups.values()]
+            axis.bar([x + (i - (len(results.methods) - 1) / 2) * width for x in range(len(groups))], heights, width, label=name)
+        axis.axhline(1, color="black", linewidth=0.8)
+        axis.set_ylabel(label)
+    axes[1].set_xticks(range(len(groups)), list(groups), rotation=30, ha="right")
+    axes[0].legend(ncols=min(4, len(results.methods)))
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def _figures(summary: Summary) -> tuple[str, str, str, str]:
+    return (
+        _number(summary.mean_accepted_tokens, ".2f"),
+        _number(summary.tokens_per_second, ".1f"),
+        _number(summary.speedup, ".2f", "x"),
+        "-" if summary.identical is None else f"{summary.identical}/{summary.prompts}",
+    )
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"

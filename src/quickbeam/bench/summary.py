@@ -1,0 +1,84 @@
+"""From answers to figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from quickbeam.bench.base import Answer
+from quickbeam.bench.run import Results, Trial
+
+
+@dataclass(frozen=True)
+class Summary:
+    """One method over some prompts. A figure is None where nothing was measured for it.
+
+    - `tokens_per_second`: decoded tokens over decode seconds, both summed over the prompts; prefill and its token are apart.
+    - `speedup`: (decode seconds / decoded tokens) of the reference over the same of the method, each summed over the prompts. Where
+      the outputs are identical that is the ratio of total decode times; where they are not, a longer answer is not held against
+      a method.
+    - `mean_accepted_tokens` (MAT): decoded tokens over target passes, 1.0 for plain decoding.
+    - `identical`: answers equal to the reference's, token for token; None when tokens are sampled.
+    - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
+    """
+
+    prompts: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    speedup: float | None
+    mean_accepted_tokens: float | None
+    identical: int | None
+    draft_ms: float | None
+    verify_ms: float | None
+    overhead_ms: float | None
+
+
+def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: bool) -> Summary:
+    """The figures of `method` over `trials`."""
+    answers = [trial.answers[method] for trial in trials]
+    expected = [trial.answers[reference] for trial in trials]
+    tokens, steps, seconds = _totals(answers)
+    draft, verify = _sum(answer.draft_seconds for answer in answers), _sum(answer.verify_seconds for answer in answers)
+    pace, reference_pace = _ratio(seconds, tokens), _ratio(_totals(expected)[2], _totals(expected)[0])
+    return Summary(
+        prompts=len(trials),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=_ratio(tokens, seconds),
+        speedup=_ratio(reference_pace, pace),
+        mean_accepted_tokens=_ratio(tokens, steps),
+        identical=None if sampled else sum(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True)),
+        draft_ms=_ratio(draft, steps, 1000),
+        verify_ms=_ratio(verify, steps, 1000),
+        overhead_ms=None if draft is None or verify is None else _ratio(seconds - draft - verify, steps, 1000),
+    )
+
+
+def summaries(results: Results) -> dict[str, Summary]:
+    """Every method over all prompts."""
+    return {name: summarise(results.trials, name, results.reference, results.sampled) for name in results.methods}
+
+
+def by_category(results: Results) -> dict[str, dict[str, Summary]]:
+    """Category, then method, in order of appearance."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in results.trials:
+        groups.setdefault(trial.question.category, []).append(trial)
+    return {
+        category: {name: summarise(trials, name, results.reference, results.sampled) for name in results.methods}
+        for category, trials in groups.items()
+    }
+
+
+def _totals(answers: Sequence[Answer]) -> tuple[int, int, float]:
+    return sum(a.decoded for a in answers), sum(a.steps for a in answers), sum(a.seconds for a in answers)
+
+
+def _sum(parts: Iterable[float | None]) -> float | None:
+    told = list(parts)
+    return None if not told or None in told else sum(part for part in told if part is not None)
+
+
+def _ratio(part: float | None, whole: float | None, scale: float = 1.0) -> float | None:
+    return scale * part / whole if part is not None and whole else None

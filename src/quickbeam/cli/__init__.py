@@ -1,0 +1,21 @@
+"""The `quickbeam` command. Draws on stderr, writes data to stdout; everything else is the library's."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+
+
+def main() -> None:
+    """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if not sys.warnoptions and not os.environ.get("QUICKBEAM_DEBUG"):
+        warnings.simplefilter("ignore")  # libraries' remarks to each other are not the reader's business
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of failing
+
+    from quickbeam.cli.app import app
+
+    app()

@@ -1,0 +1,69 @@
+"""The commands put together, and the one place where errors become a line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from quickbeam import __version__
+from quickbeam.cli.bench import bench
+from quickbeam.cli.chat import chat
+from quickbeam.cli.demo import demo
+from quickbeam.cli.generate import generate
+from quickbeam.cli.models import models, pull
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+
+class Commands(TyperGroup):
+    """Ends every error in one line: exit code 2 for bad input, 1 for a failure. `QUICKBEAM_DEBUG=1` shows the traceback instead."""
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
+        extra["standalone_mode"] = False
+        try:
+            code = super().main(args, prog_name or "quickbeam", *rest, **extra)
+        except typer.Abort:
+            code = 130
+        except Exception as error:
+            usage = getattr(error, "format_message", None)  # what the parser raises for options that it can't read
+            if usage is None and os.environ.get("QUICKBEAM_DEBUG"):
+                raise
+            code = 2 if usage or isinstance(error, InvalidInput) else 1
+            print(f"error: {' '.join((usage() if usage else describe(error)).split())}", file=sys.stderr)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def describe(error: Exception) -> str:
+    """One line for an error, with a hint where it is not one that we raise on purpose."""
+    if isinstance(error, QuickbeamError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    return f"{type(error).__name__}: {error} (QUICKBEAM_DEBUG=1 shows where)"
+
+
+app = typer.Typer(
+    cls=Commands,
+    name="quickbeam",
+    help="Lossless speculative decoding: the same answer, sooner.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+    if version:
+        print(__version__)
+    elif context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+for command in (generate, chat, bench, pull, models, demo):
+    app.command()(command)

@@ -1,0 +1,172 @@
+"""`quickbeam bench`: methods and peers side by side on the same questions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from enum import Enum
+from io import StringIO
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.text import Text
+
+from quickbeam.bench import report
+from quickbeam.bench.base import Runner
+from quickbeam.bench.methods import PEERS, SWITCHES, load_runners, parse_budget, parse_methods
+from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.run import Results, reference_of, run, warm_up
+from quickbeam.cli import options
+from quickbeam.cli.common import progress_bar, stderr
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.hub import DEFAULT
+from quickbeam.presets import PRESETS
+from quickbeam.sampling import SamplingParams
+
+INTERRUPTED = 130  # the shell's code for Ctrl-C
+PLAIN_WIDTH = 120  # columns where the output is no terminal
+
+
+class Turns(str, Enum):
+    first = "first"
+    all = "all"
+
+
+def bench(
+    questions: Annotated[
+        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+    ] = None,
+    model: options.Model = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            help=f"Comma-separated NAME[:BUDGET][+SWITCH]. Names: {', '.join([*PRESETS, *PEERS])}; switches: {', '.join(SWITCHES)}. "
+            "Example: ar,logitspec:16,logitspec:64,ar+exact,hf.",
+        ),
+    ] = "ar,pld,logitspec",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+    ] = None,
+    turns: Annotated[
+        Turns, typer.Option("--turns", help="Only the first turn of a question, or all; the conversation holds the reference's answers.")
+    ] = Turns.first,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = None,
+    budget: Annotated[
+        str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step at most. Default: the method's own.")
+    ] = None,
+    exact: options.Exact = None,
+    fast: Annotated[bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")] = True,
+    drafter: Annotated[str | None, typer.Option("--drafter", help="Assistant model for hf-assisted.")] = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
+) -> None:
+    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall."""
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter)
+    asked = spread(load_questions(questions), limit)
+    if json_path is not None:
+        report.check_output("--json", json_path)
+    if plot_path is not None:
+        report.check_plot(plot_path)
+
+    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
+        from quickbeam.bench.environment import environment
+
+        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading)
+    results = Results(list(runners), reference_of(list(runners)), sampled=temperature > 0)
+    settings = {
+        "questions": "built-in" if questions is None else str(questions),
+        "limit": limit,
+        "turns": turns.value,
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "drafter": drafter,
+    }
+    log = _Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
+    interrupted = False
+    try:
+        _measure(asked, runners, params, results, turns is Turns.all, log)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        log.write()
+        _show(results)
+    if plot_path is not None and results.trials:
+        try:
+            report.plot(results, plot_path)
+        except OSError as error:
+            raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
+    if log.problem is not None:
+        raise QuickbeamError(f"--json {json_path}: not written ({log.problem.strerror}); see the tables instead") from log.problem
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not results.trials:
+        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+
+
+class _Log:
+    """The JSON record on disk. A write that fails is tried again after the next question: a full disk may have room by then."""
+
+    def __init__(
+        self, path: Path | None, results: Results, where: Mapping[str, object], model: str, settings: Mapping[str, object]
+    ) -> None:
+        self.path, self.results, self.where, self.model, self.settings = path, results, where, model, settings
+        self.problem: OSError | None = None
+
+    def write(self) -> None:
+        if self.path is None or not self.results.trials:
+            return
+        try:
+            report.save(self.path, report.record(self.results, self.where, self.model, self.settings))
+            self.problem = None
+        except OSError as error:
+            self.problem = error
+
+
+def _measure(
+    asked: Sequence[Question],
+    runners: Mapping[str, Runner],
+    params: SamplingParams,
+    results: Results,
+    all_turns: bool,
+    log: _Log,
+) -> None:
+    prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
+    what, left = TextColumn("{task.description}"), TextColumn("left")
+    columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
+    # Drawn when an answer is done and not by a thread: nothing of ours runs while an answer is timed.
+    console = stderr()
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, disable=quiet, auto_refresh=False, transient=True, speed_estimate_period=3600) as progress:
+        task = progress.add_task("warming up", total=prompts * len(runners))
+
+        def answered() -> None:
+            progress.advance(task)
+            progress.refresh()
+
+        progress.refresh()
+        warm_up(runners, params, answered)
+        progress.update(task, description="answers")
+        for _ in run(asked, runners, params, results, all_turns, answered):
+            log.write()
+
+
+def _show(results: Results) -> None:
+    if not results.trials:
+        return
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(report.category_table(results))
+    console.print(report.overall_table(results))
+    for line in report.footer(results):
+        console.print(Text(line))

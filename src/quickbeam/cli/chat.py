@@ -1,0 +1,95 @@
+"""`quickbeam chat`: a conversation. The model keeps the KV rows of what two turns share, so a turn reads only what is new."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
+
+from quickbeam.cli import options
+from quickbeam.cli.common import follow, load, statistics_line
+from quickbeam.errors import InvalidInput
+from quickbeam.sampling import SamplingParams
+
+HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C stops an answer and keeps it."
+
+
+def chat(
+    model: options.Model = None,
+    method: options.Method = "logitspec",
+    max_tokens: options.MaxTokens = 512,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    exact: options.Exact = None,
+    system: options.System = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+) -> None:
+    """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+    )
+    nodes = options.nodes(budget)
+    llm = load(model, method, dtype, device, nodes, exact)
+    opening = [{"role": "system", "content": system}] if system is not None else []
+    messages = list(opening)
+    say(HELP)
+    for line in lines():
+        if line == "/exit":
+            return
+        if line == "/help":
+            say(HELP)
+        elif line == "/reset":
+            messages = list(opening)
+            say("forgotten")
+        elif line.startswith("/") and line[1:].isalpha():
+            say(f"unknown command {line}. {HELP}")
+        else:
+            asked = [*messages, {"role": "user", "content": line}]
+            try:
+                completion, _ = follow(partial(llm.chat_stream, asked, params))
+            except InvalidInput as error:  # the conversation has outgrown the context: the earlier turns are still good
+                say(f"error: {error}; /reset starts over")
+                continue
+            say(statistics_line(completion))
+            if completion.text:  # stopped before the first word: as if it had not been asked
+                messages = [*asked, {"role": "assistant", "content": completion.text}]
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+def lines() -> Iterator[str]:
+    """What is typed, line by line, blank ones left out. Ctrl-C drops the line, the end of input ends it."""
+    terminal = sys.stdin.isatty()
+    if terminal:
+        with suppress(ImportError):  # not on Windows
+            import readline  # noqa: F401 (editing and history in input())
+    while True:
+        try:
+            line = input("> ") if terminal else sys.stdin.readline()
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        except KeyboardInterrupt:
+            say(" (/exit or Ctrl-D ends the conversation)")
+            continue
+        except UnicodeDecodeError as error:
+            raise InvalidInput(f"standard input is not UTF-8 text: {error}") from error
+        if not terminal and not line:
+            return
+        if line.strip():
+            yield line.strip()

@@ -1,0 +1,106 @@
+"""What the commands share: loading with progress, showing a stream, the line of statistics."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from quickbeam import hub
+from quickbeam.cli.options import Device, Dtype
+from quickbeam.engine.result import Completion
+from quickbeam.presets import preset
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM, Stream
+
+
+def stderr() -> Console:
+    """A console bound to today's stderr, which stays the real one while a loader's is redirected."""
+    return Console(file=sys.stderr, highlight=False)
+
+
+@contextmanager
+def progress_bar(first: str) -> Iterator[hub.Progress]:
+    """A line on stderr, when that is a terminal, that says what is going on; gone at the end. Yields the callback that changes it."""
+    console = stderr()
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    quiet = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet, redirect_stdout=False, redirect_stderr=False) as bar:
+        task = bar.add_task(first, total=None)
+
+        def report(stage: str, fraction: float | None) -> None:
+            bar.update(task, description=stage, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+
+        yield report
+
+
+def load(model: str | None, method: str, dtype: Dtype, device: Device | None, budget: int | None, exact: bool | None) -> LLM:
+    """The model behind a command, with progress on stderr. Raises as `LLM` does, and for an unknown method before anything is loaded."""
+    preset(method)
+    with ExitStack() as stack:
+        report = None
+        if model is None or model in hub.EMBEDDED or Path(model).exists():
+            report = stack.enter_context(progress_bar(f"loading {model or hub.DEFAULT}"))
+            stack.enter_context(redirect_stderr(io.StringIO()))  # where tqdm draws the loaders' bars
+        # Otherwise it comes from the hub, whose own bars show the download.
+        from quickbeam.llm import LLM
+
+        return LLM(
+            model, method, dtype=dtype.value, device=device.value if device else None, budget=budget, exact=exact, progress=report
+        )
+
+
+def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
+    """Write a stream to stdout as it comes (not where `show` is false), and give its completion. True: Ctrl-C ended it early.
+
+    `begin` starts the stream, which may measure costs and read a long prompt before its first word: a spinner tells of that.
+    """
+    console = stderr()
+    shown = ""
+    interrupted = False
+    with ExitStack() as waiting:
+        if console.is_terminal:
+            waiting.enter_context(console.status("reading the prompt" if show else "answering"))
+        stream = begin()
+        try:
+            for piece in stream:
+                if show:
+                    waiting.close()
+                    shown += piece
+                    write(piece)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            stream.close()
+    completion = stream.completion
+    if show:
+        if interrupted and completion.text.startswith(shown):  # what was held back, should it have become a stop string
+            write(completion.text[len(shown) :])
+        write("\n")
+    return completion, interrupted
+
+
+def write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def statistics_line(completion: Completion) -> str:
+    """What an answer cost, in one line."""
+    s = completion.statistics
+    parts = [
+        f"{s.new_tokens} tokens ({completion.finish_reason})",
+        f"{s.steps} steps",
+        f"MAT {s.mean_accepted_tokens:.2f}",
+        f"{s.tokens_per_second:.1f} tokens/s",
+        f"prefill {s.prefill_seconds:.2f} s",
+    ]
+    parts += [f"{name} {count.accepted} of {count.drafted} drafted accepted" for name, count in s.sources.items()]
+    return f"[{completion.method}] " + ", ".join(parts)

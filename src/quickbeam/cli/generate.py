@@ -1,0 +1,85 @@
+"""`quickbeam generate`: one prompt, one answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from quickbeam.cli import options
+from quickbeam.cli.common import follow, load, statistics_line, write
+from quickbeam.errors import InvalidInput
+from quickbeam.sampling import SamplingParams
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The text to answer; - reads standard input.")],
+    model: options.Model = None,
+    method: options.Method = "logitspec",
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    stop: options.Stop = [],  # noqa: B006 (typer copies it)
+    stop_token_id: options.StopTokenId = [],  # noqa: B006
+    ignore_eos: options.IgnoreEos = False,
+    logprobs: options.Logprobs = None,
+    seed: options.Seed = None,
+    budget: options.Budget = None,
+    exact: options.Exact = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    system: options.System = None,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of the text.")] = False,
+) -> None:
+    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps what there is."""
+    if raw and system is not None:
+        raise InvalidInput("--system goes through the chat template, which --raw skips: leave one of them out")
+    if logprobs is not None and not as_json:
+        raise InvalidInput("--logprobs shows in the JSON record only: add --json")
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        stop=tuple(stop),
+        stop_token_ids=tuple(stop_token_id),
+        ignore_eos=ignore_eos,
+        logprobs=logprobs,
+        seed=seed,
+    )
+    nodes = options.nodes(budget)
+    text = read(prompt)
+    llm = load(model, method, dtype, device, nodes, exact)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    completion, interrupted = follow(lambda: llm.stream(text, params) if raw else llm.chat_stream(messages, params), show=not as_json)
+    if as_json:
+        write(json.dumps(completion.to_json()) + "\n")
+    else:
+        print(statistics_line(completion), file=sys.stderr)
+    if interrupted:
+        raise typer.Exit(130)
+
+
+def read(prompt: str) -> str:
+    """The prompt, from standard input for `-` (without its last line end). Raises `InvalidInput` where there is no text."""
+    try:
+        text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+        text.encode()
+    except UnicodeError as error:
+        raise InvalidInput(f"the prompt is not UTF-8 text: {error}") from error
+    if not text:
+        raise InvalidInput("the prompt is empty: give a text, or - to read standard input")
+    return text

@@ -1,0 +1,62 @@
+"""Options that several commands share, declared once."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Annotated
+
+import typer
+
+from quickbeam.errors import InvalidInput
+from quickbeam.hub import DEFAULT
+from quickbeam.presets import PRESETS
+
+
+class Dtype(str, Enum):
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class Device(str, Enum):
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+Model = Annotated[str | None, typer.Option("--model", help=f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}.")]
+Method = Annotated[str, typer.Option("--method", help=f"How tokens are drafted: {', '.join(PRESETS)}.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.")]
+DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]
+Budget = Annotated[
+    str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step; auto: by measured cost. Default: the method's own.")
+]
+Exact = Annotated[
+    bool | None,
+    typer.Option("--exact/--no-exact", help="Logits bit for bit those of plain decoding, or not (default: wherever the device can)."),
+]
+System = Annotated[str | None, typer.Option("--system", help="System message put before the conversation.")]
+
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the most probable token.")]
+TopP = Annotated[float, typer.Option("--top-p", help="Keep the most probable tokens up to this mass. 1: off.")]
+TopK = Annotated[int, typer.Option("--top-k", help="Keep this many tokens. 0: off.")]
+MinP = Annotated[float, typer.Option("--min-p", help="Drop tokens below this share of the best one's probability. 0: off.")]
+RepetitionPenalty = Annotated[float, typer.Option("--repetition-penalty", help="Above 1 makes tokens seen in prompt or output rarer.")]
+PresencePenalty = Annotated[float, typer.Option("--presence-penalty", help="Subtracted from the logits of tokens in the output.")]
+FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", help="Subtracted once for every occurrence in the output.")]
+Stop = Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="End before this text. May be repeated.")]
+StopTokenId = Annotated[list[int], typer.Option("--stop-token-id", metavar="N", help="End at this token. May be repeated.")]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
+Logprobs = Annotated[int | None, typer.Option("--logprobs", metavar="K", help="With --json: log-probabilities, and K alternatives.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="Makes a sampled answer repeatable.")]
+
+
+def nodes(budget: str | None) -> int | None:
+    """What `LLM` takes for `--budget`: a number of nodes, 0 for auto, `None` where it is not given. Raises `InvalidInput` for others."""
+    if budget is None:
+        return None
+    if budget == "auto":
+        return 0
+    if not budget.isascii() or not budget.isdecimal() or int(budget) < 1:
+        raise InvalidInput(f"--budget {budget!r}: must be auto or a number of at least 1")
+    return int(budget)

@@ -1,0 +1,93 @@
+"""Stands in for `quickbeam.llm` where the command line is tested: answers are scripted, nothing is loaded.
+
+`SCRIPT` decides an answer by its prompt; what the command line asked for is in `CALLS`. Run as a program, this file is the `quickbeam`
+command with the stand-in behind it.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from quickbeam.engine.result import Completion, Logprob, SourceCount, Statistics
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.sampling import SamplingParams
+
+CALLS: list[tuple[str, object, SamplingParams]] = []
+
+
+class Stream:
+    def __init__(self, pieces: Iterator[str], method: str) -> None:
+        self.pieces, self.text, self.reason, self.method = pieces, "", "", method
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            piece = next(self.pieces)
+        except StopIteration:
+            self.reason = "stop"
+            raise
+        except KeyboardInterrupt:
+            self.text += "(held)" if self.text else ""  # a real stream holds back what may become a stop string
+            raise
+        self.text += piece
+        return piece
+
+    def close(self) -> None:
+        self.reason = self.reason or "interrupted"
+
+    @property
+    def completion(self) -> Completion:
+        n = len(self.text.split())
+        statistics = Statistics(n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources={"ngram": SourceCount(8, 3)})
+        return Completion(self.text, list(range(n)), self.reason, statistics, "fake", self.method, [Logprob(0, -0.5, {})])
+
+
+def script(prompt: str) -> Iterator[str]:
+    if prompt == "fail":
+        raise QuickbeamError("the logits\nare not finite")
+    if prompt == "crash":
+        raise ZeroDivisionError("division by zero")
+    if prompt == "disk":
+        raise OSError(28, "No space left on device", "/somewhere")
+    if prompt == "too long":
+        raise InvalidInput("the prompt is longer than the context")
+    if prompt == "interrupt at once":
+        raise KeyboardInterrupt
+    yield "one "
+    yield "two"
+    if prompt == "interrupt":
+        raise KeyboardInterrupt
+    while prompt == "endless":
+        time.sleep(0.01)
+        yield " more"
+
+
+class LLM:
+    def __init__(self, model: str | None, method: str, **options: object) -> None:
+        CALLS.append(("load", (model, method, options), SamplingParams()))
+        self.method = method
+
+    def stream(self, prompt: str, params: SamplingParams) -> Stream:
+        CALLS.append(("raw", prompt, params))
+        return Stream(script(prompt), self.method)
+
+    def chat_stream(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Stream:
+        CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
+        return Stream(script(messages[-1]["content"]), self.method)
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, method: str) -> Completion:
+        stream = Stream(script("hello"), method)
+        for _ in stream:
+            pass
+        return stream.completion
+
+
+if __name__ == "__main__":
+    sys.modules["quickbeam.llm"] = sys.modules["__main__"]
+    from quickbeam.cli import main
+
+    main()

@@ -1,0 +1,64 @@
+"""Runners with set answers and timings, for whoever tests the benchmark without a model."""
+
+from __future__ import annotations
+
+import torch
+
+from quickbeam.bench.base import Answer, Runner
+from quickbeam.bench.questions import Question
+from quickbeam.bench.run import Results, reference_of, run
+from quickbeam.sampling import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=8)
+
+
+class FakeRunner(Runner):
+    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the last message."""
+
+    device = "cpu"
+
+    def __init__(self, name: str, calls: list, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), fails=None) -> None:
+        self.name, self.calls, self.fails = name, calls, fails or {}
+        self.reply = Answer(list(tokens), f"said by {name}", len(tokens) - 1, steps, seconds, *split)
+        self.conversations: list[list[dict[str, str]]] = []
+        self.prompts: list[list[int]] = []
+        self.seeds: list[int | None] = []
+        self.lengths: list[int] = []
+
+    def encode(self, messages):
+        self.conversations.append([dict(message) for message in messages])
+        return [ord(character) for character in messages[-1]["content"]]
+
+    def answer(self, ids, params):
+        text = "".join(map(chr, ids))
+        self.calls.append((self.name, text))
+        self.prompts.append(list(ids))
+        self.seeds.append(params.seed)
+        self.lengths.append(params.max_tokens)
+        if text in self.fails:
+            raise self.fails[text]
+        return self.reply
+
+    def last_logits(self, ids):
+        self.prompts.append(list(ids))
+        logits = torch.zeros(10)
+        logits[3], logits[7] = 2.0, 2.0 + len(ids) / 8
+        return logits
+
+
+def questions_of(*categories: str) -> list[Question]:
+    return [Question(i, category, (f"q{i}",)) for i, category in enumerate(categories)]
+
+
+def measured(runners: dict[str, FakeRunner], questions: list[Question], params: SamplingParams = PARAMS, **options) -> Results:
+    results = Results(list(runners), reference_of(list(runners)), params.temperature > 0)
+    for _ in run(questions, runners, params, results, **options):
+        pass
+    return results
+
+
+def two_methods() -> dict[str, FakeRunner]:
+    """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the time."""
+    calls: list = []
+    fast = FakeRunner("fast", calls, steps=2, seconds=0.5, split=(0.1, 0.3))
+    return {"ar": FakeRunner("ar", calls), "fast": fast}

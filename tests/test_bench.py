@@ -1,0 +1,324 @@
+"""The benchmark's questions, methods, harness and figures: pytest tests/test_bench.py. Runners with set timings stand in for models."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_runner import PARAMS, FakeRunner, measured, questions_of, two_methods
+from quickbeam.bench import report
+from quickbeam.bench.base import Answer
+from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_budget, parse_methods
+from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, Results, first_difference, reference_of, run, warm_up
+from quickbeam.bench.summary import by_category, summaries
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.errors import InvalidInput
+from quickbeam.sampling import SamplingParams
+
+# Questions
+
+
+def test_built_in_questions_cover_eight_categories_evenly():
+    questions = load_questions()
+    counts = Counter(question.category for question in questions)
+    assert len(questions) >= 48 and len(counts) == 8 and min(counts.values()) >= 6
+    assert len({question.question_id for question in questions}) == len(questions)
+    assert sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
+    for question in questions:
+        if question.category in ("summary", "extraction"):
+            assert 150 <= len(question.turns[0].split()) <= 330
+
+
+def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tmp_path):
+    file = tmp_path / "q.jsonl"
+    turns = ["first\u2028line", "second"]
+    lines = [
+        json.dumps({"question_id": "a", "category": "x", "turns": turns, "reference": [1]}, ensure_ascii=False),
+        "",
+        '{"question_id": 2, "category": "y", "turns": ["t"]}\r',
+    ]
+    file.write_text("\n".join(lines), encoding="utf-8", newline="")
+    assert load_questions(file) == [Question("a", "x", tuple(turns)), Question(2, "y", ("t",))]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{", "not JSON"),
+        ("[1]", "list where an object"),
+        ('{"category": "c", "turns": ["t"]}', "question_id=None"),
+        ('{"question_id": true, "category": "c", "turns": ["t"]}', "question_id=True"),
+        ('{"question_id": 1, "turns": ["t"]}', "category=None"),
+        ('{"question_id": 1, "category": " ", "turns": ["t"]}', "category=' '"),
+        ('{"question_id": 1, "category": "c"}', "turns must be"),
+        ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
+        ('{"question_id": 1, "category": "c", "turns": "t"}', "turns must be"),
+        ('{"question_id": 1, "category": "c", "turns": ["t", 3]}', "turns must be"),
+    ],
+)
+def test_malformed_line_is_named(tmp_path, line, says):
+    file = tmp_path / "q.jsonl"
+    file.write_text('{"question_id": 1, "category": "c", "turns": ["t"]}\n\n' + line + "\n")
+    with pytest.raises(InvalidInput, match=r"q\.jsonl:3: ") as caught:
+        load_questions(file)
+    assert says in str(caught.value)
+
+
+def test_unreadable_question_files_are_refused(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n\n")
+    (tmp_path / "latin.jsonl").write_bytes(b'{"category": "caf\xe9"}')
+    for name, says in (("none.jsonl", "no such file"), ("empty.jsonl", "holds no questions"), ("latin.jsonl", "not UTF-8"), ("", "read")):
+        with pytest.raises(InvalidInput, match=says):
+            load_questions(tmp_path / name)
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.sampled_from("abcdef"), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
+def test_spread_is_even_ordered_and_complete(categories, limit):
+    questions = questions_of(*categories)
+    chosen = spread(questions, limit)
+    assert len(chosen) == min(len(questions), limit or len(questions))
+    assert len({question.question_id for question in chosen}) == len(chosen)
+    sizes, taken = Counter(categories), Counter(question.category for question in chosen)
+    most = max(taken.values(), default=0)
+    for category, size in sizes.items():
+        assert taken[category] >= min(size, most - 1), "a category with questions left is at most one behind"
+        own = [question.question_id for question in chosen if question.category == category]
+        assert own == sorted(own), "the first of each category, in order"
+    first_round = list(dict.fromkeys(categories))[: len(chosen)]
+    assert [question.category for question in chosen[: len(first_round)]] == first_round
+
+
+def test_spread_over_thirteen_categories():
+    questions = questions_of(*[category for category in "abcdefghijklm" for _ in range(9)])
+    assert set(Counter(question.category for question in spread(questions, 48)).values()) == {3, 4}
+
+
+# Methods
+
+
+def test_methods_take_budgets_and_switches_of_their_own():
+    items = parse_methods("ar, pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf", 32, None, True)
+    assert items == [
+        MethodItem("ar", "ar", None, None, True),
+        MethodItem("pld", "pld", 32, None, True),
+        MethodItem("logitspec:64", "logitspec", 64, None, True),
+        MethodItem("logitspec:auto", "logitspec", 0, None, True),
+        MethodItem("ar+exact", "ar", None, True, True),
+        MethodItem("logitspec:16+no-exact+plain", "logitspec", 16, False, False),
+        MethodItem("hf", "hf", None, None, True),
+    ]
+    assert [item.exact for item in parse_methods("ar,ar+no-exact", exact=True)] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("ar,lgitspec", "unknown method 'lgitspec'; known: ar, "),
+        (" , ", "names no method"),
+        ("ar,pld,ar", "'ar' is given twice"),
+        ("ar:4", "ar grows no draft tree"),
+        ("hf:4", "hf grows no draft tree"),
+        ("hf+exact", "no switches"),
+        ("pld+fats", "unknown switch 'fats'; known: exact"),
+        ("pld:0", "budget '0'"),
+        ("pld:", "budget ''"),
+        ("pld:many", "or auto"),
+        ("hf-assisted", "--drafter"),
+    ],
+)
+def test_bad_methods_are_refused(text, says):
+    with pytest.raises(InvalidInput) as caught:
+        parse_methods(text)
+    assert says in str(caught.value)
+
+
+def test_budget_words():
+    assert (parse_budget("auto"), parse_budget("64")) == (0, 64)
+    with pytest.raises(InvalidInput):
+        parse_budget("-1")
+
+
+class FakeLLM:
+    made: ClassVar[list[tuple]] = []
+
+    def __init__(self, model, method, *, dtype, device, exact, fast, progress):
+        self.made.append((model, method, dtype, device, exact, fast))
+        self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
+        self.target = SimpleNamespace(device=torch.device("cpu"), prefill=lambda ids: torch.arange(4.0) * len(ids))
+
+    def reset(self):
+        self.asked.append("reset")
+
+    def encode_chat(self, messages):
+        return [len(messages)]
+
+    def generate(self, prompt, params, *, method, budget):
+        self.asked.append((prompt, method, budget))
+        statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
+        return Completion("text", [1] * 7, self.reason, statistics)
+
+
+def test_methods_with_the_same_settings_share_one_load(monkeypatch):
+    monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    items = parse_methods("ar,pld:8,ar+exact,logitspec:4+exact,pld+plain")
+    runners, name = load_runners(items, "some/model", "float32", "cpu")
+    assert name == "some/model" and list(runners) == [item.name for item in items]
+    assert FakeLLM.made == [("some/model", method, "float32", "cpu", *key) for method, *key in
+                            (("ar", None, True), ("ar", True, True), ("pld", None, False))]  # fmt: skip
+    assert runners["ar"].llm is runners["pld:8"].llm and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
+    assert len({id(runner.llm) for runner in runners.values()}) == 3
+
+
+def test_llm_runner_asks_for_its_method_and_budget():
+    llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
+    runner = LLMRunner(llm, "logitspec", 16)
+    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, seconds=1.5, draft_seconds=0.25, verify_seconds=1.0)
+    assert llm.asked == ["reset", ([4, 5], "logitspec", 16)]
+    assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
+    llm.reason = "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        runner.answer([4], PARAMS)
+
+
+# The harness
+
+
+def test_methods_take_turns_at_going_first():
+    calls: list = []
+    runners = {name: FakeRunner(name, calls) for name in ("ar", "b", "c")}
+    measured(runners, questions_of("x", "y", "x", "y"))
+    assert [name for name, _ in calls] == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b", "ar", "b", "c"]
+    assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
+
+
+def test_warm_up_is_short_and_not_counted():
+    runners = two_methods()
+    done = []
+    warm_up(runners, SamplingParams(max_tokens=500), lambda: done.append(1))
+    assert len(done) == 2
+    for name, runner in runners.items():
+        assert runner.calls.count((name, WARM_UP)) == 1 and runner.lengths == [WARM_UP_TOKENS]
+    assert WARM_UP not in {turn for question in load_questions() for turn in question.turns}
+
+
+def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations():
+    question = Question(1, "chat", ("hello", "and then?"))
+    runners = two_methods()
+    assert [trial.turn for trial in measured(runners, [question]).trials] == [0]
+    runners = two_methods()
+    results = measured(dict(reversed(runners.items())), [question], all_turns=True)
+    assert results.reference == "ar" and [trial.turn for trial in results.trials] == [0, 1]
+    assert runners["ar"].conversations[1] == [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "said by ar"},
+        {"role": "user", "content": "and then?"},
+    ]
+    assert runners["ar"].prompts == runners["fast"].prompts, "all methods see the same ids"
+
+
+def test_reference_is_ar_or_else_the_first():
+    assert reference_of(["pld", "ar+exact", "ar"]) == "ar"
+    assert reference_of(["pld", "ar+exact"]) == "ar+exact"
+    assert reference_of(["pld", "hf"]) == "pld"
+
+
+def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
+    runners = two_methods()
+    results = measured(runners, questions_of("x", "y", "x"), SamplingParams(max_tokens=4, temperature=1.0, seed=5))
+    assert runners["ar"].seeds == runners["fast"].seeds == [5, 6, 7]
+    assert results.sampled and results.differences == [] and summaries(results)["fast"].identical is None
+
+
+def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
+    runners = two_methods()
+    runners["fast"].fails = {"q1": InvalidInput("prompt too long")}
+    questions = [Question(0, "x", ("q0",)), Question(1, "x", ("q1", "later")), Question(2, "x", ("q2",))]
+    results = measured(runners, questions, all_turns=True)
+    assert [trial.question.question_id for trial in results.trials] == [0, 2] and results.complete
+    assert [(skipped.question_id, skipped.reason) for skipped in results.skipped] == [(1, "prompt too long")]
+    assert "later" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
+    assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
+
+
+def test_interrupted_run_keeps_whole_prompts_only():
+    runners = two_methods()
+    runners["ar"].fails = {"q1": KeyboardInterrupt()}
+    results = Results(list(runners), "ar", False)
+    with pytest.raises(KeyboardInterrupt):
+        list(run(questions_of("x", "y", "z"), runners, PARAMS, results))
+    assert [trial.question.question_id for trial in results.trials] == [0] and not results.complete
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
+def test_first_difference(a, b):
+    position = first_difference(a, b)
+    if position is None:
+        assert a == b
+    else:
+        assert a[:position] == b[:position] and a[position : position + 1] != b[position : position + 1]
+
+
+def test_differences_carry_the_gap_after_what_both_agree_on():
+    runners = two_methods()
+    runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
+    runners["short"] = FakeRunner("short", runners["ar"].calls, tokens=(1, 2))
+    results = measured(runners, questions_of("x"))
+    late, short = results.differences
+    assert (late.method, late.position, late.reference_token, late.token) == ("late", 2, 3, 9)
+    assert (short.method, short.position, short.reference_token, short.token) == ("short", 2, 3, None)
+    assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]], "one pass for both, after prompt and shared tokens"
+    assert late.gap == short.gap == 4 / 8
+    assert [summaries(results)[name].identical for name in results.methods] == [1, 1, 0, 0]
+    assert "late: 1 of 1 outputs differ" in "\n".join(report.footer(results))
+
+
+# Figures
+
+
+def test_statistics_are_ratios_of_sums():
+    calls: list = []
+    ar, fast = FakeRunner("ar", calls), FakeRunner("fast", calls)
+    results = Results(["ar", "fast"], "ar", False)
+    for i, (category, tokens, seconds, steps, fast_seconds) in enumerate((("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))):
+        ar.reply = replace(ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds)
+        fast.reply = Answer([1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0)
+        list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, PARAMS, results))
+    whole = summaries(results)
+    assert whole["ar"].speedup == 1 and whole["ar"].mean_accepted_tokens == 1 and whole["ar"].tokens_per_second == 40 / 15
+    assert whole["fast"].speedup == pytest.approx(15 / 5), "equal outputs: the ratio of total decode times"
+    assert whole["fast"].mean_accepted_tokens == 40 / 15 and whole["fast"].tokens_per_second == 40 / 5
+    assert (whole["fast"].draft_ms, whole["fast"].verify_ms) == pytest.approx((1000 / 15, 2000 / 15))
+    assert whole["fast"].overhead_ms == pytest.approx(2000 / 15)
+    parts = by_category(results)
+    assert list(parts) == ["x", "y"] and parts["x"]["fast"].speedup == 2.5 and parts["y"]["fast"].speedup == pytest.approx(10 / 3)
+
+
+def test_speedup_is_per_token_where_outputs_differ():
+    calls: list = []
+    ar = FakeRunner("ar", calls, tokens=range(11), seconds=10.0)  # 1 s a token
+    other = FakeRunner("other", calls, tokens=range(6), seconds=2.5)  # 0.5 s a token
+    results = measured({"ar": ar, "other": other}, questions_of("x"))
+    assert summaries(results)["other"].speedup == 2.0
+
+
+def test_nothing_decoded_gives_no_figures_instead_of_failing():
+    calls: list = []
+    ended = FakeRunner("ended", calls, tokens=(1,), steps=0, seconds=0.0, split=(0.0, 0.0))
+    peer = FakeRunner("hf", calls, split=(None, None))
+    results = measured({"ar": ended, "hf": peer}, questions_of("x"))
+    summary = summaries(results)["ar"]
+    assert (summary.tokens_per_second, summary.speedup, summary.mean_accepted_tokens, summary.draft_ms) == (None,) * 4
+    assert summaries(results)["hf"].speedup is None
+    assert summaries(results)["hf"].verify_ms is None and summaries(results)["hf"].overhead_ms is None

@@ -1,0 +1,137 @@
+"""transformers' own ways to decode, as methods of the benchmark, on a random model: pytest tests/test_bench_peers.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fake_runner import measured
+from quickbeam.bench.methods import load_runners, parse_methods
+from quickbeam.bench.questions import Question
+from quickbeam.bench.summary import summaries
+from quickbeam.errors import InvalidInput
+from quickbeam.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def toy_folder(tmp_path_factory):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy")
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=len(vocab),
+        bos_token_id=None,
+        initializer_range=0.5,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()  # the last token decides: greedy answers end in a cycle, which lookup can guess
+    model.generation_config.repetition_penalty = 1.7  # a checkpoint's own taste, which must not change the law compared
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def toy(toy_folder):
+    from quickbeam.bench.peers import Loaded
+
+    return Loaded(toy_folder, "float32", "cpu")
+
+
+def greedy(model, ids: list[int], count: int, stops: list[int]) -> list[int]:
+    tokens: list[int] = []
+    with torch.inference_mode():
+        while len(tokens) < count and not (tokens and tokens[-1] in stops):
+            tokens.append(int(model(torch.tensor([ids + tokens])).logits[0, -1].argmax()))
+    return tokens
+
+
+MESSAGES = [{"role": "user", "content": "one two three one two three one two"}]
+
+
+def test_hf_is_plain_greedy_decoding_and_counts_its_passes(toy):
+    from quickbeam.bench.peers import Peer
+
+    peer = Peer("hf", toy)
+    ids = peer.encode(MESSAGES)
+    assert toy.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
+    answer = peer.answer(ids, SamplingParams(max_tokens=24))
+    assert answer.token_ids == greedy(toy.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
+    assert answer.decoded == answer.steps == len(answer.token_ids) - 1 and answer.seconds > 0 and answer.draft_seconds is None
+    assert answer.text == toy.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
+    assert toy.model.generation_config.repetition_penalty == 1.7 and not toy.model._forward_hooks, "the shared model is left as it was"
+    best = peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()
+    assert int(best) == answer.token_ids[5]
+
+
+def test_hf_pld_and_assisted_give_the_same_tokens_in_fewer_passes(toy, toy_folder):
+    from quickbeam.bench.peers import Loaded, Peer
+
+    params = SamplingParams(max_tokens=48)
+    plain, lookup, assisted = (
+        Peer("hf", toy),
+        Peer("hf-pld", toy),
+        Peer("hf-assisted", toy, Loaded(toy_folder, "float32", "cpu")),
+    )
+    ids = plain.encode(MESSAGES)
+    expected = plain.answer(ids, params)
+    for peer in (lookup, assisted):
+        answer = peer.answer(ids, params)
+        assert answer.token_ids == expected.token_ids
+        assert answer.steps < expected.steps / 2
+        assert answer.steps < answer.decoded <= len(answer.token_ids) - 1, "what the pass over the prompt emitted is not counted"
+
+
+def test_an_answer_ends_with_the_models_own_stop_id(toy):
+    from quickbeam.bench.peers import Peer
+
+    peer = Peer("hf", toy)
+    ids = peer.encode(MESSAGES)
+    free = peer.answer(ids, SamplingParams(max_tokens=24)).token_ids
+    stop = free[4]
+    peer.stops = [stop]
+    assert peer.answer(ids, SamplingParams(max_tokens=24)).token_ids == free[: free.index(stop) + 1]
+
+
+def test_sampled_peers_repeat_with_a_seed(toy):
+    from quickbeam.bench.peers import Peer
+
+    peer = Peer("hf", toy)
+    ids = peer.encode(MESSAGES)
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
+    first = peer.answer(ids, params).token_ids
+    assert first == peer.answer(ids, params).token_ids != peer.answer(ids, replace(params, seed=4)).token_ids
+
+
+def test_peers_run_through_the_harness(toy_folder, tmp_path):
+    items = parse_methods("hf,hf-pld,hf-assisted", drafter=toy_folder)
+    runners, name = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
+    assert name == toy_folder and runners["hf"].loaded is runners["hf-pld"].loaded
+    results = measured(runners, [Question(1, "x", ("one two one two", "three"))], SamplingParams(max_tokens=12), all_turns=True)
+    assert len(results.trials) == 2 and [summary.identical for summary in summaries(results).values()] == [2, 2, 2]
+
+
+def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
+    from quickbeam.bench.peers import Loaded
+
+    with pytest.raises(InvalidInput, match=r"config\.json"):
+        Loaded(str(tmp_path), "float32", "cpu")

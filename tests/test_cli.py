@@ -1,0 +1,301 @@
+"""The command line, in front of a stand-in for the model (`fake_llm.py`), and once with the real one. `pytest tests/test_cli.py`"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import fake_llm
+from quickbeam import __version__, hub
+from quickbeam.cli.app import app
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.presets import PRESETS
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Runs a command line; the result has `exit_code`, `stdout`, `stderr`. No command may end in a traceback."""
+    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
+    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
+    fake_llm.CALLS.clear()
+
+    def run(*arguments: str, input: str | bytes | None = None):
+        result = CliRunner().invoke(app, arguments, input=input)
+        assert result.exception is None or isinstance(result.exception, SystemExit)
+        return result
+
+    return run
+
+
+def refused(result, code: int, *words: str) -> None:
+    assert result.exit_code == code
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+def test_generate_streams_text_and_then_statistics(run):
+    result = run("generate", "hello")
+    assert (result.exit_code, result.stdout) == (0, "one two\n")
+    assert result.stderr == (
+        "[logitspec] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted\n"
+    )
+    (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
+    assert (kind, model, method) == ("load", None, "logitspec")
+    assert options.pop("progress") is not None
+    assert options == {"dtype": "bfloat16", "device": None, "budget": None, "exact": None}
+    assert (call, messages) == ("chat", [("user", "hello")])
+    assert (params.max_tokens, params.temperature, params.seed) == (256, 0.0, None)
+
+
+def test_every_option_arrives(run):
+    sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
+    sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
+    loading = "--model folder --method ar --budget 12 --no-exact --dtype float32 --device cpu"
+    result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
+    assert result.exit_code == 0, result.stderr
+    (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
+    assert (model, method) == ("folder", "ar")
+    assert options == {"dtype": "float32", "device": "cpu", "budget": 12, "exact": False, "progress": None}
+    assert messages == [("system", "Be brief."), ("user", "hello")]
+    assert vars(params) == {
+        "max_tokens": 7,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 40,
+        "min_p": 0.1,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.2,
+        "frequency_penalty": 0.3,
+        "logit_bias": {},
+        "stop": ("END", "."),
+        "stop_token_ids": (3, 4),
+        "ignore_eos": True,
+        "logprobs": 2,
+        "seed": 5,
+    }
+
+
+@pytest.mark.parametrize(("given", "budget"), [(["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)])
+def test_a_budget_is_given_measured_or_the_methods_own(run, given, budget):
+    assert run("generate", "hello", *given).exit_code == 0
+    assert fake_llm.CALLS[0][1][2]["budget"] == budget
+
+
+def test_raw_skips_the_template_and_dash_reads_standard_input(run):
+    assert run("generate", "-", "--raw", input="two\nlines\n").exit_code == 0
+    assert fake_llm.CALLS[-1][:2] == ("raw", "two\nlines")
+
+
+def test_json_is_the_completion_and_nothing_else(run):
+    result = run("generate", "hello", "--json")
+    assert (result.exit_code, result.stderr) == (0, "")
+    record = json.loads(result.stdout)
+    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == ("one two", "stop", "fake", "logitspec")
+    assert record["sources"] == {"ngram": {"drafted": 8, "accepted": 3}}
+
+
+def test_ctrl_c_keeps_what_was_produced(run):
+    result = run("generate", "interrupt")
+    assert (result.exit_code, result.stdout) == (130, "one two(held)\n")
+    assert "(interrupted)" in result.stderr
+    result = run("generate", "interrupt", "--json")
+    assert (result.exit_code, result.stderr) == (130, "")
+    assert json.loads(result.stdout)["finish_reason"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "hi", "--method", "lgitspec"], ["unknown method 'lgitspec'", *PRESETS]),
+        (["generate", "hi", "--temperature", "-1"], ["temperature=-1.0", "at least 0"]),
+        (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
+        (["generate", "hi", "--dtype", "int8"], ["--dtype", "bfloat16", "float32"]),
+        (["generate", "hi", "--device", "tpu"], ["--device", "cpu", "cuda"]),
+        (["generate", "hi", "--budget", "0"], ["--budget '0'", "auto"]),
+        (["generate", "hi", "--budget", "lots"], ["--budget 'lots'", "auto"]),
+        (["generate", "hi", "--raw", "--system", "x"], ["--system", "--raw"]),
+        (["generate", "hi", "--logprobs", "2"], ["--logprobs", "--json"]),
+        (["generate", ""], ["prompt is empty"]),
+        (["generate", "\udcff"], ["not UTF-8"]),
+        (["generate", "too long"], ["longer than the context"]),
+        (["generate"], ["prompt"]),
+        (["generate", "hi", "--nonsense"], ["--nonsense"]),
+        (["gnerate"], ["gnerate"]),
+        (["pull", "nope"], ["unknown embedded model 'nope'", "smollm2-135m"]),
+        (["chat", "--min-p", "2"], ["min_p=2.0"]),
+        (["demo", "--method", "nope"], ["unknown method 'nope'"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(run, arguments, words):
+    refused(run(*arguments), 2, *words)
+
+
+def test_standard_input_that_is_no_text_is_bad_input(run):
+    refused(run("generate", "-", input=b"\xff\xfe"), 2, "not UTF-8")
+    refused(run("generate", "-", input=""), 2, "prompt is empty")
+
+
+def test_a_failure_is_one_line_and_exit_code_1(run, monkeypatch):
+    refused(run("generate", "fail"), 1, "the logits are not finite")
+    refused(run("generate", "disk"), 1, "No space left on device: /somewhere")
+    refused(run("generate", "crash"), 1, "ZeroDivisionError: division by zero", "QUICKBEAM_DEBUG=1")
+    monkeypatch.setenv("QUICKBEAM_DEBUG", "1")
+    with pytest.raises(ZeroDivisionError):
+        CliRunner().invoke(app, ["generate", "crash"], catch_exceptions=False)
+
+
+def test_help_and_version(run):
+    assert run("--version").stdout == f"{__version__}\n"
+    for shown in (run(), run("--help")):
+        assert shown.exit_code == 0
+        for command in ("generate", "chat", "bench", "pull", "models", "demo"):
+            assert f"\n  {command} " in shown.stdout
+    assert "--repetition-penalty" in run("generate", "--help").stdout
+
+
+def test_chat_remembers_until_reset(run):
+    result = run("chat", "--system", "Be kind.", input="first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n")
+    assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
+    assert result.stderr.count("MAT") == 3
+    assert "unknown command /what" in result.stderr
+    opening = ("system", "Be kind.")
+    assert [messages for kind, messages, _ in fake_llm.CALLS if kind == "chat"] == [
+        [opening, ("user", "first")],
+        [opening, ("user", "first"), ("assistant", "one two"), ("user", "second")],
+        [opening, ("user", "third")],
+    ]
+
+
+def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
+    result = run("chat", input="interrupt\ninterrupt at once\ntoo long\nlast\n")
+    assert result.exit_code == 0
+    assert result.stdout == "one two(held)\n\none two\n"
+    assert "error: the prompt is longer than the context; /reset starts over" in result.stderr
+    assert fake_llm.CALLS[-1][1] == [
+        ("user", "interrupt"),
+        ("assistant", "one two(held)"),
+        ("user", "last"),
+    ]
+
+
+def test_demo_sets_both_answers_side_by_side(run):
+    result = run("demo", "--method", "pld")
+    assert result.exit_code == 0
+    assert result.stdout.count("the same tokens, 1.00 times as fast") == 2
+    assert result.stdout.count(" pld ") == 2 and result.stdout.count(" ar ") == 2
+
+
+def test_demo_says_when_the_tokens_differ():
+    from quickbeam.cli.demo import verdict
+
+    plain = Completion("a b c", [1, 2, 3], "length", Statistics(3, 2, seconds=2.0))
+    fast = Completion("a b d", [1, 2, 4], "length", Statistics(3, 1, seconds=1.0))
+    assert verdict(plain, fast) == "the tokens differ, 2.00 times as fast"
+    assert verdict(plain, Completion("a", [1], "stop", Statistics(1, 0))) == "the tokens differ; too short to time"
+
+
+def test_pull_prints_the_folder_and_models_lists_it(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
+    assert [entry["pulled"] for entry in json.loads(run("models", "--json").stdout)] == [False]
+    assert "not pulled" in run("models").stdout
+    monkeypatch.setattr(hub, "make", lambda name, folder, report: report("working", 0.5))
+    assert run("pull").stdout == f"{tmp_path / 'smollm2-135m'}\n"
+
+
+# As processes of their own: signals, pipes and terminals.
+
+FAKE = [sys.executable, str(Path(fake_llm.__file__))]
+
+
+def start(command: list[str], **options) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_real_ctrl_c():
+    with start([*FAKE, "generate", "endless"]) as process:
+        begun = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        rest, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert begun == "one two more more mo" and rest.endswith("\n")
+    assert said.startswith("[logitspec]") and "(interrupted)" in said
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals")
+def test_a_reader_that_leaves_ends_it_quietly():
+    with start([*FAKE, "generate", "endless"]) as process:
+        process.stdout.read(10)
+        process.stdout.close()
+        said = process.stderr.read()
+        process.wait(timeout=30)
+    assert said == ""
+    assert process.returncode == 1
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
+def test_chat_on_a_terminal():
+    """Typed at a pseudo-terminal: Ctrl-C stops an answer, then a line is answered, then Ctrl-D ends it."""
+    import pty
+
+    ours, theirs = pty.openpty()
+    seen = b""
+
+    def until(text: bytes) -> None:
+        nonlocal seen
+        while text not in seen and select.select([ours], [], [], 30)[0]:
+            seen += os.read(ours, 4096)
+        assert text in seen, seen
+        seen = seen.split(text, 1)[1]
+
+    environment = {**os.environ, "TERM": "dumb"}
+    process = subprocess.Popen([*FAKE, "chat"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment)
+    try:
+        os.close(theirs)
+        until(b"> ")
+        os.write(ours, b"endless\n")
+        until(b"one two more more")
+        process.send_signal(signal.SIGINT)
+        until(b"(interrupted)")
+        until(b"> ")
+        os.write(ours, b"hello\n")
+        until(b"one two\r\n")
+        until(b"> ")
+        os.write(ours, b"\x04")
+        assert process.wait(timeout=30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+
+
+def test_importing_the_package_is_quick():
+    code = "import sys, quickbeam; sys.exit(bool({'torch', 'transformers', 'typer'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.slow
+def test_the_real_thing(smollm2):
+    """The command as it is, with the embedded model: speculative output is plain output, and JSON says how it came about."""
+    records = {}
+    for method in ("ar", "logitspec"):
+        command = [sys.executable, "-m", "quickbeam", "generate", "-", "--method", method, "--max-tokens", "24", "--json"]
+        prompt = "Repeat: one two three, one two three."
+        done = subprocess.run(command, input=prompt, capture_output=True, text=True, check=False, timeout=300)
+        assert (done.returncode, done.stderr) == (0, "")
+        records[method] = json.loads(done.stdout)
+    plain, fast = records["ar"], records["logitspec"]
+    assert plain["text"] and plain["token_ids"] == fast["token_ids"]
+    assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
+    assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {"ngram", "last_logits"}
