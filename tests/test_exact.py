@@ -12,9 +12,10 @@ from models import CONFIGS, VOCAB, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.target import attention, exactness
 from quickbeam.target.attention import SPLIT
-from quickbeam.target.exactness import attention_is_order_free, linear_is_row_wise
+from quickbeam.target.exactness import attention_is_order_free, examine, rows_needed
+from quickbeam.target.linear import FastLinear
 from quickbeam.target.loading import load_model
-from quickbeam.target.store import KVStore
+from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import EXACT_NODES, Target
 from quickbeam.tree import TokenTree
 
@@ -102,13 +103,39 @@ def test_the_probe_sees_an_attention_that_depends_on_storage(monkeypatch: pytest
 
     with monkeypatch.context() as patch:
         patch.setattr(exactness, "KVStore", in_plain_order)
-        assert not attention_is_order_free(64)
+        assert not attention_is_order_free.__wrapped__(64)
     monkeypatch.setattr(attention, "SPLIT", 1 << 20)
-    assert not attention_is_order_free(64)
+    assert not attention_is_order_free.__wrapped__(64)
 
 
-def test_linears_are_row_wise_here() -> None:
-    assert linear_is_row_wise(576, 1536)
+def computing_otherwise(from_rows: int, upto_rows: int):
+    """A linear product that computes something else for some numbers of rows."""
+    inner = FastLinear._product
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        return inner(self, x) + float(from_rows <= x.numel() // self.in_features <= upto_rows)
+
+    return product
+
+
+@pytest.mark.parametrize(("rows", "needed"), [((0, 0), 1), ((1, 1), 2), ((8, 16), 0)])
+def test_products_whose_rows_depend_on_their_number_are_seen(rows, needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastLinear, "_product", computing_otherwise(*rows))
+    monkeypatch.setattr(exactness, "rows_needed", rows_needed.__wrapped__)
+    linear = FastLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
+    promise = examine([LayerShape(2, 64, 64)], [linear])
+    assert promise.broken == (() if needed else ("products of 64 inputs and 32 outputs",))
+    assert linear.min_rows == max(1, needed)
+    if needed == 2:
+        x = torch.randn(2, 64).bfloat16()
+        assert torch.equal(linear(x[:1]), linear(x)[:1])
+        assert torch.equal(linear(x[None, :1]), linear(x)[None, :1])
+
+
+def test_products_that_are_not_known_break_the_promise() -> None:
+    experts = torch.nn.Module()
+    experts.weight = torch.nn.Parameter(torch.zeros(2, 3, 4))
+    assert examine([], [experts]).broken == ("the products of Module are not known",)
 
 
 def test_trees_too_wide_for_the_promise_are_refused() -> None:

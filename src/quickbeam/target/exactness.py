@@ -6,36 +6,80 @@ Large numbers among them cancel, so that what is left is mostly rounding, and ne
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.attention import SPLIT, Layer, Step, attend_grouped
 from quickbeam.target.linear import FastLinear
 from quickbeam.target.store import KVStore, LayerShape
 
+WIDTHS = (2, 4, 8, 16, 32, 64)
 
-def violations(head_dims: list[int], hidden: int, inner: int) -> list[str]:
-    """What is not order-free in bfloat16 on this CPU, in words; empty where verification is bit-identical."""
-    return list(_violations(tuple(head_dims), hidden, inner, torch.get_num_threads()))
+
+class Promise(NamedTuple):
+    """Whether verification is bit-identical here."""
+
+    rows: int  # the fewest rows that a forward needs for it, 1 or 2
+    broken: tuple[str, ...]  # what breaks it, in words; empty where it is kept
+
+
+def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promise:
+    """Look at every kind of product that a model of these modules makes in bfloat16 on this CPU.
+
+    Packed layers that need a second row to keep the promise are told so (`FastLinear.min_rows`).
+    """
+    dims = sorted({dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)})
+    broken = [f"attention of {dim} dimensions a head" for dim in dims if not attention_is_order_free(dim)]
+    rows = 1 if all(attention_is_order_free(dim, alone=1) for dim in dims) else 2
+    for module in modules:
+        if isinstance(module, FastLinear | nn.Linear | Conv1D):
+            conv = isinstance(module, Conv1D)
+            inputs, outputs = module.weight.shape if conv else (module.in_features, module.out_features)
+            packed = isinstance(module, FastLinear) and module.packed
+            needed = rows_needed("conv" if conv else "packed" if packed else "plain", int(inputs), int(outputs))
+            if not needed:
+                broken.append(f"products of {inputs} inputs and {outputs} outputs")
+            elif isinstance(module, FastLinear):
+                module.min_rows = needed
+            else:
+                rows = max(rows, needed)
+        elif any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
+            broken.append(f"the products of {type(module).__name__} are not known")
+    return Promise(rows, tuple(dict.fromkeys(broken)))
 
 
 @functools.cache
-def _violations(head_dims: tuple[int, ...], hidden: int, inner: int, threads: int) -> tuple[str, ...]:
-    found = [f"attention of {dim} dimensions a head" for dim in head_dims if not attention_is_order_free(dim)]
-    shapes = {(hidden, hidden)} | ({(hidden, inner), (inner, hidden)} if inner else set())
-    found += [f"products of {width} inputs" for width, out in sorted(shapes) if not linear_is_row_wise(width, out)]
-    return tuple(found)
+def rows_needed(kind: str, inputs: int, outputs: int) -> int:
+    """1 where each row of such a product has the same bits at any number of rows, 2 where it has from two rows up, else 0.
 
-
-def linear_is_row_wise(inputs: int, outputs: int) -> bool:
-    """Whether a row of `x @ weight.T` has the same bits at any number of rows from 2 up."""
+    Weights come in pairs of opposites and inputs in pairs of equals, so that nothing but rounding is left of any sum.
+    """
     generator = torch.Generator().manual_seed(0)
-    linear = torch.nn.Linear(inputs, min(outputs, 256), bias=False, dtype=torch.bfloat16)
-    linear.weight.data = torch.randn(linear.weight.shape, generator=generator).bfloat16()
-    fast = FastLinear(linear)
-    x = cancelling(65, inputs, generator)
-    whole = fast.forward(x)
-    return all(torch.equal(fast.forward(x[:rows].contiguous()), whole[:rows]) for rows in (2, 3, 5, 8, 16, 17, 33, 64))
+    half, outputs = inputs // 2, min(outputs, 4096)
+    places = torch.randperm(inputs, generator=generator)[: 2 * half]
+    weight, x = torch.zeros(outputs, inputs), torch.zeros(WIDTHS[-1], inputs)
+    weight[:, places] = torch.randn(outputs, half, generator=generator).repeat(1, 2)
+    weight[:, places[half:]] *= -1
+    magnitude = 2.0 ** torch.randint(8, (len(x), half), generator=generator)
+    x[:, places] = (torch.randn(len(x), half, generator=generator) * magnitude).repeat(1, 2)
+    linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+    linear.weight.data, x = weight.bfloat16(), x.bfloat16()
+    product: Callable[[torch.Tensor], torch.Tensor] = linear
+    if kind == "packed":
+        product = FastLinear(linear)
+    elif kind == "conv":
+        transposed, none = linear.weight.t().contiguous(), torch.zeros(outputs, dtype=torch.bfloat16)
+        product = functools.partial(torch.addmm, none, mat2=transposed)
+    whole = product(x)
+
+    def same(rows: int) -> bool:
+        return torch.equal(torch.cat([product(x[i : i + rows].contiguous()) for i in range(0, len(x), rows)]), whole)
+
+    return (1 if same(1) else 2) if all(same(rows) for rows in WIDTHS) else 0
 
 
 def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:
@@ -48,9 +92,11 @@ def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tenso
     return torch.cat([small[:, :-end], mixed], 1).bfloat16()
 
 
-def attention_is_order_free(dim: int, rounds: int = 24, seed: int = 0) -> bool:
-    """Whether a path scattered over a random tree attends with the same bits as one token at a time, at several lengths of prefix."""
-    generator = torch.Generator().manual_seed(seed)
+@functools.cache
+def attention_is_order_free(dim: int, alone: int = 2, rounds: int = 24) -> bool:
+    """Whether a path scattered over a random tree attends with the same bits as one token at a time (in `alone` rows), at several lengths
+    of prefix."""
+    generator = torch.Generator().manual_seed(0)
     layer = Layer(0, dim**-0.5)
     for i in range(rounds):
         prefix = int(torch.randint(8, 4 * SPLIT, (1,), generator=generator)) if i % 3 else 508 + 512 * (i % 2)  # kernels cut at 512
@@ -60,15 +106,13 @@ def attention_is_order_free(dim: int, rounds: int = 24, seed: int = 0) -> bool:
         keys = torch.randn(2, prefix + depth, dim, generator=generator).bfloat16() * (i % 2)  # without keys all weights are 1
         values = cancelling(2 * dim, prefix + depth, generator).view(2, dim, -1).transpose(1, 2)
         query = torch.randn(depth, 2 * (1 + i % 3), dim, generator=generator).bfloat16()
-        alone = _store(keys, values, prefix)
+        certain = _store(keys, values, prefix)
         single = []
         for d in range(depth):
-            twin = torch.tensor([prefix + d] * 2)
-            step = Step(alone, twin, torch.eye(2, dtype=torch.bool), exact=True)
-            both = [row[:, prefix + d].unsqueeze(1).expand(-1, 2, -1) for row in (keys, values)]
-            alone.write(0, step.rows, both[0], both[1])
-            single.append(attend_grouped(query[d].expand(2, -1, -1).contiguous(), step, layer)[0])
-            alone.commit([0])
+            step = Step(certain, torch.tensor([prefix + d] * alone), torch.eye(alone, dtype=torch.bool), exact=True)
+            certain.write(0, step.rows, *(row[:, prefix + d, None].expand(-1, alone, -1) for row in (keys, values)))
+            single.append(attend_grouped(query[d].expand(alone, -1, -1).contiguous(), step, layer)[0])
+            certain.commit([0])
         shared = _store(keys, values, prefix)
         at = torch.zeros(n, dtype=torch.int64)
         at[path] = torch.arange(depth)

@@ -68,12 +68,16 @@ class LeanModel:
         self.norm = base.norm
         self.eps = float(base.norm.variance_epsilon)
         self.head = FastLinear(model.lm_head)
-        self.layers = []
+        self.layers: list[LeanLayer] = []
         for i in range(len(base.layers)):
             self.layers.append(LeanLayer(base.layers[i], layers[i], head_dim))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
         half = head_dim // 2
         self._sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(self.norm.weight)
+
+    def linears(self) -> list[nn.Module]:
+        """Every product of weights that a forward makes."""
+        return [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))]
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:

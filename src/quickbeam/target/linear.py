@@ -45,12 +45,18 @@ class FastLinear(nn.Module):
             self.bias = torch.cat(
                 [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears]
             )
+        self.min_rows = 1  # 2 where a lone row takes another kernel, whose bits differ (`exactness.py`): it takes a copy along then
         packed = pack_weight(self.weight)
         self.packed = packed is not None
         if packed is not None:
             self.weight = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.min_rows > 1 and x.numel() == self.in_features:
+            return self._product(x.expand(*x.shape[:-2], 2, self.in_features).contiguous())[..., :1, :]
+        return self._product(x)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
             out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
             return out

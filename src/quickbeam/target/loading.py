@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def _source(model: str) -> tuple[str, dict[str, Any]]:
 
 def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer. Raises `InvalidInput` for what is not there, not a causal LM, or not readable."""
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages, and packed weights are read a little faster
     name, options = _source(model)
     try:
         if not options:

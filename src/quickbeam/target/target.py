@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa
-from quickbeam.target.exactness import violations
+from quickbeam.target.exactness import Promise, examine
 from quickbeam.target.interface import forward, install
 from quickbeam.target.lean import LeanModel
 from quickbeam.target.linear import pack_linears
-from quickbeam.target.store import KVStore
+from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -45,13 +45,18 @@ class Target:
         with torch.inference_mode():
             self._tap = install(model)
             shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
-            self.exact = self._settle_exact(fast, exact)
             self._lean: LeanModel | None = None
             self._model = model
             if fast and LeanModel.fits(model):
                 self._lean = LeanModel(model, self._tap.layers, shapes[0].key_dim)
             elif fast:
                 pack_linears(model)
+            promise = self._examine(shapes, wanted=fast if exact is None else exact)
+            if exact and promise.broken:
+                raise InvalidInput(f"bit-identical verification can't be promised here: {'; '.join(promise.broken)}; leave exact out")
+            logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")
+            self.exact = not promise.broken
+            self._rows = promise.rows if self.exact else 1  # the fewest of a forward
             self.store = KVStore(shapes, self.dtype, self.device, pairwise=self.exact)
         self.ids: list[int] = []
         self._windows = {layer.window for layer in self._tap.layers.values() if layer.window is not None}
@@ -60,22 +65,14 @@ class Target:
         if not fast and self.exact:
             self._verify = attend_grouped
 
-    def _settle_exact(self, fast: bool, wanted: bool | None) -> bool:
-        if wanted is False or (wanted is None and not fast):
-            return False
+    def _examine(self, shapes: list[LayerShape], wanted: bool) -> Promise:
+        if not wanted:
+            return Promise(1, ("not wanted",))
         if self.device.type != "cpu" or self.dtype is not torch.bfloat16:
-            reason = f"it holds for bfloat16 on a CPU, not for {str(self.dtype).removeprefix('torch.')} on {self.device.type}"
-        elif any(layer.sinks is not None for layer in self._tap.layers.values()):
-            reason = "not with attention sinks"
-        else:
-            dims = {shape.key_dim for shape in self._tap.shapes.values()} | {shape.value_dim for shape in self._tap.shapes.values()}
-            found = violations(sorted(dims), int(self.config.hidden_size), int(getattr(self.config, "intermediate_size", 0) or 0))
-            reason = f"this machine's kernels don't keep it ({', '.join(found)})" if found else ""
-        if reason and wanted:
-            raise InvalidInput(f"bit-identical verification can't be promised here: {reason}; leave exact out")
-        if reason:
-            logger.info("verification is not bit-identical: %s", reason)
-        return not reason
+            return Promise(1, (f"it holds for bfloat16 on a CPU, not for {str(self.dtype).removeprefix('torch.')} on {self.device.type}",))
+        if any(layer.sinks is not None for layer in self._tap.layers.values()):
+            return Promise(1, ("not with attention sinks",))
+        return examine(shapes, self._lean.linears() if self._lean else self._model.modules())
 
     @property
     def context_length(self) -> int | None:
@@ -137,7 +134,7 @@ class Target:
         if self.exact and n > EXACT_NODES:
             raise InvalidInput(f"a tree of {n} nodes: bit-identical verification takes at most {EXACT_NODES}; lower the budget")
         tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
-        if self.exact and n == 1:  # some kernels treat a single row differently, so a lone token takes a mirror image along
+        if n < self._rows:  # kernels that treat a single row differently: a lone token takes a mirror image along
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + start
         return self._forward(tokens, Step(self.store, positions, visible, self.exact), self._verify, last=False)[:n]
