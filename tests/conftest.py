@@ -16,3 +16,40 @@ from quickbeam import hub
 def smollm2() -> Path:
     """The folder of the embedded model, pulled where the cache does not have it."""
     return hub.pull("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def toy_folder(tmp_path_factory):
+    """A folder with a random Llama whose tokens are bytes, tokenizer and chat template included."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("toy")
+    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=len(vocab),
+        bos_token_id=None,
+        initializer_range=0.5,
+    )
+    model = LlamaForCausalLM(config)
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()  # the last token decides: greedy answers end in a cycle, which lookup can guess
+    model.generation_config.repetition_penalty = 1.7  # a checkpoint's own taste, which must not change the law compared
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -16,41 +16,6 @@ from quickbeam.sampling import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def toy_folder(tmp_path_factory):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-    folder = tmp_path_factory.mktemp("toy")
-    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        eos_token_id=len(vocab),
-        bos_token_id=None,
-        initializer_range=0.5,
-    )
-    model = LlamaForCausalLM(config)
-    for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()  # the last token decides: greedy answers end in a cycle, which lookup can guess
-    model.generation_config.repetition_penalty = 1.7  # a checkpoint's own taste, which must not change the law compared
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
 def toy(toy_folder):
     from quickbeam.bench.peers import Loaded
 
@@ -135,3 +100,24 @@ def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
 
     with pytest.raises(InvalidInput, match=r"config\.json"):
         Loaded(str(tmp_path), "float32", "cpu")
+
+
+def test_passes_are_measured_side_by_side(toy_folder):
+    from typer.testing import CliRunner
+
+    from quickbeam.bench.passes import make_passes, measure
+    from quickbeam.cli.bench import commands
+
+    ways = make_passes(toy_folder, "float32", "cpu", 20)
+    assert list(ways) == ["transformers", "plain", "fast"]  # float32: no bit-identical one
+    first = {name: run(4) for name, run in ways.items()}
+    assert all(value == pytest.approx(first["transformers"], rel=1e-4) for value in first.values())
+    figures = measure(ways, [1, 3], repeats=2)
+    assert all(ms > 0 for by_width in figures.values() for ms in by_width.values())
+    shown = CliRunner().invoke(commands, ["passes", "--model", toy_folder, "--dtype", "float32", "--widths", "1,2", "--repeats", "1"])
+    assert shown.exit_code == 0 and "transformers" in shown.stdout
+    with pytest.raises(InvalidInput, match="context is 512"):
+        make_passes(toy_folder, "float32", "cpu", 500)
+    for widths in ("0", "129", "1,x", ""):
+        refused = CliRunner().invoke(commands, ["passes", "--model", toy_folder, "--widths", widths])
+        assert isinstance(refused.exception, InvalidInput)

@@ -6,7 +6,6 @@ import json
 from io import StringIO
 
 import pytest
-import typer
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -104,9 +103,7 @@ def invoke(tmp_path, monkeypatch):
     def call(runners, *options):
         loads = []
         monkeypatch.setattr(command, "load_runners", lambda items, *_: (loads.append(1), (runners, "toy"))[1])
-        app = typer.Typer()
-        app.command()(command.bench)
-        result = CliRunner().invoke(app, ["--questions", str(tmp_path / "q.jsonl"), *map(str, options)])
+        result = CliRunner().invoke(command.commands, ["--questions", str(tmp_path / "q.jsonl"), *map(str, options)])
         result.loads = len(loads)
         return result
 

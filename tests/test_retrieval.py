@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickbeam.draft.base import Source
-from quickbeam.draft.retrieval import Match, Ngram, NgramIndex
+from quickbeam.draft.retrieval import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 
 small = st.lists(st.integers(0, 2), max_size=40)
@@ -55,6 +55,24 @@ def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[
     assert index.ids == text
 
 
+@settings(deadline=None, derandomize=True, max_examples=300)
+@given(st.lists(small, min_size=1, max_size=4), sizes, st.integers(1, 4))
+def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], limit: int) -> None:
+    index = NgramIndex(*size)
+    index.reset(chunks[0])
+    for chunk in chunks[1:]:
+        index.extend(chunk)
+    text = [token for chunk in chunks for token in chunk]
+    expected: dict[int, Match] = {}
+    for n in range(min(size[1], len(text)), size[0] - 1, -1):
+        occurrences = [start + n for start in range(len(text) - n - 1, -1, -1) if text[start : start + n] == text[-n:]]
+        for position in occurrences[:SCAN]:
+            expected.setdefault(text[position], Match(position, n))
+    assert index.matches(text, limit) == list(expected.values())[:limit]
+    assert index.matches(text, 1) == [match for match in [index.match(text)] if match]
+    assert all(index.extent(match) >= min(match.length, 16) for match in index.matches(text, limit))
+
+
 @settings(deadline=None, derandomize=True)
 @given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
 def test_continuation_is_the_text_read_on_into_itself(text: list[int], guessed: list[int], length: int) -> None:
@@ -76,7 +94,7 @@ def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -
         fed.extend(chunk)
     whole = indexed([*prompt, *(token for chunk in chunks for token in chunk)])
     assert fed.ids == whole.ids
-    assert fed._after == whole._after
+    assert (fed._after, fed._older) == (whole._after, whole._older)
 
 
 def test_newest_occurrence_wins() -> None:
@@ -127,7 +145,7 @@ def test_reset_forgets() -> None:
 def test_memory_is_linear(max_n: int) -> None:
     text = random.Random(0).choices(range(1000), k=3000)
     index = indexed(text, max_n=max_n)
-    assert len(index._after) <= max_n * len(text)
+    assert len(index._after) + len(index._older) <= max_n * len(text)
     repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
     assert len(repeated._after) <= 4 * max_n
 

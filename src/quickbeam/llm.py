@@ -95,7 +95,7 @@ class LLM:
         self.target = Target(loaded, fast=fast, exact=exact)
         self._cost: CostModel | None = None
         self._budgets: dict[str, AutoBudget] = {}  # by method: what was learned in earlier answers holds in the next
-        self._prompt_length = 0  # of the last answer's prompt
+        self._conversation: list[Message] = []  # whose tokens the target holds
 
     @overload
     def generate(
@@ -127,19 +127,28 @@ class LLM:
     def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
     ) -> Stream:
-        """`chat`, piece by piece."""
-        return self.stream(self.encode_chat(messages), params, method=method, budget=budget)
+        """`chat`, piece by piece. Where the messages go on from the last ones, what the two have in common is not computed again."""
+        ids, messages = self.encode_chat(messages), list(messages)
+        last, keep = self._conversation, 0
+        if last and len(messages) > len(last) and messages[: len(last)] == last:
+            held = self.target.ids
+            keep = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
+        stream = self._begin(ids, params, method, budget, keep)
+        self._conversation = messages
+        return stream
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
     ) -> Stream:
         """`generate` for one prompt, piece by piece. A model holds one sequence: begin the next answer when this one is over."""
-        params = params or SamplingParams()
-        name = method or self.method
+        return self._begin(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt), params, method, budget, 0)
+
+    def _begin(self, ids: list[int], params: SamplingParams | None, method: str | None, budget: int | None, keep: int) -> Stream:
+        params, name = params or SamplingParams(), method or self.method
         chosen = preset(name)
-        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
+        self._conversation = []
         generation = Generation(
             self.target,
             make_policy(chosen.sources, chosen.tree),
@@ -147,9 +156,8 @@ class LLM:
             ids,
             params,
             self._choose_budget(name, budget if budget is not None else self.budget),
-            keep=self._shared(ids),
+            keep=keep,
         )
-        self._prompt_length = len(ids)
         return Stream(generation, self.name, name)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
@@ -165,16 +173,7 @@ class LLM:
     def reset(self) -> None:
         """Forget the last conversation, so that the next prompt is computed from its first token."""
         self.target.reset()
-        self._prompt_length = 0
-
-    def _shared(self, ids: list[int]) -> int:
-        """How many first tokens need not be computed again: where `ids` continue the last conversation, those they have in common.
-
-        Anything else starts afresh, so that an answer does not depend on what was asked before.
-        """
-        held = self.target.ids
-        shared = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        return shared if len(ids) > self._prompt_length > 0 and shared >= self._prompt_length else 0
+        self._conversation = []
 
     def _choose_budget(self, method: str, asked: int | None) -> int | AutoBudget:
         if asked is not None and asked < 0:

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from quickbeam import __version__
-from quickbeam.cli.bench import bench
+from quickbeam.cli import bench
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.generate import generate
@@ -65,5 +65,6 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
         print(context.get_help())
 
 
-for command in (generate, chat, bench, pull, models, demo):
+for command in (generate, chat, pull, models, demo):
     app.command()(command)
+app.add_typer(bench.commands, name="bench")

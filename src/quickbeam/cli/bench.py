@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
 from enum import Enum
@@ -12,6 +13,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
 from rich.text import Text
 
 from quickbeam.bench import report
@@ -35,7 +37,12 @@ class Turns(str, Enum):
     all = "all"
 
 
+commands = typer.Typer(help="Measure: methods on questions (no command), or what a pass costs.")
+
+
+@commands.callback(invoke_without_command=True)
 def bench(
+    context: typer.Context,
     questions: Annotated[
         Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
     ] = None,
@@ -69,6 +76,8 @@ def bench(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
 ) -> None:
     """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall."""
+    if context.invoked_subcommand is not None:
+        return
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter)
     asked = spread(load_questions(questions), limit)
@@ -111,6 +120,39 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     if not results.trials:
         raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+
+
+@commands.command()
+def passes(
+    model: options.Model = None,
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens behind the pass.")] = 200,
+    widths: Annotated[str, typer.Option("--widths", help="Tokens a pass looks at, comma-separated, 128 at most.")] = "1,2,4,8,16,32,64",
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
+) -> None:
+    """Milliseconds of one pass of the model by its width: transformers as it comes, our plain path, the fast one, the bit-identical one."""
+    numbers = [part.strip() for part in widths.split(",")]
+    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 128 for part in numbers):
+        raise InvalidInput(f"--widths {widths!r}: must be numbers of tokens from 1 to 128, comma-separated")
+    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
+        from quickbeam import hub
+        from quickbeam.bench.passes import make_passes, measure
+
+        ways = make_passes(hub.resolve(model, loading), dtype.value, device.value if device else None, context)
+    figures = measure(ways, [int(part) for part in numbers], repeats)
+    if as_json:
+        print(json.dumps({"context": context, "dtype": dtype.value, "milliseconds": figures}))
+        return
+    table = Table(title=f"milliseconds a pass behind {context} tokens, {dtype.value}; in brackets: transformers' over it")
+    table.add_column("tokens a pass")
+    for name in figures:
+        table.add_column(name, justify="right")
+    for width in map(int, numbers):
+        base = figures["transformers"][width]
+        table.add_row(str(width), *(f"{ms[width]:.1f} ({base / ms[width]:.2f})" for ms in figures.values()))
+    _console().print(table)
 
 
 class _Log:
@@ -163,10 +205,15 @@ def _measure(
 def _show(results: Results) -> None:
     if not results.trials:
         return
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
+    console = _console()
     console.print(report.category_table(results))
     console.print(report.overall_table(results))
     for line in report.footer(results):
         console.print(Text(line))
+
+
+def _console() -> Console:
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console

@@ -8,6 +8,8 @@ from typing import NamedTuple
 from quickbeam.draft.base import Source
 from quickbeam.errors import InvalidInput
 
+SCAN = 12  # occurrences of one n-gram that are looked at for continuations that differ
+
 
 class Match(NamedTuple):
     """An earlier occurrence of a suffix."""
@@ -19,10 +21,10 @@ class Match(NamedTuple):
 class NgramIndex:
     """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per token and lookup.
 
-    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest occurrence; continuations are read from
-    the text itself, never copied, so memory is `max_n - min_n + 1` entries a token at most. An n-gram is entered only when the token
-    after it arrives: the one at the very end of the text, which nothing follows yet, can't hide an earlier occurrence, and a suffix
-    never finds itself.
+    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest occurrence, and each occurrence to the one
+    before it; continuations are read from the text itself, never copied, so memory is `2 * (max_n - min_n + 1)` entries a token at
+    most. An n-gram is entered only when the token after it arrives: the one at the very end of the text, which nothing follows yet,
+    can't hide an earlier occurrence, and a suffix never finds itself.
 
     Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
@@ -34,11 +36,13 @@ class NgramIndex:
         self.max_n = max_n
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
+        self._older: dict[tuple[int, int], int] = {}  # by n-gram length and position: the position after the occurrence before
 
     def reset(self, ids: Sequence[int]) -> None:
         """Forget the text and read another."""
         self.ids = []
         self._after = {}
+        self._older = {}
         self.extend(ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -47,7 +51,10 @@ class NgramIndex:
         for token in tokens:
             end = len(ids)
             for n in range(self.min_n, min(self.max_n, end) + 1):
-                after[tuple(ids[end - n :])] = end
+                gram = tuple(ids[end - n :])
+                if gram in after:
+                    self._older[n, end] = after[gram]
+                after[gram] = end
             ids.append(token)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
@@ -60,6 +67,21 @@ class NgramIndex:
             if position is not None:
                 return Match(position, n)
         return None
+
+    def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
+        """Up to `limit` matches of `suffix` with different tokens after them: longer matches first, among equals the newest first.
+
+        Of each length the newest `SCAN` occurrences are looked at. The first is what `match` gives.
+        """
+        found: dict[int, Match] = {}  # by the token that follows
+        for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
+            position = self._after.get(tuple(suffix[len(suffix) - n :]))
+            for _ in range(SCAN):
+                if position is None or len(found) >= limit:
+                    break
+                found.setdefault(self.ids[position], Match(position, n))
+                position = self._older.get((n, position))
+        return list(found.values())
 
     def extent(self, match: Match, limit: int = 16) -> int:
         """How many tokens before the match agree with the end of the text, up to `limit`: how long the repetition has gone on."""

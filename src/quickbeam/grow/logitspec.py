@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import islice
 
 from quickbeam.draft.base import Context
@@ -15,6 +16,8 @@ from quickbeam.tree import TokenTree
 CHAIN = 20  # tokens of the chain at most
 GUESSES = 64  # how far down the last logits are read
 LEAD = 3  # tokens of the chain per matched token that go before any guess
+OTHERS = 3  # other continuations of the text's end that are drafted beside the chain
+OTHER = 4  # tokens of such a branch per matched token
 
 
 def branch_length(rank: int) -> int:
@@ -26,13 +29,14 @@ class LogitSpec(TreePolicy):
     """The rule of LogitSpec (2507.01449, as its code has it), with its drafts merged into a trie.
 
     - The chain: up to 20 tokens that followed the longest match ending in the root.
+    - Beside it up to 3 shorter ones, from earlier or shorter matches that another token followed. (Ours: the paper keeps the newest.)
     - A branch for each of the 64 best last logits but the root, in order of rank: the token as a guess of the one after the root, then
       what followed the longest match ending in (root, guess), or in the guess alone; 4, 3 or 1 tokens in all, by rank.
 
     The paper spends 64 nodes, chain first. With fewer, the chain would leave little to the guesses; so it goes first for 3 tokens per
-    matched token only, a longer match being right more often, and then by as many tokens as each branch adds. At 64 it is complete,
-    as in the paper. The order does not depend on the budget: a smaller tree is the beginning of a larger one. Merged nodes cost
-    nothing, and what they save goes to further guesses.
+    matched token only, a longer match being right more often, then its shorter companions, and then it gets as many tokens as each
+    branch adds. The order does not depend on the budget: a smaller tree is the beginning of a larger one. Merged nodes cost nothing,
+    and what they save goes to further guesses.
 
     Either source may be `None`: without n-grams the guesses stand alone, without logits the chain does. Nodes carry no value.
     Raises `InvalidInput` when both are.
@@ -52,9 +56,14 @@ class LogitSpec(TreePolicy):
         tree = TokenTree(context.ids[-1])
         tail = context.ids[-self.ngram.max_n :] if self.ngram else []
 
-        match = self.ngram.match(tail) if self.ngram else None
-        chain = iter(self.ngram.continuation(match, CHAIN) if self.ngram and match else ())
-        tip = graft(tree, 0, islice(chain, LEAD * match.length if match else 0), Ngram.name, budget, max_depth)
+        matches = self.ngram.matches(tail, 1 + OTHERS) if self.ngram else []
+        chain: Iterator[int] = iter(())
+        tip = 0
+        if self.ngram and matches:
+            chain = iter(self.ngram.continuation(matches[0], CHAIN))
+            tip = graft(tree, 0, islice(chain, LEAD * matches[0].length), Ngram.name, budget, max_depth)
+            for match in matches[1:]:
+                graft(tree, 0, self.ngram.continuation(match, OTHER * match.length), Ngram.name, budget, max_depth)
 
         # Each guess adds a node, unless it is the root or the chain begins with it: two more than the budget's free nodes are enough.
         guesses = self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
@@ -63,8 +72,8 @@ class LogitSpec(TreePolicy):
                 break
             size = len(tree)
             node = graft(tree, 0, [guess], LastLogits.name, budget, max_depth)
-            if self.ngram and (match := self.ngram.match([*tail, guess])):
-                rest = self.ngram.continuation(match, branch_length(rank) - 1, [guess])
+            if self.ngram and (known := self.ngram.match([*tail, guess])):
+                rest = self.ngram.continuation(known, branch_length(rank) - 1, [guess])
                 graft(tree, node, rest, Ngram.name, budget, max_depth)
             tip = graft(tree, tip, islice(chain, len(tree) - size), Ngram.name, budget, max_depth)
         graft(tree, tip, chain, Ngram.name, budget, max_depth)
