@@ -328,6 +328,18 @@ def test_convert_makes_a_plain_folder(tmp_path, capfd):
         assert torch.equal(model(given).logits, source(given).logits)
 
 
+def test_a_gguf_file_answers_as_its_converted_folder_does(tmp_path):
+    from quickbeam import LLM, SamplingParams
+
+    write_gguf(tmp_path / "tiny.gguf")
+    hub.convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
+    file, folder = LLM(str(tmp_path / "tiny.gguf")), LLM(str(tmp_path / "model"))
+    text = "a\n\n12\n\nb"
+    assert file.tokenizer(text)["input_ids"] == folder.tokenizer(text)["input_ids"]
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    assert file.generate(text, params).token_ids == folder.generate(text, params, method="ar").token_ids
+
+
 @pytest.mark.slow
 def test_the_real_model_ends_its_answers(smollm2):
     import torch

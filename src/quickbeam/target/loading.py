@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import GGUFReader
+from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from quickbeam.errors import InvalidInput
@@ -49,6 +53,14 @@ def _source(model: str) -> tuple[str, dict[str, Any]]:
     return model, {}
 
 
+def split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
+    """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so: transformers reads every BPE as GPT-2's."""
+    pre = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    if pre is not None and pre.contents() == "smollm":
+        digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
 def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer. Raises `InvalidInput` for what is not there, not a causal LM, or not readable."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages, and packed weights are read a little faster
@@ -59,8 +71,11 @@ def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
             if config.is_encoder_decoder:
                 raise InvalidInput(f"{model} is an encoder-decoder; quickbeam runs decoder-only causal language models")
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if options else {}
-        loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **quantization).to(device)
-        tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():  # bars of a load that is over in a moment
+            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **quantization).to(device)
+            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        if options:
+            split_digits(tokenizer, Path(model).expanduser())
     except InvalidInput:
         raise
     except (OSError, ValueError, KeyError, ImportError) as error:
