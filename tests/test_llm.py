@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from transformers import MambaConfig, T5Config
 
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.target.target import Target
@@ -130,9 +131,12 @@ def test_a_folder_without_a_model_is_named(tmp_path) -> None:
         LLM(str(tmp_path))
 
 
-def test_an_encoder_decoder_is_refused_before_its_weights_are_read(tmp_path) -> None:
-    from transformers import T5Config
-
-    T5Config(d_model=16, num_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(InvalidInput, match="encoder-decoder"):
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(T5Config(d_model=16, num_layers=1), "encoder-decoder"), (MambaConfig(hidden_size=16), "recurrent or hybrid")],
+    ids=["t5", "mamba"],
+)
+def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tmp_path, config, words: str) -> None:
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InvalidInput, match=words):
         LLM(str(tmp_path))

@@ -11,7 +11,16 @@ from typing import Any
 import torch
 from gguf import GGUFReader
 from tokenizers import pre_tokenizers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from quickbeam.errors import InvalidInput
 
@@ -53,6 +62,18 @@ def _source(model: str) -> tuple[str, dict[str, Any]]:
     return model, {}
 
 
+def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
+    """Raise `InvalidInput` for a model class that keeps more than keys and values of its own tokens. Needs no weights."""
+    name = kind.__name__
+    if config.is_encoder_decoder:
+        raise InvalidInput(f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models")
+    if getattr(kind, "_is_stateful", False):
+        raise InvalidInput(f"{name} is recurrent or hybrid: its state can't take a draft back; use an attention-only model")
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise InvalidInput(f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam verifies full and sliding-window attention")
+
+
 def split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
     """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so: transformers reads every BPE as GPT-2's."""
     pre = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
@@ -68,8 +89,7 @@ def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
     try:
         if not options:
             config = AutoConfig.from_pretrained(name)
-            if config.is_encoder_decoder:
-                raise InvalidInput(f"{model} is an encoder-decoder; quickbeam runs decoder-only causal language models")
+            refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if options else {}
         with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():  # bars of a load that is over in a moment
             loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **quantization).to(device)

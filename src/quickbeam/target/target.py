@@ -15,6 +15,7 @@ from quickbeam.target.exactness import Promise, examine
 from quickbeam.target.interface import forward, install
 from quickbeam.target.lean import LeanModel
 from quickbeam.target.linear import pack_linears
+from quickbeam.target.loading import refuse_unfit
 from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.tree import TokenTree
 
@@ -35,7 +36,7 @@ class Target:
     """
 
     def __init__(self, model: PreTrainedModel, *, fast: bool = True, exact: bool | None = None, chunk: int = 512) -> None:
-        refuse_unfit(model)
+        refuse_unfit(type(model), model.config)
         model.eval()
         self.config = model.config.get_text_config()
         self.device = model.device
@@ -146,15 +147,3 @@ class Target:
         with torch.inference_mode():
             self.store.commit(path)
         self.ids.extend(tree.token[node] for node in path)
-
-
-def refuse_unfit(model: PreTrainedModel) -> None:
-    """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens."""
-    name, config = type(model).__name__, model.config.get_text_config()
-    if model.config.is_encoder_decoder:
-        raise InvalidInput(f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models")
-    if getattr(model, "_is_stateful", False):
-        raise InvalidInput(f"{name} is recurrent or hybrid: its state can't take a draft back; use an attention-only model")
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise InvalidInput(f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam verifies full and sliding-window attention")
