@@ -48,6 +48,25 @@ def test_tree_logits_equal_separate_paths(name: str, fast: bool) -> None:
         assert target.ids == ids
 
 
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
+@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt-neox", "mistral-window"])
+def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str, fast: bool) -> None:
+    target = Target(tiny(name), fast=fast)
+    generator = torch.Generator().manual_seed(2)
+    target.prefill(PREFIX)
+    for cuts in ((1, 17), (1, 2, 3, 17), (4, 9, 17)):
+        tree = random_tree(generator, 17)
+        whole = target.verify(tree).clone()
+        part, base, rows = TokenTree(tree.token[0]), 0, []
+        for cut in cuts:
+            for node in range(len(part), min(cut, len(tree))):
+                part.add(tree.parent[node], tree.token[node], "part")
+            rows.append(target.verify(part, base))
+            base = len(part)
+        close(torch.cat(rows), whole)
+        target.commit(tree, tree.path(len(tree) - 1))
+
+
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "llama" in name or "mistral" in name or "qwen" in name])
 def test_lean_forward_is_taken_and_equal(name: str) -> None:
     model = tiny(name)

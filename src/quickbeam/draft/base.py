@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+from quickbeam.tree import TokenTree
 
 
 @dataclass
@@ -14,11 +16,14 @@ class Context:
     """What is certain before a step.
 
     `ids`: prompt and output so far; the last one becomes the root of the next tree. `logits`: `[vocab]` raw target logits that the
-    last id was chosen from, on the target's device.
+    last id was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `generator`: what drawn candidates are drawn
+    with (CPU).
     """
 
     ids: list[int]
     logits: torch.Tensor
+    temperature: float = 0.0
+    generator: torch.Generator = field(default_factory=torch.Generator)
 
 
 class Source(ABC):
@@ -33,3 +38,15 @@ class Source(ABC):
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> None:
         """Read tokens that became certain. Called once after the first token and once a step."""
+
+
+class Drafter(Source):
+    """A source that knows a law of the next token after any node of the tree: a smaller language model, a feature drafter."""
+
+    @abstractmethod
+    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+        """`[len(nodes), vocab]` float32: the drafter's law of the token after each of `nodes`, temperature included.
+
+        One batched call of the drafter. Each node is asked for at most once a tree, after its parent; the root is the first. At
+        temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely.
+        """

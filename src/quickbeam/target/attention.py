@@ -30,29 +30,31 @@ class Layer:
 
 @dataclass
 class Step:
-    """One forward of `n` new tokens behind the store's certain ones.
+    """One forward of `n` new tokens behind the store's certain ones, and behind `base` tokens of the same tree that were run before.
 
-    `positions`: `[n]` on the device; `visible`: `[n, n]` bool, which new tokens each new token sees; None for causal (a chain).
-    Masks are made once a window and shared by all layers.
+    `positions`: `[base + n]` on the device, of all tokens of the tree; `visible`: `[n, base + n]` bool, which of them each new token sees;
+    None for causal (a chain). Masks are made once a window and shared by all layers.
     """
 
     store: KVStore
     positions: torch.Tensor
     visible: torch.Tensor | None = None
     exact: bool = False
+    base: int = 0
     _masks: dict[tuple[str, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.n = len(self.positions)
+        total = len(self.positions)
+        self.n = total - self.base
         self.start = self.store.length
-        self.store.reserve(self.start + self.n + 1)
-        self.rows = self.store.rows(range(self.start, self.start + self.n))
-        self.end = self.store.end(self.start + self.n)
+        self.store.reserve(self.start + total + 1)
+        self.rows = self.store.rows(range(self.start + self.base, self.start + total))
+        self.end = self.store.end(self.start + total)
         self.tail = self.start & ~1 if self.store.pairwise else self.start  # rows before it are certain tokens only
         self.split = self.start // SPLIT * SPLIT if self.exact else 0
         self.causal = self.visible is None
-        if self.causal and self.n > 1:
-            self.visible = torch.ones(self.n, self.n, dtype=torch.bool).tril_()
+        if self.causal and total > 1:
+            self.visible = torch.ones(self.n, total, dtype=torch.bool).tril_(self.base)
 
     def first(self, window: int | None) -> int:
         """The first row that any new token sees."""
@@ -63,7 +65,8 @@ class Step:
 
     def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
         """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first` on; None where all of them are seen."""
-        if window is None and self.n == 1 and self.end == self.start + 1:
+        total = len(self.positions)
+        if window is None and total == 1 and self.end == self.start + 1:
             return None
         orders = torch.arange(first, self.end)
         if self.store.pairwise:
@@ -71,12 +74,12 @@ class Step:
         device = self.positions.device
         orders = orders.to(device)
         new = orders >= self.start
-        node = (orders - self.start).clamp_(0, self.n - 1)
+        node = (orders - self.start).clamp_(0, total - 1)
         tree = torch.ones(1, 1, dtype=torch.bool, device=device) if self.visible is None else self.visible.to(device)
-        seen = torch.where(new, tree[:, node] & (orders < self.start + self.n), True)
+        seen = torch.where(new, tree[:, node] & (orders < self.start + total), True)
         if window is not None:
             at = torch.where(new, self.positions[node], orders)
-            seen = seen & (at > self.positions[:, None] - window)
+            seen = seen & (at > self.positions[self.base :, None] - window)
         if bool(seen.all()):
             return None
         dtype = self.store.key[0].dtype
@@ -91,7 +94,7 @@ class Step:
 
     def narrow(self, window: int | None) -> bool:
         """Whether the window hides certain tokens from some new token."""
-        return window is not None and int(self.start + self.n) > window
+        return window is not None and self.start + len(self.positions) > window
 
 
 Attend = Callable[[torch.Tensor, Step, Layer], torch.Tensor]
@@ -158,7 +161,7 @@ def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
         return attend_grouped(query, step, layer)
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
-    if step.causal and step.start == 0 and not step.narrow(layer.window):  # a prompt's first chunk needs no mask at all
+    if step.causal and step.start == step.base == 0 and not step.narrow(layer.window):  # a prompt's first chunk needs no mask at all
         key, value = key[None, :, step.rows], value[None, :, step.rows]
         out = F.scaled_dot_product_attention(
             query.transpose(0, 1)[None], key, value, is_causal=n > 1, scale=layer.scaling, enable_gqa=query.shape[1] > key.shape[1]

@@ -97,7 +97,7 @@ def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | No
     """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
     tap.step = step
     try:
-        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.positions[None]
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.positions[None, step.base :]
         out = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=1 if last else 0)
     finally:
         tap.step = None

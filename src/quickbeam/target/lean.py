@@ -87,7 +87,7 @@ class LeanModel:
     def __call__(self, ids: torch.Tensor, step: Step, attend: Attend, last: bool = False) -> torch.Tensor:
         """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
         x = self.embedding(ids)
-        cos, sin = self.rotary(x[None], step.positions[None])
+        cos, sin = self.rotary(x[None], step.positions[None, step.base :])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign
         for layer in self.layers:
             x = layer(x, cos, sin, step, attend)

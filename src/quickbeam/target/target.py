@@ -129,16 +129,22 @@ class Target:
         return logits[-1].clone()
 
     @torch.inference_mode()
-    def verify(self, tree: TokenTree) -> torch.Tensor:
-        """Logits `[n, vocab]` after every node of a tree whose root follows the certain tokens. `commit` keeps a path of it."""
+    def verify(self, tree: TokenTree, base: int = 0) -> torch.Tensor:
+        """Logits `[n, vocab]` after every node of a tree whose root follows the certain tokens. `commit` keeps a path of it.
+
+        `base`: the tree's first nodes that an earlier call has run since the last commit; logits `[n - base, vocab]` are of the rest.
+        """
         start, n = self.store.length, len(tree)
         if self.exact and n > EXACT_NODES:
             raise InvalidInput(f"a tree of {n} nodes: bit-identical verification takes at most {EXACT_NODES}; lower the budget")
         tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
+        if base:
+            visible = tree.visible()[base:]
         if n < self._rows:  # kernels that treat a single row differently: a lone token takes a mirror image along
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + start
-        return self._forward(tokens, Step(self.store, positions, visible, self.exact), self._verify, last=False)[:n]
+        step = Step(self.store, positions, visible, self.exact, base)
+        return self._forward(tokens[base:], step, self._verify, last=False)[: n - base]
 
     def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Make the nodes of `path` (root first, parents before children) certain."""
