@@ -8,18 +8,30 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 
 from quickbeam.engine.result import Completion, Logprob, SourceCount, Statistics
+from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.sampling import SamplingParams
+from quickbeam.tree import TokenTree
 
 CALLS: list[tuple[str, object, SamplingParams]] = []
+Observer = Callable[[StepRecord], None]
+
+
+def step() -> StepRecord:
+    """A root, an accepted token, a rejected one beside it."""
+    tree = TokenTree(1)
+    tree.add(0, 2, "ngram", 0.5)
+    tree.add(0, 3, "drafter", 0.25)
+    return StepRecord(tree, [0, 1], 4, [2, 4], 0.001, 0.002, 0.004)
 
 
 class Stream:
-    def __init__(self, pieces: Iterator[str], method: str) -> None:
-        self.pieces, self.text, self.reason, self.method = pieces, "", "", method
+    def __init__(self, pieces: Iterator[str], method: str, observer: Observer | None = None) -> None:
+        self.pieces, self.text, self.reason, self.method, self.observer = pieces, "", "", method, observer
 
     def __iter__(self) -> Stream:
         return self
@@ -34,6 +46,8 @@ class Stream:
             self.text += "(held)" if self.text else ""  # a real stream holds back what may become a stop string
             raise
         self.text += piece
+        if self.observer:
+            self.observer(step())
         return piece
 
     def close(self) -> None:
@@ -70,14 +84,15 @@ class LLM:
     def __init__(self, model: str | None, method: str, **options: object) -> None:
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.method = method
+        self.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
-    def stream(self, prompt: str, params: SamplingParams) -> Stream:
+    def stream(self, prompt: str, params: SamplingParams, *, observer: Observer | None = None) -> Stream:
         CALLS.append(("raw", prompt, params))
-        return Stream(script(prompt), self.method)
+        return Stream(script(prompt), self.method, observer)
 
-    def chat_stream(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> Stream:
+    def chat_stream(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, observer: Observer | None = None) -> Stream:
         CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
-        return Stream(script(messages[-1]["content"]), self.method)
+        return Stream(script(messages[-1]["content"]), self.method, observer)
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, method: str) -> Completion:
         stream = Stream(script("hello"), method)

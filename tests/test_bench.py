@@ -22,6 +22,7 @@ from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, Results, first_differen
 from quickbeam.bench.summary import by_category, summaries
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
+from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 
 # Questions
@@ -134,6 +135,7 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("pld:", "budget ''"),
         ("pld:many", "or auto"),
         ("hf-assisted", "--drafter"),
+        *((name, f"{name} needs a drafter") for name, preset in PRESETS.items() if "drafter" in preset.sources),
     ],
 )
 def test_bad_methods_are_refused(text, says):
@@ -151,10 +153,14 @@ def test_budget_words():
 class FakeLLM:
     made: ClassVar[list[tuple]] = []
 
-    def __init__(self, model, method, *, dtype, device, exact, fast, progress):
+    def __init__(self, model, method, *, dtype, device, exact, fast, drafter=None, progress=None):
         self.made.append((model, method, dtype, device, exact, fast))
+        self.drafter, self.prepared = drafter, []
         self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
         self.target = SimpleNamespace(device=torch.device("cpu"), prefill=lambda ids: torch.arange(4.0) * len(ids))
+
+    def prepare(self, method):
+        self.prepared.append(method)
 
     def reset(self):
         self.asked.append("reset")
@@ -172,12 +178,14 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
     monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "made", [])
     items = parse_methods("ar,pld:8,ar+exact,logitspec:4+exact,pld+plain")
-    runners, name = load_runners(items, "some/model", "float32", "cpu")
+    runners, name = load_runners(items, "some/model", "float32", "cpu", "some/drafter")
     assert name == "some/model" and list(runners) == [item.name for item in items]
     assert FakeLLM.made == [("some/model", method, "float32", "cpu", *key) for method, *key in
                             (("ar", None, True), ("ar", True, True), ("pld", None, False))]  # fmt: skip
     assert runners["ar"].llm is runners["pld:8"].llm and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
     assert len({id(runner.llm) for runner in runners.values()}) == 3
+    assert {runner.llm.drafter for runner in runners.values()} == {"some/drafter"}
+    assert runners["ar"].llm.prepared == ["ar", "pld"], "a drafter is loaded before anything is timed"
 
 
 def test_llm_runner_asks_for_its_method_and_budget():

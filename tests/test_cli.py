@@ -52,7 +52,7 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "logitspec")
     assert options.pop("progress") is not None
-    assert options == {"dtype": "bfloat16", "device": None, "budget": None, "exact": None}
+    assert options == {"dtype": "bfloat16", "device": None, "budget": None, "drafter": None, "exact": None}
     assert (call, messages) == ("chat", [("user", "hello")])
     assert (params.max_tokens, params.temperature, params.seed) == (256, 0.0, None)
 
@@ -60,12 +60,12 @@ def test_generate_streams_text_and_then_statistics(run):
 def test_every_option_arrives(run):
     sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
     sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
-    loading = "--model folder --method ar --budget 12 --no-exact --dtype float32 --device cpu"
+    loading = "--model folder --method dyspec --budget 12 --drafter small --no-exact --dtype float32 --device cpu"
     result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     assert result.exit_code == 0, result.stderr
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
-    assert (model, method) == ("folder", "ar")
-    assert options == {"dtype": "float32", "device": "cpu", "budget": 12, "exact": False, "progress": None}
+    assert (model, method) == ("folder", "dyspec")
+    assert options == {"dtype": "float32", "device": "cpu", "budget": 12, "drafter": "small", "exact": False, "progress": None}
     assert messages == [("system", "Be brief."), ("user", "hello")]
     assert vars(params) == {
         "max_tokens": 7,
@@ -132,6 +132,7 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--nonsense"], ["--nonsense"]),
         (["gnerate"], ["gnerate"]),
         (["pull", "nope"], ["unknown embedded model 'nope'", "smollm2-135m"]),
+        (["generate", "hi", "--drafter", "small"], ["--drafter small", "'logitspec' drafts without a model", "dyspec"]),
         (["chat", "--min-p", "2"], ["min_p=2.0"]),
         (["demo", "--method", "nope"], ["unknown method 'nope'"]),
     ],
@@ -159,7 +160,7 @@ def test_help_and_version(run):
     assert run("--version").stdout == f"{__version__}\n"
     for shown in (run(), run("--help")):
         assert shown.exit_code == 0
-        for command in ("generate", "chat", "bench", "pull", "models", "demo"):
+        for command in ("generate", "chat", "bench", "inspect", "pull", "models", "demo"):
             assert f"\n  {command} " in shown.stdout
     assert "--repetition-penalty" in run("generate", "--help").stdout
 
@@ -187,6 +188,12 @@ def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
         ("assistant", "one two(held)"),
         ("user", "last"),
     ]
+
+
+@pytest.mark.parametrize("command", ["chat", "demo"])
+def test_a_drafter_arrives(run, command):
+    assert run(command, "--method", "dyspec", "--drafter", "small", input="/exit\n").exit_code == 0
+    assert fake_llm.CALLS[0][1][2]["drafter"] == "small"
 
 
 def test_demo_sets_both_answers_side_by_side(run):

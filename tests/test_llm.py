@@ -1,19 +1,24 @@
 """The Python face, on a random model whose tokens are bytes.
 
-    pytest tests/test_llm.py
+pytest tests/test_llm.py
 """
 
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 from transformers import MambaConfig, T5Config
 
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.engine.trace import StepRecord
+from quickbeam.presets import PRESETS
 from quickbeam.target.target import Target
 
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
+WITH_DRAFTER = [name for name, preset in PRESETS.items() if "drafter" in preset.sources]
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +145,109 @@ def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tm
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         LLM(str(tmp_path))
+
+
+# With a drafter
+
+
+def save_small(toy_folder: str, folder: Path, **changes: object) -> str:
+    """A smaller random model beside the toy's tokenizer."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    config = AutoConfig.from_pretrained(toy_folder)
+    config.update({"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 32, **changes})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(toy_folder) / name, folder / name)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def drafter_folder(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_small(toy_folder, tmp_path_factory.mktemp("drafter"))
+
+
+@pytest.fixture(scope="module")
+def drafted(toy_folder: str, drafter_folder: str) -> LLM:
+    return LLM(toy_folder, dtype="float32", drafter=drafter_folder)
+
+
+@pytest.mark.parametrize("method", WITH_DRAFTER)
+def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method: str) -> None:
+    for prompt in ("abc abc", "q"):
+        answer = drafted.generate(prompt, SHORT, method=method)
+        assert answer.token_ids == drafted.generate(prompt, SHORT, method="ar").token_ids
+        assert answer.statistics.sources["drafter"].drafted > 0
+    params = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    first = drafted.generate("abc", params, method=method)
+    drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
+    again = drafted.generate("abc", params, method=method)
+    assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
+
+
+def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:
+    llm = LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder)
+    nodes = PRESETS["chain"].budget
+    answer = llm.generate("abc abc", SamplingParams(max_tokens=4 * nodes + 1, ignore_eos=True))
+    assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
+
+
+def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder: str, drafter_folder: str) -> None:
+    llm = LLM(toy_folder, dtype="float32", drafter=drafter_folder)
+    llm.generate("abc", SHORT, method="ar")
+    assert llm._drafter is None and llm.prepare("pld") is None
+    assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm._drafter is not None
+    with pytest.raises(InvalidInput, match="no such model folder"):
+        LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
+
+
+def test_a_conversation_keeps_the_drafters_prefix_too(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafted.prepare("dyspec")
+    assert drafter is not None
+    drafted.reset()
+    assert drafter.model.ids == []
+    kept, prefill = [], drafter.model.prefill
+    monkeypatch.setattr(drafter.model, "prefill", lambda ids, keep=0: (kept.append(keep), prefill(ids, keep))[1])
+    opening = user("tell me something long")
+    first = drafted.chat(opening, SHORT, method="dyspec")
+    drafted.chat([*opening, *user("", first.text)[1:], *user("and more")], SHORT, method="dyspec")
+    drafted.chat(user("tell me something else"), SHORT, method="dyspec")
+    assert kept[0] == kept[2] == 0 and kept[1] > 20
+
+
+def test_drafters_that_cannot_be_used_are_named(toy_folder: str, drafter_folder: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="--drafter"):
+        LLM("no/such/folder", "dyspec")  # before the model is looked for
+    llm = LLM(toy_folder, dtype="float32")
+    with pytest.raises(InvalidInput, match="--drafter"):
+        llm.generate("a", SHORT, method="dyspec")
+    (tmp_path / "other").mkdir()
+    other = Path(save_small(toy_folder, tmp_path / "other"))
+    text = (other / "tokenizer.json").read_text()
+    vocab = json.loads(text)
+    vocab["model"]["vocab"]["a"], vocab["model"]["vocab"]["b"] = vocab["model"]["vocab"]["b"], vocab["model"]["vocab"]["a"]
+    (other / "tokenizer.json").write_text(json.dumps(vocab))
+    with pytest.raises(InvalidInput, match=r"token \d+ is 'a' to the target and 'b' to the drafter"):
+        LLM(toy_folder, "dyspec", dtype="float32", drafter=str(other))
+    (tmp_path / "short").mkdir()
+    short = save_small(toy_folder, tmp_path / "short", max_position_embeddings=64)
+    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=short)
+    with pytest.raises(InvalidInput, match="drafter's context of 64"):
+        llm.generate("a" * 60, SHORT)
+    assert llm.generate("a" * 60, SHORT, method="ar").finish_reason == "length"
+
+
+def test_an_observer_hears_of_every_step(drafted: LLM) -> None:
+    records: list[StepRecord] = []
+    stream = drafted.stream("abc abc", SHORT, method="dyspec", observer=records.append)
+    list(stream)
+    completion = stream.completion
+    assert len(records) == completion.statistics.steps
+    assert completion.token_ids[1:] == [token for record in records for token in record.emitted]
+    for record in records:
+        accepted = [record.tree.token[node] for node in record.path[1:]]
+        assert record.emitted == [*accepted, record.token][: len(record.emitted)]
+        assert 0 < record.draft_seconds + record.verify_seconds < record.seconds
+    assert sum(record.draft_seconds for record in records) == pytest.approx(completion.statistics.draft_seconds)

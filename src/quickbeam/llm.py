@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from quickbeam import hub
+from quickbeam.draft.lm import LMDrafter, check_vocabulary
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.result import Completion
 from quickbeam.engine.text import Output
+from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grow import make_policy
 from quickbeam.presets import preset
@@ -19,6 +21,7 @@ from quickbeam.target.target import EXACT_NODES, Target
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
+Observer = Callable[[StepRecord], None]
 MAX_BUDGET = 64  # nodes; what `budget=None` leaves the cost model to choose from
 
 
@@ -66,9 +69,11 @@ class LLM:
     """A causal language model that drafts ahead and answers what it would have answered anyway.
 
     `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
-    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may name
-    others. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None: where this machine's kernels allow it). `fast=False` is
-    the plain reference path. `progress(stage, fraction)` hears of fetching the default model.
+    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide where the preset
+    names none. Each call may name others. `drafter`: a smaller model with the same vocabulary, named as `model` is, for the methods that
+    draft with one; it is loaded when the first of them is asked for. `exact`: the same bits as one token at a time (bfloat16 on a CPU;
+    None: where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching
+    an embedded model.
 
     Raises `InvalidInput` for what can't be used, before any work.
     """
@@ -81,11 +86,14 @@ class LLM:
         dtype: str = "bfloat16",
         device: str | None = None,
         budget: int | None = None,
+        drafter: str | None = None,
         exact: bool | None = None,
         fast: bool = True,
         progress: Any = None,
     ) -> None:
-        preset(method)
+        chosen = preset(method)
+        if drafter is None:
+            make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
@@ -96,6 +104,20 @@ class LLM:
         self._cost: CostModel | None = None
         self._budgets: dict[str, AutoBudget] = {}  # by method: what was learned in earlier answers holds in the next
         self._conversation: list[Message] = []  # whose tokens the target holds
+        self._drafter_name, self._fast, self._progress = drafter, fast, progress
+        self._drafter: LMDrafter | None = None
+        self.prepare(method)
+
+    def prepare(self, method: str) -> LMDrafter | None:
+        """Load the drafter, unless it is there or `method` needs none; give it where it is needed and there is one."""
+        if self._drafter_name is None or LMDrafter.name not in preset(method).sources:
+            return None
+        if self._drafter is None:
+            loaded, tokenizer = load_model(hub.resolve(self._drafter_name, self._progress), self.target.dtype, self.target.device)
+            width = int(loaded.get_output_embeddings().weight.shape[0])
+            check_vocabulary(self.tokenizer, tokenizer, (self.target.vocab_size, width))
+            self._drafter = LMDrafter(loaded, self.target.vocab_size, fast=self._fast)
+        return self._drafter
 
     @overload
     def generate(
@@ -125,38 +147,68 @@ class LLM:
         return finish(self.chat_stream(messages, params, method=method, budget=budget))
 
     def chat_stream(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        method: str | None = None,
+        budget: int | None = None,
+        observer: Observer | None = None,
     ) -> Stream:
-        """`chat`, piece by piece. Where the messages go on from the last ones, what the two have in common is not computed again."""
+        """`chat`, piece by piece. Where the messages go on from the last ones, what the two have in common is not computed again.
+        `observer` is told of every step."""
         ids, messages = self.encode_chat(messages), list(messages)
         last, keep = self._conversation, 0
         if last and len(messages) > len(last) and messages[: len(last)] == last:
             held = self.target.ids
             keep = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        stream = self._begin(ids, params, method, budget, keep)
+        stream = self._begin(ids, params, method, budget, keep, observer)
         self._conversation = messages
         return stream
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        method: str | None = None,
+        budget: int | None = None,
+        observer: Observer | None = None,
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. A model holds one sequence: begin the next answer when this one is over."""
-        return self._begin(self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt), params, method, budget, 0)
+        """`generate` for one prompt, piece by piece. A model holds one sequence: begin the next answer when this one is over.
+        `observer` is told of every step."""
+        ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
+        return self._begin(ids, params, method, budget, 0, observer)
 
-    def _begin(self, ids: list[int], params: SamplingParams | None, method: str | None, budget: int | None, keep: int) -> Stream:
+    def _begin(
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        method: str | None,
+        budget: int | None,
+        keep: int,
+        observer: Observer | None,
+    ) -> Stream:
         params, name = params or SamplingParams(), method or self.method
         chosen = preset(name)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         self._conversation = []
+        drafter = self.prepare(name)
+        policy = make_policy(chosen.sources, chosen.tree, drafter)
+        if drafter is not None:
+            drafter.check_length(len(ids), params.max_tokens)
+            if not keep:
+                drafter.forget()
         generation = Generation(
             self.target,
-            make_policy(chosen.sources, chosen.tree),
+            policy,
             Output(self.tokenizer, params, self.eos_ids),
             ids,
             params,
             self._choose_budget(name, budget if budget is not None else self.budget),
             keep=keep,
+            observer=observer,
         )
         return Stream(generation, self.name, name)
 
@@ -173,6 +225,8 @@ class LLM:
     def reset(self) -> None:
         """Forget the last conversation, so that the next prompt is computed from its first token."""
         self.target.reset()
+        if self._drafter is not None:
+            self._drafter.forget()
         self._conversation = []
 
     def _choose_budget(self, method: str, asked: int | None) -> int | AutoBudget:
@@ -201,5 +255,3 @@ def eos_ids(model: Any, tokenizer: Any) -> set[int]:
         ids = getattr(owner, "eos_token_id", None)
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return found
-
-

@@ -23,6 +23,15 @@ PRESETS: dict[str, Preset] = {
     "logitspec": Preset(
         ("ngram", "last_logits"), "logitspec", 0, "LogitSpec: the last logits guess the token after next, n-grams continue both"
     ),
+    "dyspec": Preset(("drafter",), "greedy", 16, "DySpec: a tree grown from a drafter, always at the place most likely to be reached"),
+    "dyspec-threshold": Preset(
+        ("drafter",), "threshold", 16, "DySpec with fewer calls of the drafter: layer by layer, every place that is likely enough"
+    ),
+    # 5 tokens, as is usual: each costs a call of the drafter, and the fifth is reached 1 time in 10 where 6 in 10 are right.
+    "chain": Preset(("drafter",), "drafted-chain", 6, "speculative decoding as first published: one chain of 5 tokens from a drafter"),
+    "specinfer": Preset(("drafter",), "specinfer", 16, "SpecInfer: three branches from a drafter"),
+    "sequoia": Preset(("drafter",), "sequoia", 16, "Sequoia: the best tree of a fixed shape, filled from a drafter"),
+    "eagle2": Preset(("drafter",), "eagle2", 16, "EAGLE-2's tree: a drafter's likeliest tokens, the likeliest paths of all layers kept"),
 }
 
 

@@ -43,6 +43,10 @@ class MethodItem:
     def is_peer(self) -> bool:
         return self.method in PEERS
 
+    @property
+    def drafts_with_a_model(self) -> bool:
+        return self.method == "hf-assisted" or (not self.is_peer and "drafter" in PRESETS[self.method].sources)
+
 
 def parse_budget(text: str) -> int:
     """`auto` (0) or a number of nodes a step, the root included. Raises `InvalidInput`."""
@@ -58,7 +62,7 @@ def parse_methods(
 ) -> list[MethodItem]:
     """Read `NAME[:BUDGET][+SWITCH…]`, comma-separated; the other arguments hold where an entry says nothing itself.
 
-    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and `hf-assisted` without a drafter.
+    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods that lack the drafter they need.
     """
     items = [_item(entry.strip(), budget, exact, fast) for entry in text.split(",") if entry.strip()]
     if not items:
@@ -66,8 +70,8 @@ def parse_methods(
     names = [item.name for item in items]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"--methods: {twice!r} is given twice")
-    if drafter is None and any(item.method == "hf-assisted" for item in items):
-        raise InvalidInput("hf-assisted needs an assistant model: name one with --drafter ID")
+    if drafter is None and (lacking := next((item.method for item in items if item.drafts_with_a_model), None)):
+        raise InvalidInput(f"{lacking} needs a drafter: name a smaller model with the same vocabulary with --drafter ID_OR_PATH")
     return items
 
 
@@ -139,7 +143,8 @@ def load_runners(
 ) -> tuple[dict[str, Runner], str]:
     """Load what the methods need, each model once per setting. Returns the runners by name, in order, and the model's name.
 
-    Peers load the folder that our own methods do, with the same dtype and on the same device.
+    Peers load the folder that our own methods do, with the same dtype and on the same device. `drafter` is for the methods that draft with
+    a model, ours and `hf-assisted`.
     """
     from quickbeam.bench.peers import Loaded, Peer
     from quickbeam.hub import DEFAULT, resolve
@@ -151,7 +156,17 @@ def load_runners(
         if not item.is_peer:
             key = (item.exact, item.fast)
             if key not in llms:
-                llms[key] = LLM(model, item.method, dtype=dtype, device=device, exact=item.exact, fast=item.fast, progress=progress)
+                llms[key] = LLM(
+                    model,
+                    item.method,
+                    dtype=dtype,
+                    device=device,
+                    drafter=drafter,
+                    exact=item.exact,
+                    fast=item.fast,
+                    progress=progress,
+                )
+            llms[key].prepare(item.method)
             runners[item.name] = LLMRunner(llms[key], item.method, item.budget)
     peers = [item for item in items if item.is_peer]
     if peers:

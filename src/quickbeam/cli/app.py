@@ -15,6 +15,7 @@ from quickbeam.cli import bench
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.generate import generate
+from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.errors import InvalidInput, QuickbeamError
 
@@ -65,6 +66,6 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
         print(context.get_help())
 
 
-for command in (generate, chat, pull, models, demo):
+for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
 app.add_typer(bench.commands, name="bench")

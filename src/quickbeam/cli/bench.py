@@ -69,7 +69,7 @@ def bench(
     ] = None,
     exact: options.Exact = None,
     fast: Annotated[bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")] = True,
-    drafter: Annotated[str | None, typer.Option("--drafter", help="Assistant model for hf-assisted.")] = None,
+    drafter: options.Drafter = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,

@@ -26,6 +26,7 @@ def chat(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
     budget: options.Budget = None,
+    drafter: options.Drafter = None,
     exact: options.Exact = None,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
@@ -42,7 +43,7 @@ def chat(
         seed=seed,
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact)
+    llm = load(model, method, dtype, device, nodes, exact, drafter)
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)

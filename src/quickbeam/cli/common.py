@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from quickbeam import hub
 from quickbeam.cli.options import Device, Dtype
 from quickbeam.engine.result import Completion
-from quickbeam.presets import preset
+from quickbeam.errors import InvalidInput
+from quickbeam.presets import PRESETS, preset
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM, Stream
@@ -41,20 +42,30 @@ def progress_bar(first: str) -> Iterator[hub.Progress]:
         yield report
 
 
-def load(model: str | None, method: str, dtype: Dtype, device: Device | None, budget: int | None, exact: bool | None) -> LLM:
-    """The model behind a command, with progress on stderr. Raises as `LLM` does, and for an unknown method before anything is loaded."""
-    preset(method)
+def load(
+    model: str | None,
+    method: str,
+    dtype: Dtype,
+    device: Device | None,
+    budget: int | None = None,
+    exact: bool | None = None,
+    drafter: str | None = None,
+) -> LLM:
+    """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
+    for a drafter that the method has no use for."""
+    if "drafter" not in preset(method).sources and drafter is not None:
+        users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
+        raise InvalidInput(f"--drafter {drafter}: method {method!r} drafts without a model; add --method with one of {users}")
     with ExitStack() as stack:
         report = None
-        if model is None or model in hub.EMBEDDED or Path(model).exists():
+        if all(name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)):
             report = stack.enter_context(progress_bar(f"loading {model or hub.DEFAULT}"))
             stack.enter_context(redirect_stderr(io.StringIO()))  # where tqdm draws the loaders' bars
         # Otherwise it comes from the hub, whose own bars show the download.
         from quickbeam.llm import LLM
 
-        return LLM(
-            model, method, dtype=dtype.value, device=device.value if device else None, budget=budget, exact=exact, progress=report
-        )
+        place = device.value if device else None
+        return LLM(model, method, dtype=dtype.value, device=place, budget=budget, drafter=drafter, exact=exact, progress=report)
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:

@@ -39,13 +39,14 @@ print(total_area([(3, 4), (5, 6)]))
 def demo(
     model: options.Model = None,
     method: options.Method = "logitspec",
+    drafter: options.Drafter = None,
     max_tokens: options.MaxTokens = 160,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
 ) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     params = SamplingParams(max_tokens=max_tokens)
-    llm = load(model, method, dtype, device, None, None)
+    llm = load(model, method, dtype, device, drafter=drafter)
     out, progress = Console(highlight=False), stderr()
 
     def answer(name: str, prompt: str, params: SamplingParams) -> Completion:

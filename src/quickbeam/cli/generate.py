@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from quickbeam.bench import report
 from quickbeam.cli import options
 from quickbeam.cli.common import follow, load, statistics_line, write
-from quickbeam.errors import InvalidInput
+from quickbeam.engine.trace import Trace
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.sampling import SamplingParams
 
 
@@ -32,12 +35,16 @@ def generate(
     logprobs: options.Logprobs = None,
     seed: options.Seed = None,
     budget: options.Budget = None,
+    drafter: options.Drafter = None,
     exact: options.Exact = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of the text.")] = False,
+    trace_path: Annotated[
+        Path | None, typer.Option("--trace", metavar="FILE.json", help="Write every step's draft tree here, for `quickbeam inspect`.")
+    ] = None,
 ) -> None:
     """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps what there is."""
     if raw and system is not None:
@@ -61,14 +68,24 @@ def generate(
     )
     nodes = options.nodes(budget)
     text = read(prompt)
-    llm = load(model, method, dtype, device, nodes, exact)
+    if trace_path is not None:
+        report.check_output("--trace", trace_path)
+    trace = Trace() if trace_path is not None else None
+    llm = load(model, method, dtype, device, nodes, exact, drafter)
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
-    completion, interrupted = follow(lambda: llm.stream(text, params) if raw else llm.chat_stream(messages, params), show=not as_json)
+    completion, interrupted = follow(
+        lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
+    )
     if as_json:
         write(json.dumps(completion.to_json()) + "\n")
     else:
         print(statistics_line(completion), file=sys.stderr)
+    if trace_path is not None and trace is not None:
+        try:
+            report.save(trace_path, trace.to_json(completion, llm.tokenizer))
+        except OSError as error:
+            raise QuickbeamError(f"--trace {trace_path}: not written ({error.strerror})") from error
     if interrupted:
         raise typer.Exit(130)
 

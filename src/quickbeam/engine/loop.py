@@ -11,6 +11,7 @@ from quickbeam.draft.base import Context
 from quickbeam.engine.budget import AutoBudget
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.text import Output
+from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grow.base import TreePolicy
 from quickbeam.sampling import Sampler, SamplingParams, draw, logprobs, most_probable
@@ -18,12 +19,17 @@ from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_greedy, verify_sampled
 
+DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer
+
 
 class Generation:
     """One answer in the making: iterate for the tokens of each step; `output`, `statistics` and `logprobs` grow along.
 
     `budget`: nodes a tree, or an `AutoBudget`. `keep`: how many of the prompt's first tokens the target holds already. However it ends (an
-    exception and Ctrl-C included), `output` holds what was emitted and the target only certain tokens.
+    exception and Ctrl-C included), `output` holds what was emitted and the target only certain tokens. `observer` is told of every step.
+
+    A seed makes two generators, one for what is emitted and one for what is drawn while drafting, so that an answer whose drafts are
+    certain proposals is plain decoding's own for that seed, and one with drawn drafts repeats.
 
     Raises `InvalidInput` where the answer might not fit the model's context.
     """
@@ -37,6 +43,7 @@ class Generation:
         params: SamplingParams,
         budget: int | AutoBudget,
         keep: int = 0,
+        observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
         limit = target.context_length
         if limit is not None and len(prompt) + params.max_tokens > limit:
@@ -50,11 +57,14 @@ class Generation:
         self._prompt, self._keep = list(prompt), keep
         self._budget = budget
         self._sampler = Sampler(params, self._prompt, target.vocab_size)
-        self._generator = torch.Generator()
+        self._observer = observer
+        self._generator, self._drafting = torch.Generator(), torch.Generator()
         if params.seed is None:
             self._generator.seed()
+            self._drafting.seed()
         else:
             self._generator.manual_seed(params.seed)
+            self._drafting.manual_seed((params.seed ^ DRAFTING) % 2**64)
 
     def __iter__(self) -> Iterator[list[int]]:
         certain = 0
@@ -63,11 +73,11 @@ class Generation:
             logits = self.target.prefill(self._prompt, self._keep)
             certain = len(self._prompt)
             token = self._first(logits)
-            self.statistics.prefill_seconds = time.perf_counter() - start
-            start = time.perf_counter()
-            context = Context([*self._prompt, token], logits)
+            context = Context([*self._prompt, token], logits, self.params.temperature, self._drafting)
             for source in self.policy.sources:
                 source.reset(context.ids)
+            self.statistics.prefill_seconds = time.perf_counter() - start
+            start = time.perf_counter()
             emitted = self._emit([token], lambda _: logits)
             self._clock(start)
             yield emitted
@@ -127,6 +137,8 @@ class Generation:
             stats.sources[name].drafted += 1
         for node in path[1 : len(emitted) + 1]:
             stats.sources[tree.source[node]].accepted += 1
+        if self._observer:
+            self._observer(StepRecord(tree, path, token, emitted, drafted - began, verified - drafted, time.perf_counter() - began))
         return emitted
 
     def _accept(self, tree: TokenTree, logits: torch.Tensor) -> Verdict:

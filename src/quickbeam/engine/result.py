@@ -13,7 +13,8 @@ class SourceCount:
 
 @dataclass
 class Statistics:
-    """Where an answer's time went, in seconds. `seconds` is decoding only: it starts when prefill has given the first token."""
+    """Where an answer's time went, in seconds. `seconds` is decoding only: it starts when target and sources have read the prompt, which
+    is `prefill_seconds`, and the first token is known."""
 
     new_tokens: int = 0
     steps: int = 0  # target passes over a tree

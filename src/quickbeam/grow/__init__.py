@@ -2,35 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from quickbeam.draft.base import Drafter
 from quickbeam.draft.logits import LastLogits
 from quickbeam.draft.retrieval import Ngram
 from quickbeam.errors import InvalidInput
 from quickbeam.grow.base import NoDraft, TreePolicy
+from quickbeam.grow.branches import Branches
 from quickbeam.grow.chain import Chain
+from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.logitspec import LogitSpec
+from quickbeam.grow.sequoia import Sequoia
+from quickbeam.grow.threshold import Threshold
+from quickbeam.grow.topk import TopK
 
-TREES: dict[str, tuple[str, ...]] = {"none": (), "chain": ("ngram",), "logitspec": ("ngram", "last_logits")}  # the sources each can use
-SOURCES = ("ngram", "last_logits")
+DRAFTER = "drafter"  # the source that needs a model
+SOURCES = ("ngram", "last_logits")  # the others
+DRAFTED: dict[str, Callable[[Drafter], TreePolicy]] = {
+    "greedy": Greedy,
+    "threshold": Threshold,
+    "drafted-chain": lambda drafter: Branches(drafter, 1),
+    "specinfer": lambda drafter: Branches(drafter, 3),
+    "sequoia": Sequoia,
+    "eagle2": TopK,
+}
+TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
+    "none": (),
+    "chain": ("ngram",),
+    "logitspec": ("ngram", "last_logits"),
+    **dict.fromkeys(DRAFTED, (DRAFTER,)),
+}
 
 
-def make_policy(preset_sources: Sequence[str], tree: str) -> TreePolicy:
+def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None) -> TreePolicy:
     """The policy of this name over new sources of these names; its `sources` are what the engine resets and extends.
 
-    Raises `InvalidInput` for an unknown tree or source, for a source that the tree can't use, and for a tree left without one.
+    `drafter` is what the source "drafter" stands for. Raises `InvalidInput` for an unknown tree or source, for a source that the tree
+    can't use, for a tree left without one, and where a drafter is needed and not given.
     """
     if tree not in TREES:
         raise InvalidInput(f"unknown tree {tree!r}; known: {', '.join(TREES)}")
-    usable = TREES[tree]
+    usable, known = TREES[tree], (*SOURCES, DRAFTER)
     for name in preset_sources:
-        if name not in SOURCES:
-            raise InvalidInput(f"unknown source {name!r}; known: {', '.join(SOURCES)}")
+        if name not in known:
+            raise InvalidInput(f"unknown source {name!r}; known: {', '.join(known)}")
         if name not in usable:
             raise InvalidInput(f"tree {tree!r} can't use source {name!r}; give it {' or '.join(usable) or 'no sources'}")
     if usable and not preset_sources:
         raise InvalidInput(f"tree {tree!r} needs a source; give it {' or '.join(usable)}")
 
+    if tree in DRAFTED:
+        if drafter is None:
+            raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
+        return DRAFTED[tree](drafter)
     ngram = Ngram() if "ngram" in preset_sources else None
     last_logits = LastLogits() if "last_logits" in preset_sources else None
     if tree == "chain" and ngram is not None:

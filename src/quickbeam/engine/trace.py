@@ -1,0 +1,120 @@
+"""What every step drafted and what became of it, kept for a look afterwards. Knows nothing of models."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quickbeam.engine.result import Completion
+from quickbeam.errors import InvalidInput
+from quickbeam.tree import TokenTree
+
+FORMAT, VERSION = "quickbeam trace", 1
+NUMBER = (int, float)
+TOKEN: dict[str, Any] = {"token": int, "text": str}
+NODE: dict[str, Any] = {**TOKEN, "parent": int, "depth": int, "source": str, "value": NUMBER, "accepted": bool}
+STEP: dict[str, Any] = {
+    "nodes": list,
+    "next": dict,
+    "emitted": int,
+    "draft_seconds": NUMBER,
+    "verify_seconds": NUMBER,
+    "seconds": NUMBER,
+}
+ANSWER: dict[str, Any] = {
+    "text": str,
+    "finish_reason": str,
+    "model": str,
+    "method": str,
+    "new_tokens": int,
+    "mean_accepted_tokens": NUMBER,
+    "tokens_per_second": NUMBER,
+}
+
+
+class StepRecord(NamedTuple):
+    """One step of the loop."""
+
+    tree: TokenTree
+    path: list[int]  # the accepted nodes, the root first
+    token: int  # what the target emitted after the last of them
+    emitted: list[int]  # what the answer took of the accepted tokens and `token`: less than all where it ended
+    draft_seconds: float
+    verify_seconds: float
+    seconds: float  # of the whole step
+
+
+class Trace:
+    """An observer of a `Generation` that keeps its steps."""
+
+    def __init__(self) -> None:
+        self._steps: list[dict[str, Any]] = []
+
+    def __call__(self, record: StepRecord) -> None:
+        tree, accepted = record.tree, set(record.path)
+        columns = zip(tree.token, tree.parent, tree.depth, tree.source, tree.value, strict=True)
+        nodes = [
+            {"token": token, "parent": parent, "depth": depth, "source": source, "value": float(value), "accepted": node in accepted}
+            for node, (token, parent, depth, source, value) in enumerate(columns)
+        ]
+        self._steps.append(
+            {
+                "nodes": nodes,
+                "next": {"token": record.token},
+                "emitted": len(record.emitted),
+                "draft_seconds": record.draft_seconds,
+                "verify_seconds": record.verify_seconds,
+                "seconds": record.seconds,
+            }
+        )
+
+    def to_json(self, completion: Completion, tokenizer: Any) -> dict[str, Any]:
+        """The record that `generate --trace` writes: the answer, and for each step its nodes (the root first, which was emitted before;
+        `parent` is an index), the token that the target emitted after the accepted ones, and how many tokens the answer took."""
+        for step in self._steps:
+            for token in (*step["nodes"], step["next"]):
+                token["text"] = str(tokenizer.decode([token["token"]]))
+        return {"format": FORMAT, "version": VERSION, "answer": replace(completion, logprobs=None).to_json(), "steps": self._steps}
+
+
+def read_trace(path: Path) -> dict[str, Any]:
+    """What `Trace.to_json` gave, from a file. Raises `InvalidInput` naming what is wrong with a file that is not such a record."""
+    try:
+        trace = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise InvalidInput(f"{path}: not JSON ({error})") from error
+    if not isinstance(trace, dict) or trace.get("format") != FORMAT:
+        raise InvalidInput(f"{path}: not a trace; give a file that `quickbeam generate --trace` wrote")
+    if trace.get("version") != VERSION:
+        raise InvalidInput(f"{path}: a trace of version {trace.get('version')!r}; this quickbeam reads version {VERSION}: record it again")
+    _check(trace, {"answer": dict, "steps": list}, f"{path}")
+    _check(trace["answer"], ANSWER, f"{path}: answer")
+    for number, step in enumerate(trace["steps"], 1):
+        where = f"{path}: step {number}"
+        _check(step, STEP, where)
+        _check(step["next"], TOKEN, f"{where}, next")
+        if not step["nodes"]:
+            raise InvalidInput(f"{where}: has no nodes; a tree has its root at least")
+        for i, node in enumerate(step["nodes"]):
+            _check(node, NODE, f"{where}, node {i}")
+            if not (0 <= node["parent"] < i or (i == 0 and node["parent"] == -1)):
+                raise InvalidInput(f"{where}, node {i}: parent {node['parent']}; must be an earlier node (-1 for the root, node 0)")
+    return trace
+
+
+def _check(record: Any, fields: dict[str, Any], where: str) -> None:
+    """Raise `InvalidInput` unless `record` is an object with these fields of these types; numbers must be finite."""
+    if not isinstance(record, dict):
+        raise InvalidInput(f"{where}: {str(record)[:40]!r}; must be an object")
+    for name, kind in fields.items():
+        if name not in record:
+            raise InvalidInput(f"{where}: has no {name!r}; it needs {', '.join(fields)}")
+        value = record[name]
+        good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if not good or (isinstance(value, int | float) and not abs(value) < 1e300):
+            kinds = kind if isinstance(kind, tuple) else (kind,)
+            raise InvalidInput(f"{where}: {name}={str(value)[:40]!r}; must be {' or '.join(k.__name__ for k in kinds)}")

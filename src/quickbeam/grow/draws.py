@@ -1,0 +1,98 @@
+"""What a drafter's law gives at a node: an ordered row of children, without replacement. Knows nothing of trees.
+
+Above temperature 0 child i is *drawn* from the law with the tokens of earlier children struck out, renormalised. The distinct tokens of
+independent draws, in the order they first appear, have just that law. (So have the largest of Gumbel-perturbed log-probabilities, but they
+take a random number for every token of the vocabulary: several times the cost of the running sum used here.) At temperature 0 child
+i is the i-th most probable token.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+ROUND = 16  # independent draws made at once
+
+
+class Draws:
+    """The children that one node may get, in order. A slot is the place of the i-th, whose token may not be known yet.
+
+    With P the probability that the node is reached, slot i is worth `P * worth(i)`, and its token, once drawn, is reached with
+    `P * probability`. That is DySpec's rule (Alg. 1) in closed form: with v the worth of slot i and `d = chance(i)`, the sibling's slot is
+    worth `v * (1 - d)` and the child's first slot `v * d`.
+
+    `law` `[vocab]`, `tokens` and their `probabilities` under it. `generator`: more is drawn with it; `None` where the tokens are certain
+    proposals, the most probable first.
+    """
+
+    def __init__(self, law: torch.Tensor, tokens: list[int], probabilities: list[float], generator: torch.Generator | None) -> None:
+        self._law, self._generator = law, generator
+        self._tokens, self._probabilities = tokens, probabilities
+        self._left = [] if generator is None else _mass_left(probabilities)
+
+    @property
+    def law(self) -> torch.Tensor | None:
+        """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
+        return None if self._generator is None else self._law
+
+    def worth(self, i: int) -> float:
+        """The probability that slot i is reached once the node is; 0 where there is none.
+
+        A draw's slot is reached when all earlier ones are rejected, whatever its own token: choosing slots by it keeps sampling exact.
+        A certain child counts with its token's probability. Draws 0 to i - 1 must have been asked for.
+        """
+        if self._generator is not None:
+            return self._left[i]
+        return self._probabilities[i] if i < len(self._tokens) else 0.0
+
+    def draw(self, i: int) -> tuple[int, float] | None:
+        """The i-th token and its probability before anything is struck out, or `None` where the law gives no further token."""
+        if i >= len(self._tokens) and self._generator is not None:
+            self._draw_more(self._generator)
+        if i >= len(self._tokens) or not self._probabilities[i] > 0:
+            return None
+        return self._tokens[i], self._probabilities[i]
+
+    def chance(self, i: int) -> float:
+        """d: the probability of token i under its own law, with the earlier ones struck out and renormalised."""
+        left = _mass_left(self._probabilities[:i])[-1]
+        return min(1.0, self._probabilities[i] / left) if left > 0 else 1.0
+
+    def _draw_more(self, generator: torch.Generator) -> None:
+        rest = self._law.clone()
+        rest[self._tokens] = 0.0
+        ((tokens, probabilities),) = independent(rest[None], ROUND, generator)
+        self._tokens += tokens
+        self._probabilities += probabilities
+        self._left = _mass_left(self._probabilities)
+
+
+def _mass_left(probabilities: list[float]) -> list[float]:
+    """What of a law is not drawn yet, before each draw and after the last."""
+    return list(accumulate(probabilities, lambda left, p: max(0.0, left - p), initial=1.0))
+
+
+def drawn(laws: torch.Tensor, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
+    """Draws from each of `[m, vocab]` laws; more are made when asked for. `count`: about how many a node will need."""
+    found = independent(laws, min(count, ROUND), generator)
+    return [Draws(law, *row, generator) for law, row in zip(laws, found, strict=True)]
+
+
+def ranked(laws: torch.Tensor, count: int) -> list[Draws]:
+    """The `count` most probable tokens of each of `[m, vocab]` laws as certain children."""
+    top = laws.topk(min(count, laws.shape[-1]))
+    return [Draws(*row, None) for row in zip(laws, top.indices.tolist(), top.values.tolist(), strict=True)]
+
+
+def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[tuple[list[int], list[float]]]:
+    """`count` independent draws from each of `[m, vocab]` laws, repeats left out: tokens in order, and their probabilities.
+
+    Laws need not be normalised; one that is all zero gives nothing. The generator is on the CPU, laws may be elsewhere.
+    """
+    mass = laws.cumsum(-1, dtype=torch.float64)
+    uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(laws.device)
+    hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(max=laws.shape[-1] - 1)
+    both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()  # one transfer from the device
+    rows = [{int(token): p for token, p in zip(*row, strict=True) if p > 0} for row in zip(*both, strict=True)]
+    return [(list(row), list(row.values())) for row in rows]

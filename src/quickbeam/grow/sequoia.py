@@ -1,0 +1,129 @@
+"""Sequoia's tree (2402.12374, §3.1): the best static shape for how often an i-th child is accepted, found by dynamic programming."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.errors import InvalidInput
+from quickbeam.grow.drafted import DraftedPolicy
+from quickbeam.tree import TokenTree
+
+Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
+
+# How often the i-th child is accepted where nothing was measured: the first 6 times in 10; the chance that all of the first k are
+# rejected then falls as a power of k, as Sequoia's analysis assumes.
+GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
+
+
+class Shapes:
+    """The best shapes of up to `nodes` nodes for `acceptance`: the probability that a reached node's i-th child is accepted.
+
+    A node is reached with the product of these along its path, and F, the sum over all nodes, is the number of tokens a step emits. A
+    tree of depth at most d whose root has b children is one with b - 1, joined by a b-th child's tree of depth at most d - 1:
+
+        T(n, d, b) = max over m of T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1, b')
+    """
+
+    def __init__(self, acceptance: Sequence[float], nodes: int) -> None:
+        self._best = [np.ones(nodes + 1)]  # by depth, then by nodes, the root included: F of the best tree
+        self._width = [np.zeros(nodes + 1, dtype=int)]  # children of its root
+        self._share: list[list[np.ndarray]] = [[]]  # by depth, child and nodes shared among the first children: what the last of them gets
+        size = np.arange(nodes + 1)
+        rest = size[:, None] - size[None, :]
+        possible = (rest >= 0) & (size[None, :] > 0)
+        while len(self._best) < nodes:
+            tables, shares = [np.zeros(nodes + 1)], list[np.ndarray]()
+            for chance in acceptance:
+                value = np.where(possible, tables[-1][rest] + chance * self._best[-1][None, :], -np.inf)
+                shares.append(value.argmax(1))
+                tables.append(value.max(1))
+            below = np.stack(tables)[:, :-1]
+            self._best.append(np.concatenate(([1.0, 1.0], 1 + below[:, 1:].max(0))))
+            self._width.append(np.concatenate(([0, 0], below[:, 1:].argmax(0))))
+            self._share.append(shares)
+            if np.array_equal(self._best[-1], self._best[-2]):  # deeper trees are no better
+                break
+
+    def tokens(self, nodes: int, depth: int) -> float:
+        """F of the best tree of at most `nodes` nodes and `depth`."""
+        return float(self._best[min(depth, len(self._best) - 1)][nodes])
+
+    def shape(self, nodes: int, depth: int) -> Shape:
+        """That tree."""
+        children: Shape = [[]]
+        room = [(nodes, min(depth, len(self._best) - 1))]  # of each node's subtree
+        for node, (size, deep) in enumerate(room):  # grows along
+            left, shares = size - 1, []
+            for b in range(self._width[deep][size], 0, -1):
+                shares.append(int(self._share[deep][b - 1][left]))
+                left -= shares[-1]
+            for share in reversed(shares):
+                children[node].append(len(room))
+                children.append([])
+                room.append((share, deep - 1))
+        return children
+
+
+class Sequoia(DraftedPolicy):
+    """Fill the best shape of the budget, layer by layer, whatever the laws say: one call of the drafter a layer.
+
+    `acceptance` is the probability that a reached node's i-th child is accepted, measured beforehand as the paper does. Without it, a
+    generic one is corrected by what verification accepts, and the shape found anew each time as much again was seen.
+
+    Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
+    """
+
+    TRUST = 16  # nodes that the generic vector counts for against those observed
+
+    def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
+        if acceptance is not None and not (len(acceptance) and all(0 <= chance <= 1 for chance in acceptance)):
+            raise InvalidInput(f"acceptance={list(acceptance)}: must be at least one probability, of the first child, the second and so on")
+        super().__init__(drafter)
+        self.acceptance = tuple(acceptance or GENERIC)
+        self._learns = acceptance is None
+        self._accepted = [self.TRUST * chance for chance in self.acceptance]
+        self._tried = [float(self.TRUST)] * len(self.acceptance)
+        self._due = 2 * self.TRUST  # tried first children at which the shape is found anew
+        self._last: tuple[list[int], TokenTree] | None = None  # the text before the last tree, and the tree
+        self._shapes: Shapes | None = None
+        self._nodes = 0
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        if self._learns:
+            self._learn(context)
+        if self._shapes is None or budget > self._nodes:
+            self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
+        shape = self._shapes.shape(budget, max_depth)
+        tree, place = TokenTree(context.ids[-1]), {0: 0}  # place: the nodes of the shape that are there
+        layer = [0]
+        while parents := [spot for spot in layer if spot in place and shape[spot]]:
+            found = self.ask(context, tree, [place[spot] for spot in parents], max(len(shape[spot]) for spot in parents))
+            for spot, draws in zip(parents, found, strict=True):
+                for i, child in enumerate(shape[spot]):
+                    if (node := self.add(tree, place[spot], draws, i)) is None:
+                        break
+                    place[child] = node
+            layer = [child for spot in parents for child in shape[spot]]
+        self._last = (list(context.ids), tree) if self._learns else None
+        return tree
+
+    def _learn(self, context: Context) -> None:
+        """Count which children of the last tree were accepted: those that the text has gone on with since."""
+        if self._last is None or context.ids[: len(self._last[0])] != self._last[0]:
+            return
+        before, tree = self._last
+        node: int | None = 0
+        for token in context.ids[len(before) :]:
+            if node is None or not tree.children[node]:
+                break
+            for i, child in enumerate(tree.children[node]):
+                self._tried[i] += 1
+                self._accepted[i] += child == token
+            node = tree.child(node, token)
+        if self._tried[0] >= self._due:
+            self._due *= 2
+            self.acceptance = tuple(accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+            self._shapes = None

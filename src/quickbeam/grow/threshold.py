@@ -1,0 +1,57 @@
+"""DySpec's threshold tree (2410.11744, Alg. 2): layer by layer, every slot that is likely enough to be reached."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.errors import InvalidInput
+from quickbeam.grow.drafted import DraftedPolicy
+from quickbeam.grow.draws import Draws
+from quickbeam.tree import TokenTree
+
+
+class Threshold(DraftedPolicy):
+    """Fill the slots worth `threshold` or more (`None`: 1 / budget), one layer of the tree and one call of the drafter after another.
+
+    Worth is what it is to `Greedy`: the probability that a slot is reached, at temperature 0 the product of probabilities down to its
+    own token. Where the budget ends within a layer, its best slots are filled and drawing stops. Nodes stand layer by layer, in order of
+    worth.
+
+    Raises `InvalidInput` for a threshold outside (0, 1].
+    """
+
+    def __init__(self, drafter: Drafter, threshold: float | None = None) -> None:
+        if threshold is not None and not 0 < threshold <= 1:
+            raise InvalidInput(f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget")
+        super().__init__(drafter)
+        self.threshold = threshold
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        tree = TokenTree(context.ids[-1])
+        least = self.threshold or 1 / budget
+        layer, depth = [0], 0
+        while layer and depth < max_depth and (free := budget - len(tree)) > 0:
+            found = self.ask(context, tree, layer, free)
+            slots = [
+                (-worth, node, i, draws)
+                for node, draws in zip(layer, found, strict=True)
+                for i, worth in enumerate(worths(draws, tree.value[node], least, free))
+            ]
+            slots.sort(key=lambda slot: slot[:3])
+            nodes = [self.add(tree, node, draws, i) for _, node, i, draws in slots[:free]]
+            # A node's slots are worth no more than the node.
+            layer = [node for node in nodes if node is not None and tree.value[node] >= least]
+            depth += 1
+        return tree
+
+
+def worths(draws: Draws, reached: float, least: float, most: int) -> list[float]:
+    """The worths from `least` up, `most` at most, of the slots of a node that is reached with probability `reached`."""
+    found: list[float] = []
+    for i in count():
+        worth = reached * draws.worth(i)
+        if i == most or worth < least or draws.draw(i) is None:
+            break
+        found.append(worth)
+    return found

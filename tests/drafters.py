@@ -1,0 +1,95 @@
+"""Drafters with known laws for the tests of tree policies, and the policies over them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.grow import DRAFTED
+from quickbeam.grow.base import TreePolicy
+from quickbeam.tree import TokenTree
+from toy import ToyModel, path_tokens
+
+LawOf = Callable[[Sequence[int]], torch.Tensor]
+
+
+class KnownDrafter(Drafter):
+    """Laws by a function of the context, and the contract held: each node once a tree, the root first, parents before children.
+
+    `calls` has the nodes of each call since the last root.
+    """
+
+    name = "drafter"
+
+    def __init__(self, law: LawOf) -> None:
+        self.law = law
+        self.calls: list[list[int]] = []
+        self._tree: TokenTree | None = None
+
+    def reset(self, ids: Sequence[int]) -> None:
+        pass
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+        if list(nodes) == [0]:
+            self.calls, self._tree = [], tree
+        asked = [node for call in self.calls for node in call]
+        assert nodes and tree is self._tree
+        assert all(node == 0 or tree.parent[node] in asked for node in nodes)
+        assert len({*asked, *nodes}) == len(asked) + len(nodes)
+        self.calls.append(list(nodes))
+        return torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes])
+
+
+def tempered(law: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What `temperature` makes of the law `[vocab]` of temperature 1; zeros stay."""
+    weights = law ** (1 / temperature)
+    return weights / weights.sum()
+
+
+def toy_laws(model: ToyModel, temperature: float = 1.0) -> tuple[LawOf, LawOf]:
+    """The target's and the drafter's laws at a temperature, by the last tokens; made once each."""
+    made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def both(context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        key = tuple(context[-3:])
+        if key not in made:
+            made[key] = tempered(model.target(context), temperature), tempered(model.draft(context), temperature)
+        return made[key]
+
+    return (lambda context: both(context)[0]), (lambda context: both(context)[1])
+
+
+def zipf_drafter(vocab: int = 500, seed: int = 0) -> KnownDrafter:
+    """Laws as small models have them: sometimes nearly certain, sometimes hardly decided. Each path has its own."""
+    ranks = torch.arange(1, vocab + 1).log()
+
+    def law(context: Sequence[int]) -> torch.Tensor:
+        rng = random.Random(f"{seed} {list(context)}")
+        return (-rng.uniform(1.0, 3.5) * ranks).softmax(0).roll(rng.randrange(vocab))
+
+    return KnownDrafter(law)
+
+
+def policies(law: LawOf) -> dict[str, TreePolicy]:
+    return {name: make(KnownDrafter(law)) for name, make in DRAFTED.items()}
+
+
+def context_of(ids: list[int], temperature: float, generator: torch.Generator | None = None) -> Context:
+    return Context(ids, torch.zeros(1), temperature, generator or torch.Generator().manual_seed(0))
+
+
+def paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
+    """The tokens below the root that lead to each node, in the order of the nodes."""
+    return tuple(tuple(tree.token[n] for n in tree.path(node)[1:]) for node in range(1, len(tree)))
+
+
+def child_ranks(tree: TokenTree) -> list[tuple[tuple[int, int], ...]]:
+    """Every node as its path, each token with its place among its siblings."""
+    place = [list(tree.children[parent]).index(token) if parent >= 0 else 0 for token, parent in zip(tree.token, tree.parent, strict=True)]
+    return [tuple((tree.token[n], place[n]) for n in tree.path(node)[1:]) for node in range(len(tree))]

@@ -1,0 +1,256 @@
+"""Trees grown from a drafter: sampled output keeps the target's law, greedy output is plain decoding's, limits hold.
+
+    pytest tests/test_growth.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws
+from models import VOCAB, tiny
+from quickbeam.engine.loop import Generation
+from quickbeam.engine.text import Output
+from quickbeam.errors import InvalidInput
+from quickbeam.grow import DRAFTED, make_policy
+from quickbeam.grow.base import TreePolicy
+from quickbeam.grow.branches import Branches
+from quickbeam.grow.draws import Draws
+from quickbeam.grow.sequoia import Sequoia
+from quickbeam.grow.threshold import Threshold
+from quickbeam.grow.topk import TopK
+from quickbeam.presets import PRESETS
+from quickbeam.sampling import SamplingParams
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+from quickbeam.verify import verify_greedy
+from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
+
+Change = Callable[[TokenTree], TokenTree]
+
+
+def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int, budget: int = 7, change: Change | None = None) -> float:
+    """Of the test that two sampled tokens after [0] have the target's law; `change` does something to each tree before verification."""
+    target, _ = toy_laws(model, temperature)
+    generator = torch.Generator().manual_seed(count)
+
+    def grow(ids: list[int], rng: random.Random) -> TokenTree:
+        tree = policy.grow(context_of(ids, temperature, generator), budget, 5)
+        return change(tree) if change else tree
+
+    counts = sample_sequences(model, grow, count=count, length=2, seed=1, law=target)
+    return chi_square(counts, exact_law(target, model.vocab, 2))
+
+
+# --- sampling keeps the law ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_sampled_output_has_the_targets_law(name: str, temperature: float) -> None:
+    model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
+    policy = policies(toy_laws(model, temperature)[1])[name]
+    assert p_value(policy, model, temperature, count=2500) > 1e-3 / (2 * len(DRAFTED))
+
+
+def keep_best(size: int) -> Change:
+    """Prune to the nodes of greatest value, which counts a node's own token: what no policy may do to draws."""
+
+    def prune(tree: TokenTree) -> TokenTree:
+        kept, place = TokenTree(tree.token[0]), {0: 0}
+        for node in sorted(sorted(range(1, len(tree)), key=lambda node: -tree.value[node])[:size]):
+            place[node] = kept.add(place[tree.parent[node]], tree.token[node], tree.source[node], tree.value[node], tree.law[node])
+        return kept
+
+    return prune
+
+
+@pytest.mark.parametrize("name", ["greedy", "threshold", "specinfer", "sequoia"])
+def test_pruning_draws_by_value_is_found_out(name: str) -> None:
+    model = ToyModel(vocab=4, seed=0, noise=1.2)
+    law = toy_laws(model)[1]
+    policy = Sequoia(KnownDrafter(law), (0.4, 0.3, 0.2)) if name == "sequoia" else policies(law)[name]
+    assert p_value(policy, model, 1.0, count=2500, budget=9, change=keep_best(2)) < 1e-6
+
+
+class Opposed(ToyModel):
+    """What the drafter thinks likely is not: most draws are rejected, and it shows which were left out."""
+
+    def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        law = torch.tensor([0.6, 0.25, 0.1, 0.05])
+        return law.flip(0), law
+
+
+@pytest.mark.parametrize("name", ["greedy", "threshold"])
+def test_choosing_a_slot_by_its_own_token_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worth that certain children have, for nodes that count as draws."""
+    model = Opposed(vocab=4)
+    policy = policies(model.draft)[name]
+    assert p_value(policy, model, 1.0, count=2500, budget=6) > 1e-3
+    monkeypatch.setattr(Draws, "worth", lambda self, i: (self.draw(i) or (0, 0.0))[1])
+    assert p_value(policy, model, 1.0, count=2500, budget=6) < 1e-6
+
+
+def test_reranked_candidates_are_no_draws() -> None:
+    """EAGLE-2's tree may not claim to be drawn."""
+    model = ToyModel(vocab=4, seed=0, noise=1.2)
+    _, law = toy_laws(model)
+
+    def claim(tree: TokenTree) -> TokenTree:
+        tree.law[1:] = [law([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))]
+        return tree
+
+    policy = policies(law)["eagle2"]
+    assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
+
+
+# --- greedy output -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_greedy_output_is_plain_decodings(name: str) -> None:
+    class Letters:
+        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+            return "".join(chr(97 + i % 26) for i in ids)
+
+    target, params = Target(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
+    prompt = [3, 1, 4, 1, 5]
+
+    def answer(policy: TreePolicy) -> Generation:
+        target.reset()
+        generation = Generation(target, policy, Output(Letters(), params, ()), prompt, params, 12)
+        for _ in generation:
+            pass
+        return generation
+
+    plain = answer(make_policy((), "none")).output.token_ids
+
+    def law(context: Sequence[int]) -> torch.Tensor:
+        """Right about two times in three, as far as the answer goes."""
+        rng = random.Random(f"{list(context)}")
+        logits = torch.tensor([rng.gauss(0, 1) for _ in range(VOCAB)])
+        done = len(context) - len(prompt)
+        if done < len(plain) and rng.random() < 0.67:
+            logits[plain[done]] += 5
+        return logits.softmax(0)
+
+    drafted = answer(make_policy(("drafter",), name, KnownDrafter(law)))
+    assert drafted.output.token_ids == plain
+    assert drafted.statistics.mean_accepted_tokens > 1.3
+    assert drafted.statistics.sources["drafter"].accepted > 10
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from(list(DRAFTED)))
+def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
+    model = ToyModel(5, seed, noise=0.5)
+    tree = policies(model.draft)[name].grow(context_of([0], 0.0), budget, 8)
+    path, token = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    text = [0, *(tree.token[node] for node in path[1:]), token]
+    assert all(int(model.target(text[:i]).argmax()) == text[i] for i in range(1, len(text)))
+
+
+# --- limits --------------------------------------------------------------------------------------------------------------------------
+
+
+def makers(drafter: KnownDrafter) -> Iterator[TreePolicy]:
+    yield from (make(drafter) for make in DRAFTED.values())
+    yield from (Branches(drafter, 5), Threshold(drafter, 0.01), TopK(drafter, 2, 3), Sequoia(drafter, (0.2, 0.5, 0.1)))
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.integers(0, 10**6), st.integers(1, 8), st.floats(0, 0.8), st.integers(1, 40), st.integers(0, 9), st.sampled_from([0.0, 0.6, 1.0]))
+def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budget: int, max_depth: int, temperature: float) -> None:
+    model = ToyModel(vocab, seed, zeros=zeros)
+    drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
+    for policy in makers(drafter):
+        drafter.calls = []
+        context = context_of([seed % vocab], temperature)
+        tree = policy.grow(context, budget, max_depth)
+        assert 1 <= len(tree) <= budget
+        assert max(tree.depth) <= max_depth
+        assert tree.token[0] == seed % vocab and set(tree.source[1:]) <= {"drafter"}
+        assert (not drafter.calls) == (budget == 1 or max_depth == 0)
+        assert sum(map(len, drafter.calls)) == policy.rows and len(drafter.calls) == policy.calls
+        reach = [1.0]
+        for node in range(1, len(tree)):
+            law = drafter.law([seed % vocab, *path_tokens(tree, tree.parent[node])])
+            assert law[tree.token[node]] > 0
+            reach.append(reach[tree.parent[node]] * float(law[tree.token[node]]))
+            drawn_node = temperature > 0 and not isinstance(policy, TopK)
+            assert (tree.law[node] is not None) == drawn_node
+            assert not drawn_node or torch.equal(tree.law[node], law)
+        assert tree.value == pytest.approx(reach)
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(st.integers(0, 10**6), st.integers(2, 30), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
+def test_no_law_is_asked_that_cannot_be_used(seed: int, budget: int, max_depth: int, temperature: float) -> None:
+    """None at the depth limit, and none once the budget is spent. What is drawn of a law gives a node at least, and so does the likeliest
+    token where all are taken; whether it is likely enough shows only in the law."""
+    model = ToyModel(6, seed, zeros=0.0)
+    for name, policy in policies(model.draft).items():
+        drafter = policy.drafter
+        ask, sizes = drafter.laws, []
+
+        def watched(context, tree, nodes):
+            assert all(tree.depth[node] < max_depth for node in nodes)
+            sizes.append(len(tree))  # noqa: B023 (called in this round only)
+            return ask(context, tree, nodes)  # noqa: B023
+
+        drafter.laws = watched
+        tree = policy.grow(context_of([0], temperature), budget, max_depth)
+        if name != "eagle2" and (temperature or name not in ("greedy", "threshold")):
+            assert sizes == sorted(set(sizes)) and sizes[-1] < len(tree) <= budget
+
+
+def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning() -> None:
+    model = ToyModel(8, 3, zeros=0.0)
+    policy = policies(model.draft)["greedy"]
+    whole = policy.grow(context_of([0], 0.0), 40, 9)
+    assert whole.value == sorted(whole.value, reverse=True)
+    for budget in range(1, 40):
+        assert child_ranks(policy.grow(context_of([0], 0.0), budget, 9)) == child_ranks(whole)[:budget]
+
+
+# --- names ---------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["dyspec", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"])
+def test_presets_draft_with_a_model(method: str) -> None:
+    chosen = PRESETS[method]
+    drafter = KnownDrafter(ToyModel().draft)
+    policy = make_policy(chosen.sources, chosen.tree, drafter)
+    assert list(policy.sources) == [drafter]
+    assert 1 < len(policy.grow(context_of([0], 0.0), chosen.budget, 32)) <= chosen.budget
+    with pytest.raises(InvalidInput, match="drafts with a model: name one with --drafter"):
+        make_policy(chosen.sources, chosen.tree)
+
+
+def test_what_policies_refuse() -> None:
+    drafter = KnownDrafter(ToyModel().draft)
+    for sources, tree, message in [
+        (("ngram",), "greedy", "tree 'greedy' can't use source 'ngram'; give it drafter"),
+        (("drafter",), "chain", "tree 'chain' can't use source 'drafter'; give it ngram"),
+        ((), "greedy", "tree 'greedy' needs a source; give it drafter"),
+    ]:
+        with pytest.raises(InvalidInput) as error:
+            make_policy(sources, tree, drafter)
+        assert str(error.value) == message
+    for make in (
+        lambda: Threshold(drafter, 0.0),
+        lambda: Threshold(drafter, 1.5),
+        lambda: Branches(drafter, 0),
+        lambda: TopK(drafter, 0),
+        lambda: TopK(drafter, 3, 0),
+        lambda: Sequoia(drafter, ()),
+        lambda: Sequoia(drafter, (0.5, 1.5)),
+    ):
+        with pytest.raises(InvalidInput, match="must be"):
+            make()

@@ -1,0 +1,253 @@
+"""Draws, and DySpec's trees against plain references of the paper's algorithms; what they ask of the drafter.
+
+    pytest tests/test_growth_rules.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import permutations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, zipf_drafter
+from quickbeam.grow import greedy
+from quickbeam.grow.draws import Draws, drawn, ranked
+from quickbeam.grow.greedy import Greedy
+from quickbeam.grow.threshold import Threshold
+from toy import ToyModel, chi_square
+
+Path = tuple[int, ...]
+Slots = list[tuple[float, list[float], Path]]  # v, R, the path of the node
+seeds = st.integers(0, 10**6)
+
+
+# --- draws ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_draws_are_without_replacement() -> None:
+    """All orders of four tokens of very unequal weight, most of which take several rounds."""
+    weights = [0.96, 0.025, 0.01, 0.005]
+    laws = torch.tensor([weights, [0.0, 0.5, 0.0, 0.5], [0.0] * 4])
+    generator = torch.Generator().manual_seed(0)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for _ in range(4000):
+        first, second, nothing = drawn(laws, generator)
+        order = tuple(first.draw(i)[0] for i in range(4))
+        counts[order] += 1
+        left = 1.0
+        for i, token in enumerate(order):
+            assert first.draw(i) == (token, pytest.approx(weights[token]))
+            assert first.worth(i) == pytest.approx(left, abs=1e-6)
+            assert i == 3 or first.chance(i) == pytest.approx(weights[token] / left, rel=1e-3)
+            left -= weights[token]
+        assert first.draw(4) is None and nothing.draw(0) is None
+        assert sorted(second.draw(i)[0] for i in range(2)) == [1, 3] and second.draw(2) is None
+    exact = {}
+    for order in permutations(range(4)):
+        exact[order], left = 1.0, 1.0
+        for token in order:
+            exact[order] *= weights[token] / left
+            left -= weights[token]
+    assert chi_square(counts, exact) > 1e-3
+
+
+def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
+    laws = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    one, two = (drawn(laws, torch.Generator().manual_seed(5)) for _ in range(2))
+    assert [[d.draw(i) for i in range(50)] for d in one] == [[d.draw(i) for i in range(50)] for d in two]
+    assert all(sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None for d in one)
+    assert all(d.law is law or torch.equal(d.law, law) for d, law in zip(one, laws, strict=True))
+
+
+def test_ranked_children_are_certain_and_have_probability() -> None:
+    (draws,) = ranked(torch.tensor([[0.1, 0.0, 0.6, 0.3]]), 9)
+    assert [draws.draw(i) for i in range(5)] == [(2, pytest.approx(0.6)), (3, pytest.approx(0.3)), (0, pytest.approx(0.1)), None, None]
+    assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
+    assert draws.law is None
+
+
+# --- DySpec, Alg. 1 ------------------------------------------------------------------------------------------------------------------
+
+
+def strike_out(residual: list[float], token: int) -> list[float]:
+    rest = [0.0 if t == token else r for t, r in enumerate(residual)]
+    total = sum(rest)
+    return [r / total for r in rest] if total else rest
+
+
+def algorithm_1(
+    law: LawOf, size: int, max_depth: int, choose: Callable[[Path, list[float]], list[int]]
+) -> Iterator[tuple[float, tuple[Path, ...]]]:
+    """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try at a node with this R."""
+
+    def go_on(chance: float, slots: Slots, nodes: tuple[Path, ...]) -> Iterator[tuple[float, tuple[Path, ...]]]:
+        slots = [slot for slot in slots if sum(slot[1]) > 0]
+        if not slots or len(nodes) == size:
+            yield chance, nodes
+            return
+        best = max(slots, key=lambda slot: slot[0])
+        v, residual, node = best
+        others = [slot for slot in slots if slot is not best]
+        for token in choose(node, residual):
+            child = (*node, token)
+            opened: Slots = [(v * (1 - residual[token]), strike_out(residual, token), node)]
+            if len(child) < max_depth:
+                opened.append((v * residual[token], law([0, *child]).double().tolist(), child))
+            yield from go_on(chance * residual[token], others + opened, (*nodes, child))
+
+    yield from go_on(1.0, [(1.0, law([0]).double().tolist(), ())], ())
+
+
+@pytest.mark.parametrize(("seed", "max_depth"), [(0, 9), (1, 9), (2, 2)])
+def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> None:
+    model = ToyModel(vocab=4, seed=seed)
+    policy, generator = Greedy(KnownDrafter(model.draft)), torch.Generator().manual_seed(seed)
+    any_token = algorithm_1(model.draft, 4, max_depth, lambda node, residual: [t for t, r in enumerate(residual) if r > 0])
+    exact = {nodes: chance for chance, nodes in any_token}
+    assert len(exact) > 30
+    counts = Counter(paths(policy.grow(context_of([0], 1.0, generator), 5, max_depth)) for _ in range(2500))
+    assert chi_square(counts, exact) > 1e-3 / 3
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 12))
+def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int, max_depth: int) -> None:
+    """With the same draws at each node, whenever they are made: the same tree, node by node."""
+    model = ToyModel(vocab=6, seed=seed)
+
+    def draw_from(laws: torch.Tensor, *_: object) -> list[Draws]:
+        """Draws that depend on nothing but the law."""
+        seeded = (torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws)
+        return [drawn(law[None], generator)[0] for law, generator in zip(laws, seeded, strict=True)]
+
+    orders: dict[Path, list[int]] = {}
+
+    def next_token(node: Path, residual: list[float]) -> list[int]:
+        if node not in orders:
+            (draws,) = draw_from(model.draft([0, *node])[None])
+            orders[node] = [draws.draw(i)[0] for i in range(sum(r > 0 for r in residual))]
+        return [next(token for token in orders[node] if residual[token] > 0)]
+
+    ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("quickbeam.grow.drafted.drawn", draw_from)
+        tree = Greedy(KnownDrafter(model.draft)).grow(context_of([0], 1.0), size + 1, max_depth)
+    assert paths(tree) == expected
+
+
+# --- temperature 0 -------------------------------------------------------------------------------------------------------------------
+
+
+def all_paths(law: LawOf, max_depth: int, least: float) -> list[tuple[float, Path]]:
+    """Every path of at least this probability, the likeliest first."""
+    found, layer = [], [(1.0, ())]
+    for _ in range(max_depth):
+        layer = [(v * p, (*path, t)) for v, path in layer for t, p in enumerate(law([0, *path]).tolist()) if 0 < v * p >= least]
+        found += layer
+    return sorted(found, key=lambda one: -one[0])
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.2, 1.0]))
+def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
+    model = ToyModel(vocab=4, seed=seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(greedy, "FRACTION", fraction)  # how many laws a call asks for changes nothing
+        tree = Greedy(KnownDrafter(model.draft)).grow(context_of([0], 0.0), size + 1, max_depth)
+    assert paths(tree) == tuple(path for _, path in all_paths(model.draft, max_depth, 0.0)[:size])
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(seed=seeds, threshold=st.floats(0.005, 0.5), max_depth=st.integers(1, 6), budget=st.integers(2, 60))
+def test_at_temperature_0_threshold_takes_all_likely_paths(seed: int, threshold: float, max_depth: int, budget: int) -> None:
+    model = ToyModel(vocab=5, seed=seed)
+    tree = Threshold(KnownDrafter(model.draft), threshold).grow(context_of([0], 0.0), budget, max_depth)
+    likely = all_paths(model.draft, max_depth, threshold)
+    if len(likely) < budget:
+        assert set(paths(tree)) == {path for _, path in likely}
+    else:  # layer by layer, the best of the last
+        by_layer = sorted(likely, key=lambda one: (len(one[1]), -one[0]))
+        whole = [one for one in by_layer if len(one[1]) < max(tree.depth)]
+        assert {path for _, path in whole} <= set(paths(tree)) <= {path for _, path in likely}
+        rest = [path for _, path in by_layer if len(path) == max(tree.depth) and (len(path) == 1 or path[:-1] in paths(tree))]
+        assert paths(tree)[len(whole) :] == tuple(rest[: budget - 1 - len(whole)])
+        assert len(tree) == budget
+
+
+# --- DySpec, Alg. 2 ------------------------------------------------------------------------------------------------------------------
+
+
+def algorithm_2(law: LawOf, threshold: float, max_depth: int) -> Iterator[tuple[float, frozenset[tuple[Path, int]]]]:
+    """The paper's layers without a cap: each tree with its probability, nodes as paths with their place among siblings."""
+
+    def fill(chance: float, queue: list[tuple[float, Path]], nodes: frozenset) -> Iterator[tuple[float, frozenset]]:
+        if not queue:
+            yield chance, nodes
+            return
+        (v, node), *rest = queue
+        residual = law([0, *node]).double().tolist() if len(node) < max_depth else []
+        yield from draw(chance, v, node, residual, 0, rest, nodes)
+
+    def draw(chance, v, node, residual, place, rest, nodes) -> Iterator[tuple[float, frozenset]]:
+        if v < threshold or not sum(residual):
+            yield from fill(chance, rest, nodes)
+            return
+        for token, d in enumerate(residual):
+            if d > 0:
+                child = (*node, token)
+                grown = [*rest, (v * d, child)]
+                yield from draw(chance * d, v * (1 - d), node, strike_out(residual, token), place + 1, grown, nodes | {(child, place)})
+
+    yield from fill(1.0, [(1.0, ())], frozenset())
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
+    model = ToyModel(vocab=3, seed=seed)
+    policy, generator = Threshold(KnownDrafter(model.draft), 0.25), torch.Generator().manual_seed(seed)
+    exact: Counter = Counter()
+    for chance, nodes in algorithm_2(model.draft, 0.25, 3):
+        exact[nodes] += chance
+    assert len(exact) > 10
+
+    def grown() -> frozenset[tuple[Path, int]]:
+        tree = policy.grow(context_of([0], 1.0, generator), 100, 3)
+        return frozenset((tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:])
+
+    assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
+
+
+def test_the_threshold_is_a_share_of_the_budget() -> None:
+    drafter = zipf_drafter()
+    for budget in (4, 16, 64):
+        whole = Threshold(drafter, 1 / budget).grow(context_of([0], 0.0), budget, 20)
+        assert paths(Threshold(drafter).grow(context_of([0], 0.0), budget, 20)) == paths(whole)
+
+
+# --- cost ----------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+def test_greedy_calls_the_drafter_about_once_a_layer(temperature: float) -> None:
+    generator, extra, wasted = torch.Generator().manual_seed(0), [], []
+    for seed in range(20):
+        policy = Greedy(zipf_drafter(seed=seed))
+        tree = policy.grow(context_of([seed], temperature, generator), 64, 40)
+        assert len(tree) == 64
+        extra.append(policy.calls - max(tree.depth))
+        wasted.append(policy.rows - 63)
+    assert max(extra) <= 6 and sum(extra) / 20 < 3
+    assert max(wasted) < 32
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_threshold_calls_the_drafter_once_a_layer(temperature: float) -> None:
+    for seed in range(20):
+        policy = Threshold(zipf_drafter(seed=seed))
+        tree = policy.grow(context_of([seed], temperature), 64, 40)
+        assert policy.calls <= max(tree.depth) + 1

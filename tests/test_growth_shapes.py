@@ -1,0 +1,176 @@
+"""EAGLE-2's and Sequoia's trees against brute force, and how a tree lies in memory.
+
+    pytest tests/test_growth_shapes.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import KnownDrafter, LawOf, context_of, paths, zipf_drafter
+from quickbeam.grow.order import depth_first, heavy_path, mask_blocks
+from quickbeam.grow.sequoia import GENERIC, Sequoia, Shape, Shapes
+from quickbeam.grow.topk import TopK
+from quickbeam.tree import TokenTree
+from toy import ToyModel
+
+Path = tuple[int, ...]
+seeds = st.integers(0, 10**6)
+
+
+# --- EAGLE-2 -------------------------------------------------------------------------------------------------------------------------
+
+
+def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path]:
+    candidates: list[tuple[float, Path]] = []
+    layer: list[tuple[float, Path]] = [(1.0, ())]
+    for _ in range(depth):
+        fresh = []
+        for v, path in layer:
+            best = sorted(enumerate(law([0, *path]).tolist()), key=lambda one: -one[1])[:width]
+            fresh += [(v * p, (*path, token)) for token, p in best if p > 0]
+        layer = sorted(fresh, reverse=True)[:width]
+        candidates += fresh
+    return {path for _, path in sorted(candidates, reverse=True)[:size]}
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(2, 40), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
+def test_topk_expands_and_reranks(seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float) -> None:
+    model = ToyModel(vocab=6, seed=seed)
+    tree = TopK(KnownDrafter(model.draft), width, depth).grow(context_of([0], temperature), budget, max_depth)
+    assert set(paths(tree)) == expand_and_rerank(model.draft, width, min(depth, max_depth), budget - 1)
+    assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
+
+
+# --- Sequoia -------------------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def all_shapes(nodes: int, depth: int) -> list[tuple]:
+    """Every ordered tree of this many nodes and at most this depth, as nested tuples of children."""
+
+    def forests(left: int) -> Iterator[tuple]:
+        if left == 0:
+            yield ()
+        for first in range(1, left + 1):
+            for tree, rest in product(all_shapes(first, depth - 1), forests(left - first)):
+                yield (tree, *rest)
+
+    return [()] if nodes == 1 else list(forests(nodes - 1)) if depth > 0 else []
+
+
+def tokens_of(tree: tuple, acceptance: Sequence[float]) -> float:
+    if len(tree) > len(acceptance):
+        return 0.0
+    return 1 + sum(chance * tokens_of(child, acceptance) for child, chance in zip(tree, acceptance, strict=False))
+
+
+def nested(shape: Shape, node: int = 0) -> tuple:
+    return tuple(nested(shape, child) for child in shape[node])
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 6))
+def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, depth: int) -> None:
+    shapes = Shapes(acceptance, 6)
+    best = max(tokens_of(tree, acceptance) for size in range(1, nodes + 1) for tree in all_shapes(size, depth))
+    shape = shapes.shape(nodes, depth)
+    assert shapes.tokens(nodes, depth) == pytest.approx(best) == tokens_of(nested(shape), acceptance)
+    assert len(shape) <= nodes
+
+
+def test_there_are_as_many_shapes_as_catalan_says() -> None:
+    assert [len(all_shapes(nodes, nodes)) for nodes in range(1, 7)] == [1, 1, 2, 5, 14, 42]
+
+
+def test_sequoias_shapes_go_wide_or_deep_with_acceptance() -> None:
+    assert sum(GENERIC) < 1 and list(GENERIC) == sorted(GENERIC, reverse=True)
+    assert Shapes([0.9, 0.05], 8).shape(8, 20) == [[1], [2], [3], [4], [5], [6], [7], []]
+    assert Shapes([0.1] * 7, 8).shape(8, 20)[0] == [1, 2, 3, 4, 5, 6, 7]
+    for nodes in (16, 64):
+        shape = Shapes(GENERIC, nodes).shape(nodes, nodes)
+        assert len(shape) == nodes and 1 < len(shape[0]) < nodes / 2
+
+
+def test_sequoia_fills_its_shape() -> None:
+    policy = Sequoia(zipf_drafter(), (0.5, 0.3, 0.2))
+    for temperature in (0.0, 1.0):
+        for budget in (2, 7, 30):
+            tree, shape = policy.grow(context_of([0], temperature), budget, 20), Shapes((0.5, 0.3, 0.2), budget).shape(budget, 20)
+            assert nested([list(children.values()) for children in tree.children]) == nested(shape)
+
+
+def test_sequoia_learns_what_is_accepted() -> None:
+    """Second children always are: after a while nothing is put below the first ones."""
+    policy, ids = Sequoia(zipf_drafter()), [0]
+    first = policy.grow(context_of(ids, 0.0), 16, 20)
+    for _ in range(400):
+        tree = policy.grow(context_of(ids, 0.0), 16, 20)
+        node = 0
+        while len(tree.children[node]) > 1:
+            token, node = list(tree.children[node].items())[1]
+            ids.append(token)
+        ids.append(499 if tree.child(node, 499) is None else 498)
+    assert policy.acceptance[1] > 0.9 > 0.1 > policy.acceptance[0]
+    assert max(tree.depth) >= 7 > max(first.depth)
+    before = policy.acceptance
+    for i in range(100):  # another text is not what came of the last tree
+        policy.grow(context_of([1, i], 0.0), 16, 20)
+    assert policy.acceptance == before
+
+
+# --- layout --------------------------------------------------------------------------------------------------------------------------
+
+
+def random_tree(nodes: int, seed: int) -> TokenTree:
+    """Uniform random recursive: any earlier node may be a node's parent."""
+    rng, tree = random.Random(seed), TokenTree(0)
+    for node in range(1, nodes):
+        tree.add(rng.randrange(node), node, "random")
+    return tree
+
+
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(seeds, st.integers(1, 80))
+def test_orders_are_permutations_with_parents_first(seed: int, nodes: int) -> None:
+    tree = random_tree(nodes, seed)
+    sizes = [sum(node in tree.path(other) for other in range(nodes)) for node in range(nodes)]
+    for order in (depth_first(tree), heavy_path(tree)):
+        assert sorted(order) == list(range(nodes))
+        place = {node: i for i, node in enumerate(order)}
+        assert all(place[tree.parent[node]] < place[node] for node in range(1, nodes))
+        for node in range(nodes):  # a subtree lies together
+            assert {order[place[node] + i] for i in range(sizes[node])} == {other for other in range(nodes) if node in tree.path(other)}
+    heavy = heavy_path(tree)
+    for i, node in enumerate(heavy[:-1]):
+        children = tree.children[node].values()
+        assert not children or sizes[heavy[i + 1]] == max(sizes[child] for child in children)
+    assert depth_first(tree)[1:2] == ([1] if nodes > 1 else [])
+
+
+@settings(deadline=None, derandomize=True, max_examples=30)
+@given(seeds, st.integers(1, 40), st.integers(1, 9))
+def test_blocks_are_those_that_hold_an_entry(seed: int, nodes: int, size: int) -> None:
+    tree = random_tree(nodes, seed)
+    for order in (None, heavy_path(tree)):
+        place = {node: i for i, node in enumerate(order or range(nodes))}
+        blocks = {(place[node] // size, place[above] // size) for node in range(nodes) for above in tree.path(node)}
+        assert mask_blocks(tree, order, size) == len(blocks)
+
+
+@pytest.mark.parametrize(("nodes", "before", "after"), [(256, 36, 22.5), (512, 135.5, 52.8), (1024, 490, 119), (2048, 1654, 279)])
+def test_depth_first_order_saves_the_blocks_that_the_paper_says(nodes: int, before: float, after: float) -> None:
+    """DySpec, App. C, table of random trees."""
+    trees = [random_tree(nodes, seed) for seed in range(3)]
+    assert sum(map(mask_blocks, trees)) / 3 == pytest.approx(before, rel=0.05)
+    first, heavy = (sum(mask_blocks(tree, order(tree)) for tree in trees) / 3 for order in (depth_first, heavy_path))
+    assert first == pytest.approx(after, rel=0.1)
+    assert heavy < first

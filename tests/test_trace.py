@@ -1,0 +1,282 @@
+"""What `generate --trace` records and `inspect` draws: pytest tests/test_trace.py."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import fake_llm
+from quickbeam.cli.app import app
+from quickbeam.cli.inspect import by_source, draw_tree, page
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.engine.trace import StepRecord, Trace, read_trace
+from quickbeam.errors import InvalidInput
+from quickbeam.tree import TokenTree
+
+EVIL = "<script>alert('x')</script>&\"\n"
+
+
+class Letters:
+    """Tokens are characters, but token 0 is text that HTML must not take at its word."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(chr(97 + i) if i else EVIL for i in ids)
+
+
+class Page(HTMLParser):
+    """A page's elements with their attributes, and its text. Fails where elements are not nested."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+    def of_class(self, name: str) -> int:
+        return sum(name in (attrs.get("class") or "").split() for _, attrs in self.elements)
+
+
+def some_tree() -> TokenTree:
+    tree = TokenTree(1)
+    first = tree.add(0, 0, "drafter", 0.5)
+    tree.add(0, 3, EVIL, 0.25)
+    tree.add(tree.add(first, 4, "ngram", 0.125), 5, "ngram")
+    tree.add(first, 6, "drafter", 0.0625)
+    return tree
+
+
+@pytest.fixture
+def trace() -> dict[str, Any]:
+    recorder = Trace()
+    recorder(StepRecord(some_tree(), [0, 1, 3], 7, [0, 4, 7], 0.001, 0.002, 0.004))
+    recorder(StepRecord(TokenTree(7), [0], 2, [2], 0.0, 0.002, 0.003))
+    completion = Completion(EVIL, [1, 0, 4, 7, 2], "stop", Statistics(5, 2, 0.007, 0.1), EVIL, "dyspec")
+    return recorder.to_json(completion, Letters())
+
+
+def written(path: Path, content: object) -> Path:
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+def test_a_record_comes_back_as_it_was_written(trace: dict[str, Any], tmp_path: Path) -> None:
+    assert read_trace(written(tmp_path / "t.json", trace)) == trace
+    step, plain = trace["steps"]
+    nodes = step["nodes"]
+    tree = some_tree()
+    for name in ("token", "parent", "depth", "source", "value"):
+        assert [node[name] for node in nodes] == getattr(tree, name)
+    assert [node["text"] for node in nodes] == ["b", EVIL, "d", "e", "f", "g"]
+    assert [node["accepted"] for node in nodes] == [True, True, False, True, False, False]
+    assert (step["next"], step["emitted"]) == ({"token": 7, "text": "h"}, 3)
+    assert (step["draft_seconds"], step["verify_seconds"], step["seconds"]) == (0.001, 0.002, 0.004)
+    assert len(plain["nodes"]) == 1 and plain["next"]["text"] == "c"
+    assert trace["answer"]["mean_accepted_tokens"] == 2.0
+
+
+def change(*keys: Any, to: object) -> Callable[[dict[str, Any]], None]:
+    def apply(record: dict[str, Any]) -> None:
+        for key in keys[:-1]:
+            record = record[key]
+        record[keys[-1]] = to
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (change("format", to="something"), "not a trace; give a file that `quickbeam generate --trace` wrote"),
+        (change("version", to=2), "a trace of version 2; this quickbeam reads version 1"),
+        (change("answer", to=[]), "answer='[]'; must be dict"),
+        (change("answer", "method", to=3), "answer: method='3'; must be str"),
+        (lambda record: record.pop("steps"), "has no 'steps'"),
+        (change("steps", 1, to="x"), "step 2: 'x'; must be an object"),
+        (change("steps", 0, "nodes", to=[]), "step 1: has no nodes"),
+        (change("steps", 0, "next", to={}), "step 1, next: has no 'token'"),
+        (change("steps", 0, "nodes", 3, "parent", to=3), "step 1, node 3: parent 3; must be an earlier node"),
+        (change("steps", 0, "nodes", 0, "parent", to=-2), "step 1, node 0: parent -2"),
+        (change("steps", 0, "nodes", 2, "parent", to=-1), "step 1, node 2: parent -1"),
+        (change("steps", 0, "nodes", 2, "accepted", to=1), "step 1, node 2: accepted='1'; must be bool"),
+        (change("steps", 0, "nodes", 2, "token", to=True), "step 1, node 2: token='True'; must be int"),
+        (change("steps", 0, "nodes", 2, "value", to=float("nan")), "step 1, node 2: value='nan'; must be int or float"),
+        (change("steps", 0, "seconds", to=10**400), "step 1: seconds='1000"),
+    ],
+)
+def test_damaged_records_are_named(trace: dict[str, Any], tmp_path: Path, damage: Callable, words: str) -> None:
+    damage(trace)
+    with pytest.raises(InvalidInput) as caught:
+        read_trace(written(tmp_path / "t.json", trace))
+    assert words in str(caught.value) and "t.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "not a trace"), (b"[" * 99999, "JSON")])
+def test_other_files_are_named(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "x").write_bytes(content)
+    with pytest.raises(InvalidInput, match=words):
+        read_trace(tmp_path / "x")
+    with pytest.raises(InvalidInput, match=r"can't be read \(No such file"):
+        read_trace(tmp_path / "y")
+    with pytest.raises(InvalidInput, match="can't be read"):
+        read_trace(tmp_path)
+
+
+def test_the_page_shows_everything_and_loads_nothing(trace: dict[str, Any]) -> None:
+    html = page(trace)
+    drawn = Page(html)
+    tags = {tag for tag, _ in drawn.elements}
+    assert not tags & {"script", "link", "img", "iframe", "object"}
+    assert "http" not in html and "url(" not in html and "@import" not in html
+    assert not any(name in attrs for _, attrs in drawn.elements for name in ("src", "href", "onclick"))
+    assert EVIL.strip() in drawn.text, "texts are shown as they are"
+    assert drawn.of_class("accepted") == 3 + 1 and drawn.of_class("next") == 2
+    assert drawn.of_class("node") == 6 + 1 + 2
+    assert sum(tag == "details" for tag, _ in drawn.elements) == 2
+    for words in ("step 1: 5 drafted, 2 accepted, 3 emitted", "step 2: 0 drafted", "MAT", "dyspec", "drafting 1.0 ms, verifying 2.0 ms"):
+        assert words in drawn.text
+    titles = {attrs.get("title") for _, attrs in drawn.elements}
+    assert "token 4, depth 2, ngram, value 0.125" in titles
+
+
+def test_figures_by_source_count_nodes(trace: dict[str, Any]) -> None:
+    assert by_source(trace) == {
+        EVIL: ("1", "0 (0%)", "0.25"),
+        "drafter": ("2", "1 (50%)", "0.28"),
+        "ngram": ("2", "1 (50%)", "0.06"),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
+    rng = random.Random(seed)
+    nodes: list[dict[str, Any]] = []
+    for i in range(40):
+        parent = rng.randrange(max(0, i - 4), i) if i else -1
+        depth = nodes[parent]["depth"] + 1 if i else 0
+        nodes.append({"token": i, "text": f"n{i}", "parent": parent, "depth": depth, "source": "x", "value": 0.0, "accepted": False})
+
+    class Nesting(HTMLParser):
+        """The parent that the lists give each node: the one before it on its line, or the last of the line that its list is below."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parents: dict[str, str] = {}
+            self.lines: list[str] = []  # the last node so far of each open line
+
+        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+            if tag == "li":
+                self.lines.append(self.lines[-1] if self.lines else "")
+
+        def handle_endtag(self, tag: str) -> None:
+            if tag == "li":
+                self.lines.pop()
+
+        def handle_data(self, data: str) -> None:
+            self.parents[data] = self.lines[-1]
+            self.lines[-1] = data
+
+    nesting = Nesting()
+    nesting.feed(draw_tree(nodes, {}))
+    assert nesting.parents == {f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)}
+
+
+def test_a_chain_deeper_than_pythons_stack_is_drawn() -> None:
+    node = {"token": 1, "text": "a", "source": "x", "value": 0.0, "accepted": False}
+    nodes = [{**node, "parent": i - 1, "depth": i} for i in range(3000)]
+    nodes += [{**node, "parent": i, "depth": i + 1} for i in range(3000)]
+    assert draw_tree(nodes, {}).count("class='node'") == 6000
+
+
+# The commands
+
+
+@pytest.fixture
+def run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
+    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(("prompt", "code"), [("hello", 0), ("interrupt", 130)])
+@pytest.mark.parametrize("options", [[], ["--json"], ["--raw"]])
+def test_generate_records_and_inspect_draws(run, tmp_path: Path, prompt: str, code: int, options: list[str]) -> None:
+    recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
+    assert run("generate", prompt, "--trace", recorded, *options).exit_code == code
+    steps = read_trace(recorded)["steps"]
+    assert len(steps) == 2 and steps[0]["nodes"][2]["text"] == "<3>"
+    result = run("inspect", recorded, "--html", drawn)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "steps: 2" in result.stdout and "2 (100%)" in result.stdout and "0 (0%)" in result.stdout
+    assert Page(drawn.read_text(encoding="utf-8")).of_class("node") == 2 * (3 + 1)
+    assert run("inspect", recorded).stdout == result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["t.html", "t.json"]
+
+
+def test_places_that_cannot_be_written_are_named_before_any_work(run, tmp_path: Path, trace: dict[str, Any]) -> None:
+    fake_llm.CALLS.clear()
+    result = run("generate", "hello", "--trace", tmp_path / "no" / "t.json")
+    assert result.exit_code == 2 and "--trace" in result.stderr and "does not exist" in result.stderr and fake_llm.CALLS == []
+    recorded = written(tmp_path / "t.json", trace)
+    result = run("inspect", recorded, "--html", tmp_path)
+    assert result.exit_code == 2 and "--html" in result.stderr and "is a folder" in result.stderr
+    result = run("inspect", tmp_path / "missing.json")
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "missing.json" in result.stderr
+
+
+def test_a_full_disk_is_a_failure_that_keeps_the_answer(run, tmp_path: Path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quickbeam.bench.report.save", full)
+    result = run("generate", "hello", "--trace", tmp_path / "t.json")
+    assert (result.exit_code, result.stdout) == (1, "one two\n")
+    assert "--trace" in result.stderr and "not written (No space left on device)" in result.stderr
+
+
+def test_a_real_answers_trace_holds_its_tokens(toy_folder: str, tmp_path: Path) -> None:
+    recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
+    options = [
+        "--model",
+        toy_folder,
+        "--drafter",
+        toy_folder,
+        "--method",
+        "dyspec",
+        "--dtype",
+        "float32",
+        "--max-tokens",
+        "20",
+        "--ignore-eos",
+    ]
+    done = CliRunner().invoke(app, ["generate", "abc abc", *options, "--json", "--trace", str(recorded)])
+    assert done.exit_code == 0, done.stderr
+    answer, trace = json.loads(done.stdout), read_trace(recorded)
+    told = []
+    for step in trace["steps"]:
+        accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
+        told += [*accepted, step["next"]["token"]][: step["emitted"]]
+    assert told == answer["token_ids"][1:] and len(trace["steps"]) == answer["steps"]
+    assert {node["source"] for step in trace["steps"] for node in step["nodes"]} == {"root", "drafter"}
+    assert CliRunner().invoke(app, ["inspect", str(recorded), "--html", str(drawn)]).exit_code == 0
+    assert Page(drawn.read_text(encoding="utf-8")).of_class("next") == answer["steps"]
