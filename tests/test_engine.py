@@ -21,6 +21,7 @@ from quickbeam.grow import make_policy
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
 
 CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]  # the others: test_lm_drafter.py
 DRAFTED = [name for name in CERTAIN if name != "ar"]
@@ -165,9 +166,16 @@ def test_cost_is_interpolated_and_measured(target: Target) -> None:
     cost = CostModel({1: 1.0, 3: 2.0, 8: 4.0})
     assert [cost.seconds(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
     target.reset()
+    target.prefill(prompt_of(0))
+    tree = TokenTree(5)
+    expected = target.verify(tree).clone()
     measured = CostModel.measure(target, 16, repeats=1)
+    torch.testing.assert_close(target.verify(tree), expected)
     assert all(measured.seconds(n) > 0 for n in (1, 5, 16, 40))
-    assert target.store.length == 0
+    assert target.store.length == len(prompt_of(0))
+    longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
+    assert [longer.seconds(n, 100) for n in (1, 8)] == pytest.approx([2.0, 32.0])
+    assert AutoBudget(longer, 8).choose(4, 0) > AutoBudget(longer, 8).choose(4, 10_000)
     with pytest.raises(ValueError, match="no cost"):
         CostModel({})
 
@@ -175,12 +183,12 @@ def test_cost_is_interpolated_and_measured(target: Target) -> None:
 def test_a_followed_cost_comes_to_what_passes_take() -> None:
     cost = CostModel({1: 1.0, 8: 2.0, 64: 8.0})
     for _ in range(300):
-        cost.observe(8, 3.0)
-        cost.observe(64, 8.0)
+        cost.observe(8, 0, 3.0)
+        cost.observe(64, 0, 8.0)
     assert cost.seconds(8) == pytest.approx(3.0, rel=0.01)
     assert cost.seconds(64) == pytest.approx(8.0, rel=0.01)
     assert cost.seconds(1) == 1.0
-    cost.observe(8, 1e9)
+    cost.observe(8, 0, 1e9)
     assert cost.seconds(8) < 3.3
 
 

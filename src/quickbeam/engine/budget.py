@@ -6,67 +6,85 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from statistics import median
 
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-PATIENCE = 1.0  # seconds of measuring after which the remaining, wider passes are left out
+FAR = 1024  # tokens before a tree at which its cost is measured a second time,
+FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
+PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are left out
 
 
 class CostModel:
-    """Seconds of one target pass over a tree, by its number of nodes: measured once, then followed while decoding.
+    """Seconds of one target pass over a tree, by its number of nodes and the tokens before it: measured once, then followed.
 
-    Between measured widths the cost is interpolated; beyond the widest it grows in proportion, which overstates it.
+    `seconds`: by nodes, with nothing before the tree. `per_token`: by nodes, what each token before it adds; every node reads them all, so
+    long contexts make wide trees dearer. Both are interpolated, and grow in proportion beyond the widest, which overstates the cost.
     """
 
     RATE = 0.05  # of a difference that one pass corrects
 
-    def __init__(self, seconds: dict[int, float]) -> None:
+    def __init__(self, seconds: dict[int, float], per_token: dict[int, float] | None = None) -> None:
         if not seconds:
             raise ValueError("no cost was measured")
         self._seconds = dict(sorted(seconds.items()))
+        self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
 
     @classmethod
     def measure(cls, target: Target, limit: int, repeats: int = 3) -> CostModel:
-        """Time trees of growing width behind the target's certain tokens, none wider than `limit` nodes. The tokens don't matter."""
+        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter."""
+        far = min(FAR, (target.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
+        per_token: dict[int, float] = {}
         began = time.perf_counter()
         for width in (w for w in WIDTHS if w <= limit):
             tree = TokenTree(0)
             for node in range(1, width):
                 tree.add((node - 1) // 2, node % target.vocab_size, "probe")
-            target.verify(tree)
-            times = []
-            for _ in range(repeats):
-                start = time.perf_counter()
-                target.verify(tree)[0, 0].item()
-                times.append(time.perf_counter() - start)
-            seconds[width] = min(times)
+            seconds[width] = _time(target, tree, 0, repeats)
+            if width in FAR_WIDTHS:
+                per_token[width] = max(0.0, _time(target, tree, far, repeats) - seconds[width]) / far
             if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
                 break
-        return cls(seconds)
+        return cls(seconds, per_token)
 
-    def seconds(self, nodes: int) -> float:
-        """Expected time of a pass over `nodes` nodes."""
-        low, high, part = self._bracket(nodes)
-        return (self._seconds[low] * (1 - part) + self._seconds[high] * part) * max(1.0, nodes / high)
+    def seconds(self, nodes: int, context: int = 0) -> float:
+        """Expected time of a pass over `nodes` nodes behind `context` tokens."""
+        return _interpolate(self._seconds, nodes) + context * _interpolate(self._per_token, nodes)
 
-    def observe(self, nodes: int, seconds: float) -> None:
-        """A pass took so long: longer contexts make wide trees dearer. A single slow pass (the machine was busy) changes little."""
-        ratio = min(2.0, max(0.5, seconds / self.seconds(nodes)))
-        for width in set(self._bracket(nodes)[:2]):
+    def observe(self, nodes: int, context: int, seconds: float) -> None:
+        """A pass took so long. A single slow one (the machine was busy) changes little."""
+        ratio = min(2.0, max(0.5, seconds / self.seconds(nodes, context)))
+        for width in set(_bracket(self._seconds, nodes)[:2]):
             self._seconds[width] *= 1 + self.RATE * (ratio - 1)
 
-    def _bracket(self, nodes: int) -> tuple[int, int, float]:
-        """The measured widths around `nodes`, and how far between them it lies."""
-        widths = list(self._seconds)
-        i = bisect_left(widths, nodes)
-        if i == len(widths):
-            return widths[-1], widths[-1], 0.0
-        if i == 0 or widths[i] == nodes:
-            return widths[i], widths[i], 0.0
-        return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
+
+def _time(target: Target, tree: TokenTree, context: int, repeats: int) -> float:
+    target.rehearse(tree, context)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        target.rehearse(tree, context)[0, 0].item()
+        times.append(time.perf_counter() - start)
+    return median(times)
+
+
+def _interpolate(table: dict[int, float], nodes: int) -> float:
+    low, high, part = _bracket(table, nodes)
+    return (table[low] * (1 - part) + table[high] * part) * max(1.0, nodes / high)
+
+
+def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
+    """The keys of `table` around `nodes`, and how far between them it lies."""
+    widths = list(table)
+    i = bisect_left(widths, nodes)
+    if i == len(widths):
+        return widths[-1], widths[-1], 0.0
+    if i == 0 or widths[i] == nodes:
+        return widths[i], widths[i], 0.0
+    return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
 
 
 class AutoBudget:
@@ -80,7 +98,7 @@ class AutoBudget:
     MEMORY = 64  # steps after which an observation has lost most of its weight
     TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
 
-    def __init__(self, cost: CostModel, limit: int, overhead: float = 0.0007) -> None:
+    def __init__(self, cost: CostModel, limit: int, overhead: float = 0.001) -> None:
         self.cost = cost
         self.overhead = overhead
         self.budgets = [width for width in WIDTHS if width <= limit]
@@ -109,10 +127,10 @@ class AutoBudget:
             tokens.append((count[i] * emitted[i] + self.TRUST * (tokens[i - 1] + growth)) / (count[i] + self.TRUST))
         return tokens
 
-    def choose(self, situation: int = 0) -> int:
-        """The budget for the next tree, the root included."""
+    def choose(self, situation: int = 0, context: int = 0) -> int:
+        """The budget for the next tree, the root included, behind `context` tokens."""
         tokens = self.expected(situation)
-        rates = [tokens[i] / (self.cost.seconds(width) + self.overhead) for i, width in enumerate(self.budgets)]
+        rates = [tokens[i] / (self.cost.seconds(width, context) + self.overhead) for i, width in enumerate(self.budgets)]
         return self.budgets[rates.index(max(rates))]
 
     def observe(self, situation: int, budget: int, path: Sequence[int]) -> None:

@@ -107,7 +107,7 @@ class Generation:
         auto, situation = None, 0
         if isinstance(self._budget, AutoBudget):
             auto, situation = self._budget, self.policy.situation(context)
-            budget = auto.choose(situation)
+            budget = auto.choose(situation, len(context.ids))
         else:
             budget = self._budget
         remaining = self.params.max_tokens - len(self.output.token_ids)
@@ -128,7 +128,7 @@ class Generation:
             source.extend(tokens)
         if auto:
             auto.observe(situation, budget, path)
-            auto.cost.observe(len(tree), verified - drafted)
+            auto.cost.observe(len(tree), len(context.ids) - len(tokens), verified - drafted)
         stats = self.statistics
         stats.steps += 1
         stats.draft_seconds += drafted - began

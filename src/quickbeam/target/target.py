@@ -146,6 +146,16 @@ class Target:
         step = Step(self.store, positions, visible, self.exact, base)
         return self._forward(tokens[base:], step, self._verify, last=False)[: n - base]
 
+    def rehearse(self, tree: TokenTree, context: int) -> torch.Tensor:
+        """`verify` behind at least `context` tokens, whatever they are, for its time alone: nothing that is certain changes."""
+        certain = self.store.length
+        self.store.reserve(context + len(tree) + 2)
+        self.store.length = max(context, certain)
+        try:
+            return self.verify(tree)
+        finally:
+            self.store.length = certain
+
     def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Make the nodes of `path` (root first, parents before children) certain."""
         if not path or path[0] != 0 or any(tree.parent[child] != parent for parent, child in pairwise(path)):
