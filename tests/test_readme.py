@@ -18,6 +18,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"(<!-- not run by tests: needs .+ -->\n)?```(\w*)\n(.*?)```", README, re.DOTALL)
 
 SMALL = {"generate": ["--max-tokens", "8"], "bench": ["--limit", "1", "--max-tokens", "4"], "demo": ["--max-tokens", "8"]}
+SMALL["bench passes"] = ["--repeats", "1"]
 
 
 def lines(skipped: bool) -> list[list[str]]:
@@ -45,7 +46,8 @@ def test_make_targets_and_extras_are_there():
 @pytest.mark.parametrize("arguments", commands(False), ids=" ".join)
 def test_command_runs(arguments, smollm2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, [*arguments, *SMALL.get(arguments[0], [])], input="Hello\n/exit\n", catch_exceptions=False)
+    smaller = SMALL.get(" ".join(arguments[:2])) or SMALL.get(arguments[0], [])
+    result = CliRunner().invoke(app, [*arguments, *smaller], input="Hello\n/exit\n", catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     assert result.stdout.strip()
 
@@ -67,7 +69,8 @@ def test_python_runs(code, smollm2, capsys):
 
 
 def test_the_table_of_methods_is_that_of_the_presets():
-    rows = re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", README, re.MULTILINE)
+    table = README.split("## Methods\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", table, re.MULTILINE)
     assert rows == [(name, preset.summary) for name, preset in PRESETS.items()]
 
 
