@@ -96,6 +96,7 @@ class AutoBudget:
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
+    HOLD = 4  # steps that a choice is kept for: making one takes a tenth of a millisecond
     TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
 
     def __init__(self, cost: CostModel, limit: int, overhead: float = 0.001) -> None:
@@ -104,6 +105,7 @@ class AutoBudget:
         self.budgets = [width for width in WIDTHS if width <= limit]
         self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
         self._count: dict[int, list[int]] = {}
+        self._chosen: dict[int, tuple[int, int]] = {}  # by situation: the budget, and the steps it is kept for
 
     @staticmethod
     def prior(situation: int, nodes: int) -> float:
@@ -129,9 +131,13 @@ class AutoBudget:
 
     def choose(self, situation: int = 0, context: int = 0) -> int:
         """The budget for the next tree, the root included, behind `context` tokens."""
-        tokens = self.expected(situation)
-        rates = [tokens[i] / (self.cost.seconds(width, context) + self.overhead) for i, width in enumerate(self.budgets)]
-        return self.budgets[rates.index(max(rates))]
+        budget, steps = self._chosen.get(situation, (0, 0))
+        if not steps:
+            tokens = self.expected(situation)
+            rates = [tokens[i] / (self.cost.seconds(width, context) + self.overhead) for i, width in enumerate(self.budgets)]
+            budget, steps = self.budgets[rates.index(max(rates))], self.HOLD
+        self._chosen[situation] = budget, steps - 1
+        return budget
 
     def observe(self, situation: int, budget: int, path: Sequence[int]) -> None:
         """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted."""
