@@ -15,7 +15,7 @@ from quickbeam.presets import PRESETS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-BLOCKS = re.findall(r"(<!-- not run by tests: needs .+ -->\n)?```(\w*)\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"(<!-- not run by tests: needs [^\n]+ -->\n)?```(\w*)\n(.*?)```", README, re.DOTALL)
 
 SMALL = {"generate": ["--max-tokens", "8"], "bench": ["--limit", "1", "--max-tokens", "4"], "demo": ["--max-tokens", "8"]}
 SMALL["bench passes"] = ["--repeats", "1"]
