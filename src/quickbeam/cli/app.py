@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from quickbeam import __version__
 from quickbeam.cli import bench
+from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.generate import generate
@@ -68,4 +69,5 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 
 for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
+bench.commands.command()(acceptance)
 app.add_typer(bench.commands, name="bench")

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -22,14 +21,13 @@ from quickbeam.bench.methods import PEERS, SWITCHES, load_runners, parse_budget,
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.run import Results, reference_of, run, warm_up
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stderr
+from quickbeam.cli.common import progress_bar, stderr, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
-PLAIN_WIDTH = 120  # columns where the output is no terminal
 
 
 class Turns(str, Enum):
@@ -37,7 +35,7 @@ class Turns(str, Enum):
     all = "all"
 
 
-commands = typer.Typer(help="Measure: methods on questions (no command), or what a pass costs.")
+commands = typer.Typer(help="Measure: methods on questions (no command), what a pass costs, or how often drafts are accepted.")
 
 
 @commands.callback(invoke_without_command=True)
@@ -152,7 +150,7 @@ def passes(
     for width in map(int, numbers):
         base = figures["transformers"][width]
         table.add_row(str(width), *(f"{ms[width]:.1f} ({base / ms[width]:.2f})" for ms in figures.values()))
-    _console().print(table)
+    stdout().print(table)
 
 
 class _Log:
@@ -205,15 +203,8 @@ def _measure(
 def _show(results: Results) -> None:
     if not results.trials:
         return
-    console = _console()
+    console = stdout()
     console.print(report.category_table(results))
     console.print(report.overall_table(results))
     for line in report.footer(results):
         console.print(Text(line))
-
-
-def _console() -> Console:
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console

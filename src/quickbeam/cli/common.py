@@ -21,6 +21,16 @@ from quickbeam.presets import PRESETS, preset
 if TYPE_CHECKING:
     from quickbeam.llm import LLM, Stream
 
+PLAIN_WIDTH = 120  # columns of tables where the output is no terminal
+
+
+def stdout() -> Console:
+    """A console for tables."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    return console
+
 
 def stderr() -> Console:
     """A console bound to today's stderr, which stays the real one while a loader's is redirected."""

@@ -1,0 +1,131 @@
+"""`quickbeam bench acceptance`: draft probability against measured acceptance."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from quickbeam.bench import acceptance_report, report
+from quickbeam.bench.acceptance import Results, Tally, measure
+from quickbeam.bench.methods import parse_methods
+from quickbeam.bench.questions import load_questions, spread
+from quickbeam.cli import options
+from quickbeam.cli.bench import INTERRUPTED
+from quickbeam.cli.common import load, progress_bar, stdout
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.presets import PRESETS, preset
+from quickbeam.sampling import SamplingParams
+
+
+def acceptance(
+    questions: Annotated[
+        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer, in tokens.")] = 64,
+    model: options.Model = None,
+    drafter: options.Drafter = None,
+    method: Annotated[str, typer.Option("--method", help=f"One of those that draft with a model: {', '.join(drafted())}.")] = "dyspec",
+    budget: options.Budget = None,
+    temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6,1",
+    bins: Annotated[int, typer.Option("--bins", min=1, max=100, help="Bins of draft probability, of equal width.")] = 10,
+    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this + i.")] = 0,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
+) -> None:
+    """How often drafted tokens are accepted, by the probability that the drafter gave them and by depth. Ctrl-C shows what there is."""
+    require_drafted(method, drafter)
+    nodes = options.nodes(budget)
+    if nodes == 1:
+        raise InvalidInput("--budget 1: a tree of its root alone drafts nothing; give at least 2 nodes, or auto")
+    requests = [SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed) for value in parse_temperatures(temperatures)]
+    asked = spread(load_questions(questions), limit)
+    if json_path is not None:
+        report.check_output("--json", json_path)
+    if plot_path is not None:
+        report.check_plot(plot_path)
+    llm = load(model, method, dtype, device, nodes, drafter=drafter)
+    from quickbeam.bench.environment import environment  # transformers takes seconds
+
+    results = Results({request.temperature: Tally() for request in requests})
+    settings = {
+        "questions": "built-in" if questions is None else str(questions),
+        "limit": limit,
+        "max_tokens": max_tokens,
+        "drafter": drafter,
+        "method": method,
+        "budget": budget,
+        "temperatures": list(results.tallies),
+        "bins": bins,
+        "seed": seed,
+    }
+    interrupted = True
+    try:
+        with suppress(KeyboardInterrupt), progress_bar("answers") as progress:
+            for done, _ in enumerate(measure(llm, asked, requests, results), 1):
+                progress("answers", done / (len(asked) * len(requests)))
+            interrupted = False
+    finally:
+        if results.tried:
+            show(results, bins)
+            where = environment(str(llm.target.device), dtype.value)
+            write(results, bins, json_path, plot_path, acceptance_report.record(results, bins, where, llm.name, settings))
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
+    if not results.prompts:
+        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+    if not results.tried:
+        raise QuickbeamError("no drafted token was tried: the answers ended at once; ask other questions, or use a larger --budget")
+
+
+def drafted() -> list[str]:
+    """The methods that draft with a model."""
+    return [name for name, entry in PRESETS.items() if "drafter" in entry.sources]
+
+
+def require_drafted(method: str, drafter: str | None) -> None:
+    """Raise `InvalidInput` for a method that is unknown, has no draft probabilities, or lacks the drafter that it needs."""
+    if "drafter" not in preset(method).sources:
+        raise InvalidInput(f"--method {method}: drafts without a model, so there are no draft probabilities; use {', '.join(drafted())}")
+    parse_methods(method, drafter=drafter)
+
+
+def parse_temperatures(text: str) -> list[float]:
+    """Comma-separated numbers. Raises `InvalidInput` for none, for what is no number, and for one that is given twice."""
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        values = [float(part) for part in parts]
+    except ValueError:
+        raise InvalidInput(f"--temperatures {text!r}: must be numbers of at least 0, comma-separated, such as 0,0.6,1") from None
+    if len(set(values)) < len(values):
+        raise InvalidInput(f"--temperatures {text!r}: names a temperature twice")
+    return values
+
+
+def show(results: Results, bins: int) -> None:
+    console = stdout()
+    for summary in acceptance_report.summaries(results, bins):
+        console.print(acceptance_report.table(summary))
+        console.print(Text("\n".join(acceptance_report.lines(summary)) + "\n"))
+    console.print(Text("\n".join(acceptance_report.footer(results))))
+
+
+def write(results: Results, bins: int, json_path: Path | None, plot_path: Path | None, record: dict[str, object]) -> None:
+    """Both files, where they are asked for. Raises `QuickbeamError` naming the one that could not be written."""
+    option, path = "--json", json_path
+    try:
+        if json_path is not None:
+            report.save(json_path, record)
+        option, path = "--plot", plot_path
+        if plot_path is not None:
+            acceptance_report.plot(results, bins, plot_path)
+    except OSError as error:
+        raise QuickbeamError(f"{option} {path}: not written ({error.strerror}); see the tables instead") from error
