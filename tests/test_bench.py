@@ -171,6 +171,7 @@ class FakeLLM:
     def generate(self, prompt, params, *, method, budget):
         self.asked.append((prompt, method, budget))
         statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
+        statistics.drafter_calls, statistics.drafter_seconds = 9, 0.125
         return Completion("text", [1] * 7, self.reason, statistics)
 
 
@@ -191,7 +192,8 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
 def test_llm_runner_asks_for_its_method_and_budget():
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
     runner = LLMRunner(llm, "logitspec", 16)
-    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, seconds=1.5, draft_seconds=0.25, verify_seconds=1.0)
+    figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125)
+    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures)
     assert llm.asked == ["reset", ([4, 5], "logitspec", 16)]
     assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
     llm.reason = "interrupted"
@@ -301,7 +303,7 @@ def test_statistics_are_ratios_of_sums():
     results = Results(["ar", "fast"], "ar", False)
     for i, (category, tokens, seconds, steps, fast_seconds) in enumerate((("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))):
         ar.reply = replace(ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds)
-        fast.reply = Answer([1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0)
+        fast.reply = Answer([1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0, 3 * steps, 0.25)
         list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, PARAMS, results))
     whole = summaries(results)
     assert whole["ar"].speedup == 1 and whole["ar"].mean_accepted_tokens == 1 and whole["ar"].tokens_per_second == 40 / 15
@@ -309,6 +311,8 @@ def test_statistics_are_ratios_of_sums():
     assert whole["fast"].mean_accepted_tokens == 40 / 15 and whole["fast"].tokens_per_second == 40 / 5
     assert (whole["fast"].draft_ms, whole["fast"].verify_ms) == pytest.approx((1000 / 15, 2000 / 15))
     assert whole["fast"].overhead_ms == pytest.approx(2000 / 15)
+    assert whole["fast"].drafter_calls == 3 and whole["fast"].drafter_ms == pytest.approx(500 / 15)
+    assert whole["ar"].drafter_calls is whole["ar"].drafter_ms is None
     parts = by_category(results)
     assert list(parts) == ["x", "y"] and parts["x"]["fast"].speedup == 2.5 and parts["y"]["fast"].speedup == pytest.approx(10 / 3)
 

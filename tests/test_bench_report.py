@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from io import StringIO
 
 import pytest
@@ -43,6 +44,21 @@ def test_tables_show_figures_and_the_reference():
     runners = two_methods()
     del runners["ar"]
     assert "reference: fast (ar is not among the methods)" in rendered(measured(runners, questions_of("x")))
+
+
+def test_calls_of_a_drafter_are_shown_where_there_are_any():
+    runners = two_methods()
+    assert "drafter ms" not in rendered(measured(runners, questions_of("x")))
+    name = "dyspec-threshold:16"
+    runners[name] = FakeRunner(name, runners["ar"].calls)
+    runners[name].reply = replace(runners[name].reply, drafter_calls=12, drafter_seconds=0.25)
+    results = measured(runners, questions_of("x"))
+    lines = rendered(results).splitlines()
+    row = [line for line in lines if name in line][-1]
+    assert row.split("│")[6:9] == ["   125.00 ", "      62.50 ", "  3.00 "] and max(map(len, lines)) <= 120
+    content = report.record(results, {}, "m", {})
+    assert content["methods"][name]["drafter_ms"] == 62.5 and content["trials"][0]["answers"][name]["drafter_calls"] == 12
+    assert content["methods"]["ar"]["drafter_calls"] is None
 
 
 def test_json_record_holds_what_a_reader_needs(tmp_path):

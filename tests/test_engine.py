@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from models import VOCAB, tiny
-from quickbeam.engine.budget import AutoBudget, CostModel
+from quickbeam.engine.budget import AutoBudget, CostModel, DraftingCost
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.text import Output
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -217,3 +218,56 @@ def test_estimates_are_what_smaller_trees_would_have_emitted(situation: int, pat
     for _ in range(300):
         auto.observe(situation, 64, [0, 1, 6])
     assert auto.expected(situation) == pytest.approx([1 + (width > 1) + (width > 6) for width in auto.budgets], abs=0.2)
+
+
+# --- the cost of drafting ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_cost_of_drafting_is_learned_by_budget() -> None:
+    drafting = DraftingCost()
+    assert drafting.seconds(1) == drafting.seconds(64) == 0
+    for seconds in (9.0, 1.0, 1.5, 1.0):  # the first is slow
+        drafting.observe(16, seconds)
+    assert [drafting.seconds(n) for n in (1, 4, 16, 64)] == pytest.approx([0.0, 0.2, 1.0, 2.0])
+    for _ in range(4):
+        drafting.observe(4, 0.8)
+    assert [drafting.seconds(n) for n in (4, 10, 16)] == pytest.approx([0.8, 0.9, 1.0])
+    drafting.observe(16, 1e9)
+    assert drafting.seconds(16) < 1.06
+    for _ in range(200):
+        drafting.observe(16, 3.0)
+    assert drafting.seconds(16) == pytest.approx(3.0, rel=0.01)
+
+
+def test_a_tree_that_is_not_the_beginning_of_a_larger_one_tells_of_its_own_budget() -> None:
+    auto = AutoBudget(CostModel({1: 1.0}), 64)
+    auto.observe(3, 16, [0, 1, 2], nested=False)
+    assert dict(zip(auto.budgets, auto._count[3], strict=True)) == {width: int(width == 16) for width in auto.budgets}
+    assert auto._emitted[3][auto.budgets.index(16)] == 3
+
+
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("call", [0.0, 0.5, 4.0, 100.0])
+def test_the_budget_chosen_is_the_best_with_drafting_counted(call: float, nested: bool) -> None:
+    """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a layer, 8 in 10 layers accepted."""
+    rng, auto = random.Random(0), AutoBudget(CostModel({1: 10.0, 64: 14.0}), 64, overhead=1.0)
+
+    def depth(budget: int) -> int:
+        return round(budget**0.5) if budget > 1 else 0
+
+    def rate(budget: int) -> float:
+        return sum(0.8**i for i in range(depth(budget) + 1)) / (auto.cost.seconds(budget) + call * depth(budget) + 1.0)
+
+    chosen = []
+    for _ in range(1500):
+        budget = auto.choose(3)
+        chosen.append(budget)
+        accepted = next((i for i in range(depth(budget)) if rng.random() > 0.8), depth(budget))
+        # The node that is the i-th of the path is the first of its layer.
+        auto.observe(3, budget, [0, *(next(n for n in range(2, 65) if depth(n) >= i) - 1 for i in range(1, accepted + 1))], nested)
+        if budget > 1:
+            auto.drafting.observe(budget, call * depth(budget))
+    best = max(map(rate, auto.budgets))
+    assert sum(map(rate, chosen[-500:])) / 500 > (0.93 if nested else 0.85) * best
+    if call == 100.0:
+        assert max(chosen[-500:]) == 1

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy.stats import chi2_contingency
 
 from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws
 from models import VOCAB, tiny
@@ -217,6 +219,30 @@ def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(
     assert whole.value == sorted(whole.value, reverse=True)
     for budget in range(1, 40):
         assert child_ranks(policy.grow(context_of([0], 0.0), budget, 9)) == child_ranks(whole)[:budget]
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_nested_policies_give_the_beginning_of_a_larger_tree(name: str) -> None:
+    begin_alike = []
+    for seed in range(12):
+        policy = policies(ToyModel(20, seed, zeros=0.0).draft)[name]
+        whole = child_ranks(policy.grow(context_of([0], 0.0), 30, 9))
+        begin_alike += [child_ranks(policy.grow(context_of([0], 0.0), budget, 9)) == whole[:budget] for budget in range(1, 30)]
+    assert all(begin_alike) == policy.nested
+    assert Threshold(policy.drafter, 0.1).nested
+
+
+@pytest.mark.parametrize("name", ["greedy", "drafted-chain", "specinfer"])
+def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: str) -> None:
+    policy, generator = policies(ToyModel(3, 1, zeros=0.0).draft)[name], torch.Generator().manual_seed(0)
+
+    def counts(budget: int) -> Counter:
+        return Counter(tuple(child_ranks(policy.grow(context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1500))
+
+    small, large = counts(4), counts(8)
+    table = [[count[key] for key in small | large] for count in (small, large)]
+    assert chi2_contingency(table).pvalue > 1e-3
+    assert policy.nested and len(table[0]) > 5
 
 
 # --- names ---------------------------------------------------------------------------------------------------------------------------

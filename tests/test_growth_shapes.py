@@ -125,6 +125,10 @@ def test_sequoia_learns_what_is_accepted() -> None:
     for i in range(100):  # another text is not what came of the last tree
         policy.grow(context_of([1, i], 0.0), 16, 20)
     assert policy.acceptance == before
+    tree, tried = policy.grow(context_of(ids, 0.0), 16, 20), list(policy._tried)
+    policy.begin()
+    policy.grow(context_of([*ids, tree.token[1]], 0.0), 16, 20)  # a sequence of its own, though it goes on from the last
+    assert policy._tried == tried
 
 
 # --- layout --------------------------------------------------------------------------------------------------------------------------

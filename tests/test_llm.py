@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import pytest
 from transformers import MambaConfig, T5Config
 
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.draft.lm import LMDrafter
 from quickbeam.engine.trace import StepRecord
+from quickbeam.grow.sequoia import GENERIC, Sequoia
 from quickbeam.presets import PRESETS
 from quickbeam.target.target import Target
 
@@ -61,6 +64,7 @@ def test_json_record_has_every_field(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)
     record = json.loads(json.dumps(llm.chat(user("hi"), params, method="pld", budget=8).to_json()))
     fields = "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens seconds prefill_seconds tokens_per_second"
+    fields += " draft_seconds verify_seconds drafter_seconds drafter_calls"
     assert {*fields.split(), "sources", "logprobs"} == set(record)
     assert record["sources"]["ngram"].keys() == {"drafted", "accepted"}
     assert [entry["token"] for entry in record["logprobs"]] == record["token_ids"]
@@ -90,6 +94,8 @@ def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
     cost, learned = llm._cost, llm._budgets["pld"]
     llm.generate("aaaa", SHORT, method="pld", budget=0)
     assert llm._cost is cost and llm._budgets["pld"] is learned
+    llm.generate("aaaa", SHORT, method="ar", budget=0)
+    assert "ar" not in llm._budgets  # nothing to choose
 
 
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
@@ -185,6 +191,57 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
     drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
     again = drafted.generate("abc", params, method=method)
     assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
+
+
+@pytest.mark.parametrize("method", WITH_DRAFTER)
+def test_a_measured_budget_counts_the_time_of_drafting(toy_folder: str, drafter_folder: str, method: str) -> None:
+    llm = LLM(toy_folder, dtype="float32", drafter=drafter_folder)
+    llm.generate("abc", SHORT, method=method)
+    assert llm._budgets == {} and llm._cost is None  # the preset's own
+    answer = llm.generate("abc abc", SHORT, method=method, budget=0)
+    assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
+    drafting = llm._budgets[method].drafting
+    assert drafting.seconds(1) == 0 and drafting.seconds(llm._budgets[method].budgets[-1]) > 0
+
+
+def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, drafter_folder: str) -> None:
+    llm = LLM(toy_folder, "sequoia", dtype="float32", drafter=drafter_folder)
+    seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    first = llm.generate("abc", seeded)
+    assert llm._policies == {}
+    plain = llm.generate("abc abc", SHORT, method="ar").token_ids
+    tried = []
+    for _ in range(4):
+        assert llm.generate("abc abc", SHORT).token_ids == plain
+        llm.generate("abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True))
+        policy = llm._policies["sequoia"]
+        assert isinstance(policy, Sequoia)
+        tried.append(policy._tried[0])
+    assert tried == sorted(set(tried)) and policy.acceptance != GENERIC  # more each time, and used
+    again = llm.generate("abc", seeded)
+    assert (again.token_ids, again.statistics.steps) == (first.token_ids, first.statistics.steps)
+    assert policy._tried[0] == tried[-1]
+
+
+@pytest.mark.parametrize("method", WITH_DRAFTER)
+def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(drafted: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = drafted.prepare(method)
+    laws, calls = LMDrafter.laws, []
+
+    def slow(*arguments: object) -> object:
+        calls.append(1)
+        time.sleep(0.002)
+        return laws(*arguments)
+
+    for _ in range(2):  # each answer has its own
+        with monkeypatch.context() as patch:
+            patch.setattr(LMDrafter, "laws", slow)
+            calls.clear()
+            s = drafted.generate("abc abc", SHORT, method=method).statistics
+        assert drafter is not None and s.drafter_calls == len(calls) > 0
+        assert 0.002 * len(calls) < s.drafter_seconds < s.draft_seconds
+    s = drafted.generate("abc abc", SHORT, method="pld").statistics
+    assert (s.drafter_calls, s.drafter_seconds) == (0, 0.0)
 
 
 def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:

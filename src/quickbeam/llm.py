@@ -14,6 +14,7 @@ from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grow import make_policy
+from quickbeam.grow.base import TreePolicy
 from quickbeam.presets import preset
 from quickbeam.sampling import SamplingParams
 from quickbeam.target.loading import load_model, parse_dtype, pick_device
@@ -22,7 +23,7 @@ from quickbeam.target.target import EXACT_NODES, Target
 Prompt = str | Sequence[int]
 Message = dict[str, str]
 Observer = Callable[[StepRecord], None]
-MAX_BUDGET = 64  # nodes; what `budget=None` leaves the cost model to choose from
+MAX_BUDGET = 64  # nodes; what `budget=0` leaves the cost model to choose from
 
 
 class Stream(Iterator[str]):
@@ -69,11 +70,15 @@ class LLM:
     """A causal language model that drafts ahead and answers what it would have answered anyway.
 
     `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
-    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide where the preset
-    names none. Each call may name others. `drafter`: a smaller model with the same vocabulary, named as `model` is, for the methods that
+    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may
+    name others. `drafter`: a smaller model with the same vocabulary, named as `model` is, for the methods that
     draft with one; it is loaded when the first of them is asked for. `exact`: the same bits as one token at a time (bfloat16 on a CPU;
     None: where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching
     an embedded model.
+
+    What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes the law of an answer, and no token
+    where drafts are certain (at temperature 0, and with the methods that need no drafter). So that a seed repeats the other answers too,
+    they begin with a policy that has learned nothing when seeded; with a measured budget they may still differ.
 
     Raises `InvalidInput` for what can't be used, before any work.
     """
@@ -103,6 +108,7 @@ class LLM:
         self.target = Target(loaded, fast=fast, exact=exact)
         self._cost: CostModel | None = None
         self._budgets: dict[str, AutoBudget] = {}  # by method: what was learned in earlier answers holds in the next
+        self._policies: dict[str, TreePolicy] = {}  # by method, for the same reason
         self._conversation: list[Message] = []  # whose tokens the target holds
         self._drafter_name, self._fast, self._progress = drafter, fast, progress
         self._drafter: LMDrafter | None = None
@@ -196,6 +202,8 @@ class LLM:
         self._conversation = []
         drafter = self.prepare(name)
         policy = make_policy(chosen.sources, chosen.tree, drafter)
+        if params.seed is None or params.greedy:
+            policy = self._policies.setdefault(name, policy)
         if drafter is not None:
             drafter.check_length(len(ids), params.max_tokens)
             if not keep:
@@ -234,7 +242,8 @@ class LLM:
             raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
         if asked and self.target.exact and asked > EXACT_NODES:
             raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {EXACT_NODES} nodes; turn exact off for more")
-        if budget := asked or preset(method).budget:
+        chosen = preset(method)
+        if budget := chosen.budget if asked is None or not chosen.sources else asked:
             return budget
         if self._cost is None:
             self._cost = CostModel.measure(self.target, MAX_BUDGET)

@@ -21,7 +21,8 @@ class Answer:
 
     `token_ids`: the whole answer, up to and including the id that ended it. `decoded`: how many of them the `steps` target passes after
     the one over the prompt emitted. `seconds`: what those steps took, prefill apart; `draft_seconds` and
-    `verify_seconds` are parts of it, None where a method doesn't tell them apart.
+    `verify_seconds` are parts of it, and `drafter_seconds` is what `drafter_calls` calls of a drafter took of the first; None where a
+    method doesn't tell them apart.
     """
 
     token_ids: list[int]
@@ -31,6 +32,8 @@ class Answer:
     seconds: float
     draft_seconds: float | None = None
     verify_seconds: float | None = None
+    drafter_calls: int | None = None
+    drafter_seconds: float | None = None
 
 
 class Runner(ABC):

@@ -125,6 +125,8 @@ class LLMRunner(Runner):
             seconds=s.seconds,
             draft_seconds=s.draft_seconds,
             verify_seconds=s.verify_seconds,
+            drafter_calls=s.drafter_calls,
+            drafter_seconds=s.drafter_seconds,
         )
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:

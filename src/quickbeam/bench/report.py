@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from quickbeam.bench.run import Results, Trial
@@ -66,7 +66,7 @@ def record(results: Results, environment: Mapping[str, object], model: str, sett
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    figures = ("decoded", "steps", "seconds", "draft_seconds", "verify_seconds")
+    figures = ("decoded", "steps", "seconds", "draft_seconds", "verify_seconds", "drafter_calls", "drafter_seconds")
     return {
         "question_id": trial.question.question_id,
         "category": trial.question.category,
@@ -105,13 +105,16 @@ def category_table(results: Results) -> Table:
 
 
 def overall_table(results: Results) -> Table:
-    """Per method over all prompts, with the milliseconds of a step."""
-    table = Table("method", title="overall")
-    for column in ("MAT", "tokens/s", "speed-up", "identical", "draft ms", "verify ms", "other ms"):
+    """Per method over all prompts, with the milliseconds of a step, and what of drafting a drafter's calls took, where there are any."""
+    rows = summaries(results)
+    parts = {"draft ms": "draft_ms", "verify ms": "verify_ms", "other ms": "overhead_ms"}
+    if any(summary.drafter_calls for summary in rows.values()):
+        parts = {"draft ms": "draft_ms", "drafter ms": "drafter_ms", "calls": "drafter_calls"} | parts
+    table = Table(Column("method", overflow="fold"), title="overall")
+    for column in ("MAT", "tokens/s", "speed-up", "identical", *parts):
         table.add_column(column, justify="right")
-    for name, summary in summaries(results).items():
-        parts = (summary.draft_ms, summary.verify_ms, summary.overhead_ms)
-        table.add_row(name, *_figures(summary), *(_number(part, ".2f") for part in parts))
+    for name, summary in rows.items():
+        table.add_row(name, *_figures(summary), *(_number(getattr(summary, part), ".2f") for part in parts.values()))
     return table
 
 

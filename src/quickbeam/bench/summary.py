@@ -20,6 +20,7 @@ class Summary:
     - `mean_accepted_tokens` (MAT): decoded tokens over target passes, 1.0 for plain decoding.
     - `identical`: answers equal to the reference's, token for token; None when tokens are sampled.
     - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
+    - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`.
     """
 
     prompts: int
@@ -32,6 +33,8 @@ class Summary:
     draft_ms: float | None
     verify_ms: float | None
     overhead_ms: float | None
+    drafter_calls: float | None
+    drafter_ms: float | None
 
 
 def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: bool) -> Summary:
@@ -52,6 +55,8 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
         draft_ms=_ratio(draft, steps, 1000),
         verify_ms=_ratio(verify, steps, 1000),
         overhead_ms=None if draft is None or verify is None else _ratio(seconds - draft - verify, steps, 1000),
+        drafter_calls=_ratio(_sum(answer.drafter_calls for answer in answers), steps),
+        drafter_ms=_ratio(_sum(answer.drafter_seconds for answer in answers), steps, 1000),
     )
 
 

@@ -15,6 +15,7 @@ from quickbeam.cli import bench
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
+from quickbeam.cli.drafting import drafting
 from quickbeam.cli.generate import generate
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
@@ -69,5 +70,6 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 
 for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
-bench.commands.command()(acceptance)
+for measurement in (acceptance, drafting):
+    bench.commands.command()(measurement)
 app.add_typer(bench.commands, name="bench")

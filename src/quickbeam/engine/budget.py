@@ -87,12 +87,41 @@ def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
     return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
 
 
+class DraftingCost:
+    """Seconds that growing a tree takes with a drafter, by the budget, learned while text is decoded.
+
+    What was not observed lies on a line between the budgets around it, and grows with the square root of the budget beyond the largest.
+    Both are rather too low, as calls of the drafter grow fast at first and less and less: what looks cheap gets tried.
+    """
+
+    RATE = 0.05  # weight of a new observation
+    FIRST = 4  # observations whose least is taken: the first of all may be slow
+
+    def __init__(self) -> None:
+        self._seconds = {1: 0.0}
+        self._count: dict[int, int] = {}
+
+    def seconds(self, budget: int) -> float:
+        """Expected time for a tree of this budget; 0 before anything was observed."""
+        widest = max(self._seconds)
+        if budget > widest:
+            return self._seconds[widest] * math.sqrt(budget / widest)
+        return _interpolate(self._seconds, budget)
+
+    def observe(self, budget: int, seconds: float) -> None:
+        """Growing a tree took so long. A single slow one changes little."""
+        count = self._count[budget] = self._count.get(budget, 0) + 1
+        known = self._seconds.get(budget, seconds)
+        after = min(known, seconds) if count <= self.FIRST else known + self.RATE * (min(seconds, 2 * known) - known)
+        self._seconds = dict(sorted({**self._seconds, budget: after}.items()))
+
+
 class AutoBudget:
     """Learns what budgets are worth while text is decoded, apart for each situation that the tree policy tells apart.
 
-    A tree's first m nodes are the tree of budget m (`TreePolicy.grow`), so each step tells for every m up to its budget what it would
+    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), each step tells for every m up to its budget what it would
     have emitted: the accepted nodes before m, the root counted for the token that follows the path. `choose` takes the m with the most
-    tokens a second, `overhead` seconds a step included.
+    tokens a second, by the `cost` of a pass, that of `drafting` with a drafter, and `overhead` seconds for the rest of a step.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
@@ -101,6 +130,7 @@ class AutoBudget:
 
     def __init__(self, cost: CostModel, limit: int, overhead: float = 0.001) -> None:
         self.cost = cost
+        self.drafting = DraftingCost()
         self.overhead = overhead
         self.budgets = [width for width in WIDTHS if width <= limit]
         self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
@@ -134,17 +164,21 @@ class AutoBudget:
         budget, steps = self._chosen.get(situation, (0, 0))
         if not steps:
             tokens = self.expected(situation)
-            rates = [tokens[i] / (self.cost.seconds(width, context) + self.overhead) for i, width in enumerate(self.budgets)]
+            seconds = [self.cost.seconds(width, context) + self.drafting.seconds(width) + self.overhead for width in self.budgets]
+            rates = [a / b for a, b in zip(tokens, seconds, strict=True)]
             budget, steps = self.budgets[rates.index(max(rates))], self.HOLD
         self._chosen[situation] = budget, steps - 1
         return budget
 
-    def observe(self, situation: int, budget: int, path: Sequence[int]) -> None:
-        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted."""
+    def observe(self, situation: int, budget: int, path: Sequence[int], nested: bool = True) -> None:
+        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted. `nested`: see
+        `TreePolicy`; otherwise it tells of this budget alone."""
         emitted, count = self._records(situation)
         for i, width in enumerate(self.budgets):
             if width > budget:
                 break
+            if not nested and width < budget:
+                continue
             count[i] = min(count[i] + 1, self.MEMORY)
             emitted[i] += (bisect_left(path, width) - emitted[i]) / count[i]
 

@@ -74,6 +74,7 @@ class Generation:
             certain = len(self._prompt)
             token = self._first(logits)
             context = Context([*self._prompt, token], logits, self.params.temperature, self._drafting)
+            self.policy.begin()
             for source in self.policy.sources:
                 source.reset(context.ids)
             self.statistics.prefill_seconds = time.perf_counter() - start
@@ -111,6 +112,7 @@ class Generation:
         else:
             budget = self._budget
         remaining = self.params.max_tokens - len(self.output.token_ids)
+        called, calling = self.policy.calls, self.policy.seconds
         tree = self.policy.grow(context, budget, min(remaining - 1, self.target.depth_limit()))
         drafted = time.perf_counter()
         logits = self.target.verify(tree)
@@ -127,11 +129,15 @@ class Generation:
         for source in self.policy.sources:
             source.extend(tokens)
         if auto:
-            auto.observe(situation, budget, path)
+            auto.observe(situation, budget, path, self.policy.nested)
+            if self.policy.calls > called:
+                auto.drafting.observe(budget, drafted - began)
             auto.cost.observe(len(tree), len(context.ids) - len(tokens), verified - drafted)
         stats = self.statistics
         stats.steps += 1
         stats.draft_seconds += drafted - began
+        stats.drafter_calls += self.policy.calls - called
+        stats.drafter_seconds += self.policy.seconds - calling
         stats.verify_seconds += verified - drafted
         for name in tree.source[1:]:
             stats.sources[name].drafted += 1

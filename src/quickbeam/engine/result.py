@@ -22,6 +22,8 @@ class Statistics:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    drafter_calls: int = 0
+    drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -74,6 +76,10 @@ class Completion:
             "mean_accepted_tokens": s.mean_accepted_tokens,
             "seconds": s.seconds,
             "prefill_seconds": s.prefill_seconds,
+            "draft_seconds": s.draft_seconds,
+            "drafter_seconds": s.drafter_seconds,
+            "drafter_calls": s.drafter_calls,
+            "verify_seconds": s.verify_seconds,
             "tokens_per_second": s.tokens_per_second,
             "sources": {name: vars(count) for name, count in s.sources.items()},
         }

@@ -11,6 +11,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grow.base import NoDraft, TreePolicy
 from quickbeam.grow.branches import Branches
 from quickbeam.grow.chain import Chain
+from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.logitspec import LogitSpec
 from quickbeam.grow.sequoia import Sequoia
@@ -19,7 +20,7 @@ from quickbeam.grow.topk import TopK
 
 DRAFTER = "drafter"  # the source that needs a model
 SOURCES = ("ngram", "last_logits")  # the others
-DRAFTED: dict[str, Callable[[Drafter], TreePolicy]] = {
+DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
     "greedy": Greedy,
     "threshold": Threshold,
     "drafted-chain": lambda drafter: Branches(drafter, 1),

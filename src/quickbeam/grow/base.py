@@ -10,9 +10,19 @@ from quickbeam.tree import TokenTree
 
 
 class TreePolicy(ABC):
-    """Grows one draft tree a step from the sources it was made with."""
+    """Grows one draft tree a step from the sources it was made with. It may learn from one sequence for the next.
+
+    `calls`: of a drafter, over all trees; `seconds`: spent in them. `nested`: the first m nodes of a tree are what a budget of m would have
+    grown (where nodes are drawn: have the same law).
+    """
 
     sources: Sequence[Source] = ()
+    calls = 0
+    seconds = 0.0
+    nested = True
+
+    def begin(self) -> None:  # noqa: B027 (most have nothing to do)
+        """A sequence begins: what the last tree led to won't be seen. The sources are reset apart."""
 
     def situation(self, context: Context) -> int:
         """A rough class of how much the next tree promises, 0 (little) to 4: budgets are learned for each apart (`engine/budget.py`)."""
@@ -22,7 +32,7 @@ class TreePolicy(ABC):
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         """A tree rooted at `context.ids[-1]` of at most `budget` nodes, the root included, none deeper than `max_depth`.
 
-        Nodes are added in order of worth where the policy has one, so that the first m nodes are what a budget of m would have grown.
+        Nodes are added in order of worth where the policy has one.
         """
 
 

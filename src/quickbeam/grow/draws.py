@@ -8,9 +8,12 @@ i is the i-th most probable token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+
+from quickbeam.grow.wide import independent, likeliest
 
 ROUND = 16  # independent draws made at once
 
@@ -29,7 +32,7 @@ class Draws:
     def __init__(self, law: torch.Tensor, tokens: list[int], probabilities: list[float], generator: torch.Generator | None) -> None:
         self._law, self._generator = law, generator
         self._tokens, self._probabilities = tokens, probabilities
-        self._left = [] if generator is None else _mass_left(probabilities)
+        self._left: list[float] = []  # before each draw and after the last, once asked for
 
     @property
     def law(self) -> torch.Tensor | None:
@@ -43,6 +46,8 @@ class Draws:
         A certain child counts with its token's probability. Draws 0 to i - 1 must have been asked for.
         """
         if self._generator is not None:
+            if len(self._left) <= len(self._tokens):
+                self._left = _mass_left(self._probabilities)
             return self._left[i]
         return self._probabilities[i] if i < len(self._tokens) else 0.0
 
@@ -65,7 +70,6 @@ class Draws:
         ((tokens, probabilities),) = independent(rest[None], ROUND, generator)
         self._tokens += tokens
         self._probabilities += probabilities
-        self._left = _mass_left(self._probabilities)
 
 
 def _mass_left(probabilities: list[float]) -> list[float]:
@@ -76,23 +80,9 @@ def _mass_left(probabilities: list[float]) -> list[float]:
 def drawn(laws: torch.Tensor, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
     """Draws from each of `[m, vocab]` laws; more are made when asked for. `count`: about how many a node will need."""
     found = independent(laws, min(count, ROUND), generator)
-    return [Draws(law, *row, generator) for law, row in zip(laws, found, strict=True)]
+    return [Draws(law, *row, generator) for law, row in zip(laws.unbind(), found, strict=True)]
 
 
-def ranked(laws: torch.Tensor, count: int) -> list[Draws]:
-    """The `count` most probable tokens of each of `[m, vocab]` laws as certain children."""
-    top = laws.topk(min(count, laws.shape[-1]))
-    return [Draws(*row, None) for row in zip(laws, top.indices.tolist(), top.values.tolist(), strict=True)]
-
-
-def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[tuple[list[int], list[float]]]:
-    """`count` independent draws from each of `[m, vocab]` laws, repeats left out: tokens in order, and their probabilities.
-
-    Laws need not be normalised; one that is all zero gives nothing. The generator is on the CPU, laws may be elsewhere.
-    """
-    mass = laws.cumsum(-1, dtype=torch.float64)
-    uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(laws.device)
-    hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(max=laws.shape[-1] - 1)
-    both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()  # one transfer from the device
-    rows = [{int(token): p for token, p in zip(*row, strict=True) if p > 0} for row in zip(*both, strict=True)]
-    return [(list(row), list(row.values())) for row in rows]
+def ranked(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Draws]:
+    """The `count` most probable tokens of each of `[m, vocab]` laws as certain children. `least`: see `likeliest_plain`."""
+    return [Draws(law, *row, None) for law, row in zip(laws.unbind(), likeliest(laws, count, least), strict=True)]

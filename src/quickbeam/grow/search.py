@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from quickbeam.draft.base import Context
 from quickbeam.grow.drafted import DraftedPolicy
+from quickbeam.grow.wide import ROUNDING, likeliest
 from quickbeam.tree import TokenTree
 
 
@@ -40,10 +41,10 @@ class Search:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
         laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
         worst = self.best[-1].cost if len(self.best) == self._size else 0.0
-        top = laws.topk(min(width or self._size, self._size, laws.shape[-1]))
+        least = [ROUNDING * worst / one.cost for one in due]  # what a probability must be above for its path to get in
         fresh = list[Candidate]()
-        for one, tokens, probabilities in zip(due, top.indices.tolist(), top.values.tolist(), strict=True):
-            for token, probability in zip(tokens, probabilities, strict=True):
+        for one, row in zip(due, likeliest(laws, min(width or self._size, self._size), least), strict=True):
+            for token, probability in zip(*row, strict=True):
                 cost = one.cost * probability
                 if cost >= worst:
                     break

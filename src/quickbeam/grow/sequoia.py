@@ -71,11 +71,13 @@ class Sequoia(DraftedPolicy):
     """Fill the best shape of the budget, layer by layer, whatever the laws say: one call of the drafter a layer.
 
     `acceptance` is the probability that a reached node's i-th child is accepted, measured beforehand as the paper does. Without it, a
-    generic one is corrected by what verification accepts, and the shape found anew each time as much again was seen.
+    generic one is corrected by what verification accepts, and the shape found anew each time as much again was seen. So the shape
+    depends on what was answered before; the law of the output doesn't.
 
     Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """
 
+    nested = False
     TRUST = 16  # nodes that the generic vector counts for against those observed
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
@@ -90,6 +92,9 @@ class Sequoia(DraftedPolicy):
         self._last: tuple[list[int], TokenTree] | None = None  # the text before the last tree, and the tree
         self._shapes: Shapes | None = None
         self._nodes = 0
+
+    def begin(self) -> None:
+        self._last = None
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         if self._learns:

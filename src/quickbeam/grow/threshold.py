@@ -8,6 +8,7 @@ from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.draws import Draws
+from quickbeam.grow.wide import ROUNDING
 from quickbeam.tree import TokenTree
 
 
@@ -26,13 +27,14 @@ class Threshold(DraftedPolicy):
             raise InvalidInput(f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget")
         super().__init__(drafter)
         self.threshold = threshold
+        self.nested = threshold is not None
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
         least = self.threshold or 1 / budget
         layer, depth = [0], 0
         while layer and depth < max_depth and (free := budget - len(tree)) > 0:
-            found = self.ask(context, tree, layer, free)
+            found = self.ask(context, tree, layer, free, [ROUNDING * least / tree.value[node] for node in layer])
             slots = [
                 (-worth, node, i, draws)
                 for node, draws in zip(layer, found, strict=True)

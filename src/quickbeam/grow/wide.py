@@ -1,0 +1,159 @@
+"""Reading rows as wide as a vocabulary: their most probable tokens, and draws from them.
+
+The fast ways look at a row once, in chunks of about `CHUNK` tokens, and then into a few chunks only. They need the rows on a CPU; the
+plain ways are for other devices, and the reference.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+CHUNK = 64
+ROUNDING = 1 - 1e-6  # what to take a bound times, so that float32 doesn't round it up
+FEW = 4  # draws that are faster found one by one
+Array = npt.NDArray[Any]
+Row = tuple[list[int], list[float]]  # tokens, and their probabilities
+
+
+def likeliest_plain(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
+    """The `count` most probable tokens of each of `[m, vocab]` laws, the most probable first, without those that have no probability.
+
+    `least`: for each law, what a probability must be above for the token to count.
+    """
+    top = laws.topk(min(count, laws.shape[-1]))
+    rows = []
+    for tokens, values, floor in zip(top.indices.tolist(), top.values.tolist(), least or [0.0] * len(laws), strict=True):
+        kept = sum(value > floor for value in values)
+        rows.append((tokens[:kept], values[:kept]))
+    return rows
+
+
+def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
+    """`likeliest_plain`, faster on a CPU, and in a tie the lowest id first. `least` counts as rounded to float32.
+
+    The `count` largest values lie in the `count` chunks with the largest maxima, and none of them is below the least of these maxima. A
+    chunk takes every C-th token, C the number of chunks, so that all maxima are found side by side.
+    """
+    size, vocab = laws.shape
+    if laws.device.type != "cpu" or vocab < 2 * CHUNK:
+        return likeliest_plain(laws, count, least)
+    values, floors = laws.numpy(), np.array(least if least is not None else [0.0] * size, np.float32)
+    if count == 1:
+        best = values.argmax(1)
+        found = values[np.arange(size), best]
+        return [([token], [p]) if good else ([], []) for token, p, good in zip(best.tolist(), found.tolist(), found > floors, strict=True)]
+
+    chunks = -(-vocab // CHUNK)
+    depth = -(-vocab // chunks)  # tokens of a chunk, of some one less
+    whole = (depth - 1) * chunks
+    peaks = laws[:, :whole].reshape(size, depth - 1, chunks).amax(1).numpy()
+    np.maximum(peaks[:, : vocab - whole], values[:, whole:], out=peaks[:, : vocab - whole])
+    bar = np.nextafter(floors, np.float32(2))[:, None]
+    good = peaks >= bar
+    if count < chunks and good.sum(1).max() > count:
+        bar = np.maximum(bar, np.partition(peaks, chunks - count)[:, chunks - count, None])
+        good = peaks >= bar
+    rows, columns = good.nonzero()
+    spots = columns[:, None] + np.arange(0, depth * chunks, chunks)
+    inside = _at(values, rows[:, None], spots)
+    which, where = (inside >= bar[rows]).nonzero()
+    rows, tokens, found = rows[which], spots[which, where], inside[which, where]
+    order = np.lexsort((tokens, -found, rows))
+    ends = [0, *np.bincount(rows, minlength=size).cumsum().tolist()]
+    both = tokens[order].tolist(), found[order].tolist()
+    spans = [slice(start, min(end, start + count)) for start, end in pairwise(ends)]
+    return [(both[0][span], both[1][span]) for span in spans]
+
+
+def independent_plain(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
+    """`count` independent draws from each of `[m, vocab]` laws, repeats left out, in the order they first appear.
+
+    Laws need not be normalised; one that is all zero gives nothing. The generator is on the CPU, laws may be elsewhere.
+    """
+    mass = laws.cumsum(-1, dtype=torch.float64)
+    uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(laws.device)
+    hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(max=laws.shape[-1] - 1)
+    both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()  # one transfer from the device
+    return [_distinct([int(token) for token in tokens], values) for tokens, values in zip(*both, strict=True)]
+
+
+def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
+    """`independent_plain`, faster on a CPU: a uniform number finds its chunk by the chunks' sums, and its token by running sums within.
+
+    The sums are float32's: their rounding moves a token's probability by as little as that of the law itself does.
+    """
+    size, vocab = laws.shape
+    if laws.device.type != "cpu" or vocab < 2 * CHUNK:
+        return independent_plain(laws, count, generator)
+    sums = _sums(laws)
+    mass = sums.cumsum(-1, dtype=torch.float64)
+    uniforms = torch.rand(size, count, dtype=torch.float64, generator=generator)
+    if size * count <= FEW:
+        return _one_by_one(laws.numpy(), sums.numpy(), mass.numpy(), uniforms.tolist())
+    return _at_once(laws.numpy(), sums.numpy(), mass, uniforms)
+
+
+def _one_by_one(values: Array, sums: Array, mass: Array, uniforms: list[list[float]]) -> list[Row]:
+    """What `independent` draws, by the `sums` `[m, chunks]` of chunks and the running `mass`. Few operations: after a pass of the drafter
+    each finds the caches cold."""
+    drawn, last = [], mass.shape[1] - 1
+    for row, numbers in enumerate(uniforms):
+        tokens, found = [], []
+        for number in numbers:
+            goal = number * mass[row, -1]
+            chunk = min(int(mass[row].searchsorted(goal, "right")), last)
+            inside = values[row, chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
+            # The last token of a chunk has what is left of it.
+            place = bisect_right(list(accumulate(inside[:-1])), goal - (mass[row, chunk] - sums[row, chunk]))
+            tokens.append(chunk * CHUNK + place)
+            found.append(inside[place])
+        drawn.append(_distinct(tokens, found))
+    return drawn
+
+
+def _at_once(values: Array, sums: Array, mass: torch.Tensor, uniforms: torch.Tensor) -> list[Row]:
+    """`_one_by_one` with few operations for all draws together."""
+    vocab, row = values.shape[1], np.arange(len(values))[:, None]
+    goal = uniforms.mul_(mass[:, -1:])
+    chunk = torch.searchsorted(mass, goal, right=True).clamp_(max=mass.shape[1] - 1).numpy()
+    if vocab % CHUNK:
+        inside = _at(values, row[..., None], chunk[..., None] * CHUNK + np.arange(CHUNK))
+    else:
+        inside = values.reshape(len(values), -1, CHUNK)[row, chunk]
+    running = inside[..., :-1].cumsum(-1, dtype=np.float64)
+    rest = goal.numpy() - (mass.numpy()[row, chunk] - sums[row, chunk])
+    tokens = np.minimum(chunk * CHUNK + (running <= rest[..., None]).sum(-1), vocab - 1)
+    return [_distinct(*both) for both in zip(tokens.tolist(), values[row, tokens].tolist(), strict=True)]
+
+
+def _at(values: Array, rows: Array, tokens: Array) -> Array:
+    """`values[rows, tokens]`, 0 for tokens beyond the vocabulary."""
+    vocab = values.shape[1]
+    if tokens.max(initial=0) < vocab:
+        found: Array = values[rows, tokens]
+        return found
+    return np.where(tokens < vocab, values[rows, np.minimum(tokens, vocab - 1)], 0)
+
+
+def _sums(laws: torch.Tensor) -> torch.Tensor:
+    """`[m, chunks]`: the sum of each `CHUNK` tokens in a row, the last chunk holding the rest."""
+    size, vocab = laws.shape
+    whole = vocab // CHUNK * CHUNK
+    if whole == vocab:
+        return laws.reshape(size, -1, CHUNK).sum(-1)
+    return torch.cat((laws[:, :whole].reshape(size, -1, CHUNK).sum(-1), laws[:, whole:].sum(-1, keepdim=True)), -1)
+
+
+def _distinct(tokens: list[int], values: list[float]) -> Row:
+    """Repeats left out, and what has no probability."""
+    if len(tokens) == 1:
+        return (tokens, values) if values[0] > 0 else ([], [])
+    row = {token: value for token, value in zip(tokens, values, strict=True) if value > 0}
+    return list(row), list(row.values())
