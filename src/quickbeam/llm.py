@@ -6,18 +6,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, overload
 
 from quickbeam import hub
-from quickbeam.draft.lm import LMDrafter, check_vocabulary
+from quickbeam.draft.base import Drafter
+from quickbeam.draft.loading import load_drafter, shipped
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.result import Completion
 from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import make_policy
+from quickbeam.grow import DRAFTER, make_policy
 from quickbeam.grow.base import TreePolicy
 from quickbeam.presets import preset
 from quickbeam.sampling import SamplingParams
-from quickbeam.target.loading import load_model, parse_dtype, pick_device
+from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
 from quickbeam.target.target import EXACT_NODES, Target
 
 Prompt = str | Sequence[int]
@@ -71,8 +72,9 @@ class LLM:
 
     `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
     `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may
-    name others. `drafter`: a smaller model with the same vocabulary, named as `model` is, for the methods that
-    draft with one; it is loaded when the first of them is asked for. `exact`: the same bits as one token at a time (bfloat16 on a CPU;
+    name others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as
+    `model` is, for the methods that draft with one; None takes the one that comes with an embedded model. It is loaded when the first of
+    them is asked for. `exact`: the same bits as one token at a time (bfloat16 on a CPU;
     None: where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching
     an embedded model.
 
@@ -96,7 +98,7 @@ class LLM:
         fast: bool = True,
         progress: Any = None,
     ) -> None:
-        chosen = preset(method)
+        chosen, drafter = preset(method), drafter or shipped(model)
         if drafter is None:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
@@ -111,18 +113,15 @@ class LLM:
         self._policies: dict[str, TreePolicy] = {}  # by method, for the same reason
         self._conversation: list[Message] = []  # whose tokens the target holds
         self._drafter_name, self._fast, self._progress = drafter, fast, progress
-        self._drafter: LMDrafter | None = None
+        self._drafter: Drafter | None = None
         self.prepare(method)
 
-    def prepare(self, method: str) -> LMDrafter | None:
+    def prepare(self, method: str) -> Drafter | None:
         """Load the drafter, unless it is there or `method` needs none; give it where it is needed and there is one."""
-        if self._drafter_name is None or LMDrafter.name not in preset(method).sources:
+        if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         if self._drafter is None:
-            loaded, tokenizer = load_model(hub.resolve(self._drafter_name, self._progress), self.target.dtype, self.target.device)
-            width = int(loaded.get_output_embeddings().weight.shape[0])
-            check_vocabulary(self.tokenizer, tokenizer, (self.target.vocab_size, width))
-            self._drafter = LMDrafter(loaded, self.target.vocab_size, fast=self._fast)
+            self._drafter = load_drafter(self._drafter_name, self.target, self.tokenizer, fast=self._fast, progress=self._progress)
         return self._drafter
 
     @overload
@@ -206,6 +205,7 @@ class LLM:
             policy = self._policies.setdefault(name, policy)
         if drafter is not None:
             drafter.check_length(len(ids), params.max_tokens)
+            keep = drafter.reusable(ids, keep)
             if not keep:
                 drafter.forget()
         generation = Generation(
@@ -255,12 +255,3 @@ def finish(stream: Stream) -> Completion:
     for _ in stream:
         pass
     return stream.completion
-
-
-def eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Every id that ends an answer, of generation config, config and tokenizer."""
-    found: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
-        ids = getattr(owner, "eos_token_id", None)
-        found |= {ids} if isinstance(ids, int) else set(ids or ())
-    return found

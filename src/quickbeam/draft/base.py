@@ -43,6 +43,16 @@ class Source(ABC):
 class Drafter(Source):
     """A source that knows a law of the next token after any node of the tree: a smaller language model, a feature drafter."""
 
+    def forget(self) -> None:
+        """Drop all that was read, so that the next laws depend on the next sequence alone."""
+
+    def reusable(self, ids: Sequence[int], keep: int) -> int:
+        """How many of a new prompt's first tokens the target need not read again, where it could keep `keep` of them."""
+        return keep
+
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """Raise `InvalidInput` where `prompt` tokens and an answer of `max_tokens` might not fit the drafter's context."""
+
     @abstractmethod
     def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
         """`[len(nodes), vocab]` float32: the drafter's law of the token after each of `nodes`, temperature included.

@@ -7,6 +7,8 @@ finds its model's `Tap` on the attention module, writes the new keys to the stor
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,6 +93,45 @@ def install(model: PreTrainedModel) -> Tap:
             "recurrent and hybrid layers can't take a draft back"
         )
     return tap
+
+
+class Features:
+    """Hidden states between the layers of a model, caught as it runs.
+
+    `layers`: i, from 1 to the number of layers, means the residual stream after i layers; one more means what the head reads, after the
+    final norm. Raises `InvalidInput` for others, and for a model whose layers are not one list.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
+        count = model.config.get_text_config().num_hidden_layers
+        check_layers(layers, count)
+        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _attends(m[0])]
+        if not lists:
+            raise InvalidInput(f"{type(model).__name__} keeps its layers in no list of {count}: its hidden states can't be read")
+        self._caught: dict[int, torch.Tensor] = {}
+        self._layers = tuple(layers)
+        for layer in set(layers):
+            module = model.base_model if layer > count else lists[0][layer - 1]
+            module.register_forward_hook(partial(self._catch, layer))
+
+    def _catch(self, layer: int, module: nn.Module, args: Any, out: Any) -> None:
+        self._caught[layer] = out if isinstance(out, torch.Tensor) else out[0]
+
+    def take(self) -> torch.Tensor:
+        """`[..., n, len(layers) * d]` of the last forward, in the order of `layers`."""
+        states = torch.cat([self._caught[layer] for layer in self._layers], -1)
+        self._caught.clear()
+        return states
+
+
+def _attends(layer: nn.Module) -> bool:
+    return any(hasattr(module, "layer_idx") for module in layer.modules())
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise `InvalidInput` where hidden states after `layers` can't be read from a model of `count` layers."""
+    if not layers or not all(1 <= layer <= count + 1 for layer in layers):
+        raise InvalidInput(f"hidden states after layers {list(layers)}: the model has 1 to {count}, and {count + 1} for the final norm")
 
 
 def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | None, last: bool = False) -> torch.Tensor:

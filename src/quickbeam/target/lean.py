@@ -72,6 +72,8 @@ class LeanModel:
         for i in range(len(base.layers)):
             self.layers.append(LeanLayer(base.layers[i], layers[i], head_dim))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
+        self.watched: tuple[int, ...] = ()  # layers whose hidden states a forward keeps (`Features`)
+        self.hidden = torch.empty(0)
         half = head_dim // 2
         self._sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(self.norm.weight)
 
@@ -89,8 +91,15 @@ class LeanModel:
         x = self.embedding(ids)
         cos, sin = self.rotary(x[None], step.positions[None, step.base :])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign
-        for layer in self.layers:
+        caught: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers, 1):
             x = layer(x, cos, sin, step, attend)
-        if last:
+            if i in self.watched:
+                caught[i] = x
+        if last and len(self.layers) + 1 not in self.watched:
             x = x[-1:]
-        return self.head.forward(F.rms_norm(x, (x.shape[1],), self.norm.weight, self.eps))
+        x = F.rms_norm(x, (x.shape[1],), self.norm.weight, self.eps)
+        if self.watched:
+            caught[len(self.layers) + 1] = x
+            self.hidden = torch.cat([caught[layer] for layer in self.watched], -1)
+        return self.head.forward(x[-1:] if last else x)

@@ -102,3 +102,12 @@ def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[Pr
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidInput(f"can't load {model!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
     return loaded, tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Every id that ends an answer, of generation config, config and tokenizer."""
+    found: set[int] = set()
+    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+        ids = getattr(owner, "eos_token_id", None)
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found

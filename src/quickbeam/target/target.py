@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa
 from quickbeam.target.exactness import Promise, examine
-from quickbeam.target.interface import forward, install
+from quickbeam.target.interface import Features, check_layers, forward, install
 from quickbeam.target.lean import LeanModel
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.loading import refuse_unfit
@@ -60,6 +61,9 @@ class Target:
             self._rows = promise.rows if self.exact else 1  # the fewest of a forward
             self.store = KVStore(shapes, self.dtype, self.device, pairwise=self.exact)
         self.ids: list[int] = []
+        self._features: Features | None = None
+        self._held: list[torch.Tensor] = []  # hidden states of certain tokens
+        self._drafted = torch.empty(0)  # hidden states of the tree verified last
         self._windows = {layer.window for layer in self._tap.layers.values() if layer.window is not None}
         self._prefill: Attend = attend_sdpa if fast else attend_plain
         self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
@@ -96,15 +100,50 @@ class Target:
         self._tap.attend = attend
         return forward(self._model, self._tap, tokens, step, last)
 
+    @property
+    def embedding(self) -> nn.Module:
+        """Token ids to what the first layer reads."""
+        return self._lean.embedding if self._lean is not None else self._model.get_input_embeddings()  # type: ignore[no-any-return]
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states after the final norm to logits."""
+        return self._lean.head if self._lean is not None else self._model.get_output_embeddings()
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Keep hidden states after `layers` (`interface.Features`) from now on, for `take_hidden`. Raises `InvalidInput` for layers that
+        the model doesn't have."""
+        check_layers(layers, self.config.num_hidden_layers)
+        if self._lean is not None:
+            self._lean.watched = tuple(layers)
+        else:
+            self._features = Features(self._model, layers)
+
+    def _hidden(self) -> torch.Tensor | None:
+        """Of the last forward, `[n, len(layers) * d]`."""
+        if self._lean is not None:
+            return self._lean.hidden if self._lean.watched else None
+        return self._features.take()[0] if self._features is not None else None
+
+    @property
+    def taken(self) -> int:
+        """How many of the first certain tokens `take_hidden` gives no hidden states of."""
+        return len(self.ids) - sum(len(hidden) for hidden in self._held)
+
+    def take_hidden(self) -> torch.Tensor:
+        """`[k, len(layers) * d]`: hidden states of the last k certain tokens, those computed since the last call. Needs `watch`."""
+        hidden, self._held = self._held, []
+        return torch.cat(hidden) if hidden else torch.empty(0)
+
     def reset(self) -> None:
         """Forget every token."""
-        self.store.truncate(0)
-        self.ids = []
+        self.truncate(0)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on."""
+        """Forget the tokens from `length` on, and the hidden states that were not taken."""
         self.store.truncate(length)
         del self.ids[length:]
+        self._held = []
 
     @torch.inference_mode()
     def prefill(self, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
@@ -126,6 +165,8 @@ class Target:
             logits = self._forward(part, step, self._prefill, last=True)
             self.store.commit(range(len(part)))
             self.ids.extend(part)
+            if (hidden := self._hidden()) is not None:
+                self._held.append(hidden)
         return logits[-1].clone()
 
     @torch.inference_mode()
@@ -144,7 +185,10 @@ class Target:
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + start
         step = Step(self.store, positions, visible, self.exact, base)
-        return self._forward(tokens[base:], step, self._verify, last=False)[: n - base]
+        logits = self._forward(tokens[base:], step, self._verify, last=False)[: n - base]
+        if (hidden := self._hidden()) is not None:
+            self._drafted = torch.cat([self._drafted[:base], hidden[: n - base]]) if base else hidden
+        return logits
 
     def rehearse(self, tree: TokenTree, context: int) -> torch.Tensor:
         """`verify` behind at least `context` tokens, whatever they are, for its time alone: nothing that is certain changes."""
@@ -162,4 +206,6 @@ class Target:
             raise QuickbeamError(f"not a path from the root: {list(path)}")
         with torch.inference_mode():
             self.store.commit(path)
+            if len(self._drafted):
+                self._held.append(self._drafted[list(path)])
         self.ids.extend(tree.token[node] for node in path)

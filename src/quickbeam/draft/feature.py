@@ -1,0 +1,146 @@
+"""The feature drafter at work: laws after the nodes of a growing tree, from the target's hidden states (see `eagle.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.eagle import EagleHead
+from quickbeam.errors import QuickbeamError
+from quickbeam.target.attention import Attend, Layer, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.target.linear import pack_linears
+from quickbeam.target.store import KVStore, LayerShape
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+
+CHUNK = 512  # rows a pass at most
+
+
+class EagleDrafter(Drafter):
+    """Laws of the next token from an `EagleHead` on the target's hidden states.
+
+    Keeps a key and a value for every row of the certain text. The call for a tree's root first reads what became certain since the last
+    tree, with the target's own hidden states; the rows of that tree, which stood on the drafter's outputs, are overwritten. Each later call
+    adds one row a node, behind the rows of its ancestors.
+
+    Takes the network over: its linears are packed on a CPU (`fast`). Makes `target` keep the hidden states that the network reads.
+    """
+
+    name = "drafter"
+
+    def __init__(self, network: EagleHead, target: Target, *, fast: bool = True) -> None:
+        config = network.config
+        self.network = network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
+        self.network.rotary = config.rotary().to(target.device)  # angles stay float32
+        self.target = target
+        self.calls = 0  # passes of the network since `reset`
+        if fast:
+            pack_linears(self.network)
+        target.watch(config.layers)
+        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.store = KVStore([shape], target.dtype, target.device)
+        self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
+        self._attend: Attend = attend_plain if not fast else attend_grouped if target.device.type == "cpu" else attend_sdpa
+        self._ids: list[int] = []  # row j stands for the first j + 2 of them
+        self._tree: TokenTree | None = None  # being grown
+        self._out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
+        self._place: dict[int, int] = {}  # node: its row in `_out`
+        self._visible = torch.empty(0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
+
+    def reset(self, ids: Sequence[int]) -> None:
+        """Begin a sequence whose prompt the target has read. Rows that hold for it stay; raises `ValueError` where they don't reach to what
+        the target has computed anew (see `reusable`)."""
+        rows = self.reusable(ids, self.target.taken)
+        if rows < self.target.taken:
+            raise ValueError(f"the target kept {self.target.taken} tokens, the drafter has read {rows} of them")
+        self.calls, self._tree = 0, None
+        self.store.truncate(rows)
+        self._ids = list(ids[: rows + 1])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Nothing to do: the target keeps the hidden states until the next root is asked for."""
+
+    def forget(self) -> None:
+        self.store.truncate(0)
+        self._ids, self._tree = [], None
+
+    def reusable(self, ids: Sequence[int], keep: int) -> int:
+        same = next((i for i, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), min(len(self._ids), len(ids)))
+        return max(0, min(keep, same - 1, self.store.length))
+
+    @torch.inference_mode()
+    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+        """`[len(nodes), vocab]` float32 laws after `nodes`, on the target's device (see `Drafter`); one pass, and one more where the first
+        call of a tree asks for further nodes than the root.
+
+        Raises `ValueError` where a tree's first call doesn't begin with the root or a node's parent was never asked for, `QuickbeamError`
+        for outputs that are not finite.
+        """
+        first = nodes[0] == 0
+        if first:
+            self._begin(context.ids, tree)
+        if tree is not self._tree:
+            raise ValueError("a new tree: ask for its root first")
+        if below := nodes[1:] if first else nodes:
+            self._below(tree, below)
+        return self._law(self._out[-len(nodes) :], context.temperature)
+
+    def _begin(self, ids: list[int], tree: TokenTree) -> None:
+        """Read the certain tokens that have no row yet, the root last."""
+        hidden, start = self.target.take_hidden(), self.store.length
+        if len(hidden) != len(ids) - 1 - start:
+            raise ValueError(f"hidden states of {len(hidden)} tokens for the {len(ids) - 1 - start} that are not read yet")
+        out = self._out[:1]  # the root's, where this is not the first tree on it
+        for begin in range(0, len(hidden), CHUNK):
+            part = hidden[begin : begin + CHUNK]
+            at = start + begin
+            step = Step(self.store, torch.arange(at, at + len(part), device=hidden.device))
+            out = self._run(self.network.fuse(part), ids[at + 1 : at + 1 + len(part)], step)
+            self.store.commit(range(len(part)))
+        self._ids = list(ids)
+        self._tree, self._place, self._out = tree, {0: 0}, out[-1:]
+        self._visible = torch.zeros(0, 0, dtype=torch.bool)
+
+    def _below(self, tree: TokenTree, nodes: Sequence[int]) -> None:
+        """One row for each of `nodes`."""
+        done = len(self._visible)
+        visible = torch.zeros(done + len(nodes), done + len(nodes), dtype=torch.bool)
+        visible[:done, :done] = self._visible
+        above = []
+        for row, node in enumerate(nodes, done):
+            place = self._place.get(tree.parent[node])
+            if place is None:
+                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
+            if place:  # rows of the tree begin behind the root's
+                visible[row] = visible[place - 1]
+            visible[row, row] = True
+            above.append(place)
+        order = sorted(self._place, key=self._place.__getitem__)[1:]
+        depths = torch.tensor([tree.depth[node] for node in [*order, *nodes]], device=self._out.device)
+        step = Step(self.store, self.store.length - 1 + depths, visible[done:], base=done)
+        out = self._run(self._out[above], [tree.token[node] for node in nodes], step)
+        self._out = torch.cat([self._out, out])
+        self._visible = visible
+        self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
+
+    def _run(self, hidden: torch.Tensor, tokens: Sequence[int], step: Step) -> torch.Tensor:
+        def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            self.store.write(0, step.rows, key.transpose(0, 1), value.transpose(0, 1))
+            return self._attend(query, step, self._layer)
+
+        self.calls += 1
+        embedded = self.network.embed(torch.tensor(tokens, dtype=torch.int64, device=hidden.device))
+        return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
+
+    def _law(self, out: torch.Tensor, temperature: float) -> torch.Tensor:
+        scores = self.network.logits(out).float()
+        peak = scores.amax(-1, keepdim=True)
+        if not bool(peak.isfinite().all()):
+            raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
+        # The floor keeps 1/temperature finite in float32, as in `Sampler.law`.
+        law = ((scores - peak) / max(temperature or 1.0, 1e-30)).softmax(-1)
+        if not self.network.config.own_head:
+            return law
+        return law.new_zeros(len(law), self.target.vocab_size).index_copy_(1, self.network.tokens, law)  # type: ignore[arg-type]

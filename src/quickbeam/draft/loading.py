@@ -1,0 +1,61 @@
+"""A drafter from what `--drafter` names: a smaller model, or a feature drafter in any layout that `checkpoints.py` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from quickbeam import hub
+from quickbeam.draft.base import Drafter
+from quickbeam.draft.checkpoints import is_eagle, load_eagle
+from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft.lm import LMDrafter, check_vocabulary
+from quickbeam.errors import InvalidInput
+from quickbeam.target.loading import load_model
+from quickbeam.target.target import Target
+
+SHIPPED = Path(__file__).parent.parent / "drafters"  # by name of the embedded model
+
+
+def shipped(model: str | None) -> str | None:
+    """The drafter that comes with an embedded model (None: the default one), if there is one."""
+    folder = SHIPPED / (model or hub.DEFAULT)
+    return str(folder) if model in (None, *hub.EMBEDDED) and (folder / "config.json").is_file() else None
+
+
+def load_drafter(name: str, target: Target, tokenizer: Any, *, fast: bool = True, progress: Any = None) -> Drafter:
+    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's.
+
+    Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width, other tensors.
+    """
+    place = Path(hub.resolve(name, progress)).expanduser()
+    if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        place = _fetch(name)
+    if place.is_dir() and is_eagle(place):
+        network = load_eagle(
+            place,
+            target_layers=target.config.num_hidden_layers,
+            target_size=target.config.hidden_size,
+            vocab_size=target.vocab_size,
+            embedding=target.embedding,
+            head=target.head,
+        )
+        return EagleDrafter(network, target, fast=fast)
+    model, own = load_model(str(place), target.dtype, target.device)
+    check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
+    return LMDrafter(model, target.vocab_size, fast=fast)
+
+
+def _fetch(name: str) -> Path:
+    """A Hugging Face repository's folder in their cache; the older weight format only where there is no other."""
+    others = ["*.json", "*.txt", "*.model", "*.jinja"]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=["*.bin", *others]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise InvalidInput(f"the drafter {name!r} can't be fetched ({str(error).splitlines()[0]}); give a folder that holds it") from error
+    return folder

@@ -1,0 +1,121 @@
+"""A feature drafter at a tiny target, and the same two as they are written down."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from models import VOCAB, tiny
+from quickbeam.draft.base import Context
+from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.feature import EagleDrafter
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+
+WIDE = EagleConfig(32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB)
+KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether fast, of drafter
+    "attention": ("llama", True, WIDE),
+    "own-head": ("mistral-window", True, replace(WIDE, layers=(4, 1), draft_vocab_size=20)),
+    "input": ("llama", True, replace(WIDE, layers=(4,), join="input", final_norm=False)),
+    "plain": ("gpt2", False, WIDE),
+    "ours": ("llama", True, replace(WIDE, layers=(1, 3, 4), lift=True, feature_norms=True)),
+}
+
+
+def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> EagleHead:
+    """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay the model's."""
+    torch.manual_seed(seed)
+    network = EagleHead(config, model.get_input_embeddings(), model.get_output_embeddings()).requires_grad_(False)
+    gain = 3 if config.join == "attention" else 1.75  # without norms outputs grow, and rounding with them
+    for parameter in network.parameters():
+        parameter.mul_(gain) if parameter.dim() > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+    if config.own_head:
+        network.tokens.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size])
+    return network
+
+
+class Pair:
+    """A drafter at its target, and the same two as they are written down."""
+
+    def __init__(self, kind: str) -> None:
+        layout, fast, self.config = KINDS[kind]
+        self.model = tiny(layout, seed=3)
+        self.network = head_of(self.config, self.model)
+        self.target = Target(copy.deepcopy(self.model), fast=fast, chunk=6)
+        network = EagleHead(self.config, self.target.embedding, self.target.head)
+        network.load_state_dict(self.network.state_dict())
+        self.drafter = EagleDrafter(network, self.target, fast=fast)
+
+    @torch.inference_mode()
+    def layer(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
+        """The equations, with full causal attention over all rows."""
+        c, n = self.config, len(hidden)
+        weight = {name: value for name, value in self.network.named_parameters()}
+
+        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+            return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
+
+        def rotated(x: torch.Tensor) -> torch.Tensor:
+            half = c.head_dim // 2
+            angle = torch.arange(n)[:, None, None] / 10000.0 ** (torch.arange(half) / half)
+            a, b = x[..., :half], x[..., half:]
+            return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+
+        embedded = self.model.get_input_embeddings()(torch.tensor(list(tokens)))
+        if c.join == "attention":
+            x = torch.cat([norm("input_norm", embedded), norm("hidden_norm", hidden)], -1)
+            if c.lift:
+                hidden = hidden + norm("input_norm", embedded) @ weight["lift.weight"].T
+        else:
+            x = hidden = torch.cat([embedded, hidden], -1) @ weight["fc.weight"].T
+        sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
+        q, k, v = ((x @ part.T).view(n, -1, c.head_dim) for part in weight["qkv.weight"].split(sizes))
+        k, v = (x.repeat_interleave(c.heads // c.kv_heads, 1) for x in (rotated(k), v))
+        scores = torch.einsum("qhd,khd->hqk", rotated(q), k) / math.sqrt(c.head_dim)
+        scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
+        x = hidden + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ weight["out.weight"].T
+        gate, up = (norm("mlp_norm", x) @ weight["gate_up.weight"].T).chunk(2, -1)
+        return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
+
+    @torch.inference_mode()
+    def expected(self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float) -> torch.Tensor:
+        """The laws after `nodes`, each path on its own, from the hidden states of transformers."""
+        states = self.model(torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
+        parts = [states[min(layer, 3)][0] for layer in self.config.layers]  # of 3 layers: what comes after the last is after the norm
+        if self.config.feature_norms:
+            norms = self.network.feature_norms
+            parts = [n.weight * x * (x.pow(2).mean(-1, keepdim=True) + n.eps).rsqrt() for n, x in zip(norms, parts, strict=True)]
+        certain = torch.cat(parts, -1)
+        if self.config.join == "attention":
+            certain = certain @ self.network.fc.weight.T
+        laws = []
+        for node in nodes:
+            tokens, hidden = ids[1:], certain
+            out = self.layer(hidden, tokens)
+            for below in tree.path(node)[1:]:
+                tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, out[-1:]])
+                out = self.layer(hidden, tokens)
+            logits = self.network.logits(out[-1]) / temperature
+            law = torch.zeros(VOCAB)
+            law[self.network.tokens if self.config.own_head else slice(None)] = logits.softmax(-1)
+            laws.append(law)
+        return torch.stack(laws)
+
+    def begin(self, prompt: list[int], token: int, keep: int = 0) -> None:
+        """As an answer begins."""
+        self.target.prefill(prompt, keep)
+        self.drafter.reset([*prompt, token])
+
+    def check(self, context: Context, tree: TokenTree, nodes: list[int]) -> None:
+        laws = self.drafter.laws(context, tree, nodes)
+        expected = self.expected(context.ids, tree, nodes, context.temperature or 1.0)
+        torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
+
+
+def context_of(ids: list[int], temperature: float = 1.0) -> Context:
+    return Context(list(ids), torch.zeros(VOCAB), temperature)
