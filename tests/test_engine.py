@@ -1,6 +1,6 @@
 """The loop: speculative answers are plain decoding's own, however they end.
 
-    pytest tests/test_engine.py
+pytest tests/test_engine.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bit-identity: in bfloat16 on a CPU, a tree's logits are those of one token at a time, to the last bit.
 
-    pytest tests/test_exact.py
+pytest tests/test_exact.py
 """
 
 from __future__ import annotations

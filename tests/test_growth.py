@@ -1,6 +1,6 @@
 """Trees grown from a drafter: sampled output keeps the target's law, greedy output is plain decoding's, limits hold.
 
-    pytest tests/test_growth.py
+pytest tests/test_growth.py
 """
 
 from __future__ import annotations

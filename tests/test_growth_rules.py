@@ -1,6 +1,6 @@
 """Draws, and DySpec's trees against plain references of the paper's algorithms; what they ask of the drafter.
 
-    pytest tests/test_growth_rules.py
+pytest tests/test_growth_rules.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """EAGLE-2's and Sequoia's trees against brute force, and how a tree lies in memory.
 
-    pytest tests/test_growth_shapes.py
+pytest tests/test_growth_shapes.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The target against transformers: every layout, trees and chains, prefill in chunks, any commit.
 
-    pytest tests/test_target.py
+pytest tests/test_target.py
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from quickbeam import __version__
-from quickbeam.cli import bench
+from quickbeam.cli import bench, train
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
@@ -73,3 +73,4 @@ for command in (generate, chat, inspect, pull, models, demo):
 for measurement in (acceptance, drafting):
     bench.commands.command()(measurement)
 app.add_typer(bench.commands, name="bench")
+app.add_typer(train.commands, name="train")

@@ -35,9 +35,7 @@ class Turns(str, Enum):
     all = "all"
 
 
-commands = typer.Typer(
-    help="Measure: methods on questions (no command), what a pass or drafting costs, or how often drafts are accepted."
-)
+commands = typer.Typer(help="Measure: methods on questions (no command), what a pass or drafting costs, or how often drafts are accepted.")
 
 
 @commands.callback(invoke_without_command=True)

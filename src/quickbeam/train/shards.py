@@ -1,0 +1,154 @@
+"""Conversations with the target's hidden states, on disk: written in shards, read one conversation at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from quickbeam.errors import InvalidInput
+
+SHARD = 40_000  # tokens
+
+
+class Conversation(NamedTuple):
+    """`tokens` `[n]` int32; `answer` `[n]` bool: which of them the model says as an answer (a drafter is wanted for those);
+    `hidden` `[n, L * d]`: its hidden states where it has read the token. `temperature`: of the answer."""
+
+    tokens: torch.Tensor
+    answer: torch.Tensor
+    hidden: torch.Tensor
+    temperature: float
+
+
+class ShardWriter:
+    """Collects conversations and writes a file for every `SHARD` tokens, named `prefix-00000.safetensors` and on. Files that are there
+    stay: a second run adds to them. A file is complete or absent."""
+
+    def __init__(self, folder: Path, prefix: str = "text") -> None:
+        self.folder, self.prefix = folder, prefix
+        folder.mkdir(parents=True, exist_ok=True)
+        self.files = len(list(folder.glob(f"{prefix}-*.safetensors")))
+        self._held: list[Conversation] = []
+
+    def add(self, conversation: Conversation) -> None:
+        self._held.append(conversation)
+        if sum(len(c.tokens) for c in self._held) >= SHARD:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held."""
+        if not self._held:
+            return
+        tensors = {
+            "tokens": torch.cat([c.tokens for c in self._held]),
+            "answer": torch.cat([c.answer for c in self._held]),
+            "hidden": torch.cat([c.hidden for c in self._held]),
+            "length": torch.tensor([len(c.tokens) for c in self._held]),
+            "temperature": torch.tensor([c.temperature for c in self._held]),
+        }
+        while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():  # where one was deleted
+            self.files += 1
+        part = path.with_suffix(".part")
+        save_file(tensors, part)
+        os.replace(part, path)
+        self.files += 1
+        self._held = []
+
+
+class Shards:
+    """The conversations of a folder, in order. Nothing but their places is kept in memory: files are mapped and read piece by piece."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files: list[Any] = []
+        self._places: list[tuple[int, int, int, float]] = []  # file, first token, one past the last, temperature
+        self.answers = 0
+        for path in sorted(folder.glob("*.safetensors")):
+            try:
+                file: Any = safe_open(path, "pt")
+                lengths, temperatures = file.get_tensor("length").tolist(), file.get_tensor("temperature").tolist()
+                self.answers += int(file.get_tensor("answer").sum())
+            except Exception as error:  # safetensors raises its own kinds
+                raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
+            begin = 0
+            for length, temperature in zip(lengths, temperatures, strict=True):
+                self._places.append((len(self._files), begin, begin + length, temperature))
+                begin += length
+            self._files.append(file)
+        if not self._places:
+            raise InvalidInput(f"{folder} holds no text (*.safetensors)")
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def length(self, i: int) -> int:
+        """Tokens of conversation i."""
+        _, begin, end, _ = self._places[i]
+        return end - begin
+
+    @property
+    def tokens(self) -> int:
+        return sum(end - begin for _, begin, end, _ in self._places)
+
+    def counts(self, vocab: int) -> torch.Tensor:
+        """`[vocab]` int64: how often each token occurs."""
+        found = torch.zeros(vocab, dtype=torch.int64)
+        for file in self._files:
+            found += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
+        return found
+
+    def __getitem__(self, i: int) -> Conversation:
+        file, begin, end, temperature = self._places[i]
+        tokens, answer, hidden = (self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer", "hidden"))
+        return Conversation(tokens, answer, hidden, temperature)
+
+    def __iter__(self) -> Iterator[Conversation]:
+        return (self[i] for i in range(len(self)))
+
+
+def read_prompts(path: Path) -> list[list[dict[str, str]]]:
+    """Conversations to answer, one JSON object a line: `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns; the first is taken) or
+    `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput` naming the line."""
+    found = []
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInput(f"--prompts {path}: can't be read ({error})") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            if "messages" in record:
+                messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+            else:
+                first = record["prompt"] if "prompt" in record else record["turns"][0]
+                messages = [{"role": "user", "content": str(first)}]
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise InvalidInput(f'--prompts {path}, line {number}: want {{"prompt": …}}, {{"turns": […]}} or {{"messages": […]}}') from error
+        if messages:
+            found.append(messages)
+    if not found:
+        raise InvalidInput(f"--prompts {path}: holds no prompts")
+    return found
+
+
+def spread_lengths(lengths: Sequence[int], batch: int, generator: torch.Generator) -> list[list[int]]:
+    """Batches of indices of about `batch` tokens, padding counted: neighbours in length together, the batches in random order."""
+    noise = torch.rand(len(lengths), generator=generator).tolist()
+    order = sorted(range(len(lengths)), key=lambda i: lengths[i] * (0.9 + 0.2 * noise[i]))
+    batches: list[list[int]] = [[]]
+    longest = 0
+    for i in order:
+        longest = max(longest, lengths[i])
+        if batches[-1] and longest * (len(batches[-1]) + 1) > batch:
+            batches.append([])
+            longest = lengths[i]
+        batches[-1].append(i)
+    return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]

@@ -1,0 +1,231 @@
+"""From a model to a drafter: write text, train, describe. Each stage takes up what an earlier run left."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from quickbeam import hub
+from quickbeam.draft.eagle import EagleConfig
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.target.loading import eos_ids, load_model
+from quickbeam.train import drafter, text
+from quickbeam.train.decoder import BatchDecoder
+from quickbeam.train.shards import Shards, ShardWriter, read_prompts
+from quickbeam.train.trainer import Report, Trainer, head_of
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of at most `length`, `slots` at a time."""
+
+    model: str | None
+    out: Path
+    tokens: int = 1_000_000
+    prompts: Path | None = None
+    slots: int = 128
+    length: int = 512
+    recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
+    intermediate_size: int | None = None  # of the drafter's layer; None: the target's
+    layers: tuple[int, ...] | None = None  # hidden states that the drafter reads; None: four of them, spread
+
+    @property
+    def text(self) -> Path:
+        return self.out / "text"
+
+
+@dataclass(frozen=True)
+class Needs:
+    """The most that the stages take, in bytes: `text_memory`, `train_memory`, `disk`."""
+
+    text_memory: int
+    train_memory: int
+    disk: int
+
+
+def keep_memory() -> None:
+    """Have glibc reuse large blocks rather than hand them back: training makes and drops blocks of tens of megabytes, and fresh pages cost
+    as much as the products (half the time of a step where this was found). Does nothing where there is no glibc."""
+    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(M_MMAP_MAX, 0)
+        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+    except (OSError, AttributeError):
+        pass
+
+
+class DrafterTraining:
+    """Makes a drafter for a model: `write_text`, then `train`. `accelerator`: where, and with how many processes."""
+
+    def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
+        self.plan = plan
+        self.accelerator = accelerator or Accelerator()
+        self.device = self.accelerator.device
+        keep_memory()
+        folder = hub.resolve(plan.model)
+        self.model, self.tokenizer = load_model(folder, torch.bfloat16, self.device)
+        config = self.model.config.get_text_config()
+        self.head = head_of(self.model)  # before anything is packed
+        count = config.num_hidden_layers
+        self.layers = plan.layers or tuple(sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1}))
+        if self.layers[-1] != count + 1:
+            raise InvalidInput(f"--layers {','.join(map(str, self.layers))}: the last must be {count + 1}, the state after the final norm")
+        heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        rope = {"max_position_embeddings": config.max_position_embeddings}
+        if parameters := getattr(config, "rope_parameters", None):
+            rope["rope_parameters"] = dict(parameters)
+        self.config = EagleConfig(
+            hidden_size=config.hidden_size,
+            intermediate_size=plan.intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            layers=self.layers,
+            target_size=config.hidden_size,
+            vocab_size=len(self.head),
+            eps=getattr(config, "rms_norm_eps", 1e-5),
+            rope=rope,
+            feature_norms=True,
+            lift=True,
+        )
+
+    def needs(self) -> Needs:
+        """Upper estimates, from the shapes."""
+        plan, config, recipe = self.plan, self.config, self.plan.recipe
+        weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        row = len(self.layers) * config.target_size * 2 + 5
+        logits = plan.slots * config.vocab_size * 4
+        base = GIB  # the interpreter and the libraries
+        cache = BatchDecoder.memory(self.model, plan.slots, plan.length)
+        text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate_size + 12 * config.hidden_size
+        parameters = config.hidden_size * (len(config.layers) * config.target_size + width + 2 * config.hidden_size)
+        longest = max(recipe.batch, plan.length)
+        activations = longest * recipe.depths * (6 * width + 3 * recipe.loss_vocab) * 4 + longest * row * 4
+        scores = plan.length * recipe.depths * plan.length * recipe.depths * max(1, longest // plan.length)
+        check = 6 * plan.length * config.vocab_size * 4
+        train_memory = base + 2 * weights + 24 * parameters + activations + scores + check
+        return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
+
+    def check_room(self) -> None:
+        """Raise `InvalidInput` where the disk has no room for what is still to be written."""
+        self.plan.out.mkdir(parents=True, exist_ok=True)
+        there = sum(f.stat().st_size for f in self.plan.out.rglob("*") if f.is_file())
+        free = shutil.disk_usage(self.plan.out).free
+        if (wanted := self.needs().disk - there) > free:
+            raise InvalidInput(f"{self.plan.out} has {free / GIB:.1f} GiB free, {wanted / GIB:.1f} are needed: ask for fewer --tokens")
+
+    def written(self) -> int:
+        """Tokens of text there are."""
+        try:
+            return Shards(self.plan.text).tokens
+        except InvalidInput:
+            if any(self.plan.text.glob("*.safetensors")):
+                raise
+            return 0
+
+    def write_text(self, report: Callable[[int, float], None]) -> None:
+        """Write conversations until there are `tokens`; `report(tokens, tokens a second)`. What is written stays when it is interrupted."""
+        plan, rank, processes = self.plan, self.accelerator.process_index, self.accelerator.num_processes
+        there = self.written()
+        self.accelerator.wait_for_everyone()
+        if there >= plan.tokens:
+            return
+        stops = eos_ids(self.model, self.tokenizer)
+        template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
+        prompts = None if plan.prompts is None else [self._encode(messages) for messages in read_prompts(plan.prompts)][rank::processes]
+        shards = ShardWriter(plan.text, f"text{rank}")
+        recipe = text.Recipe(length=plan.length, seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank)
+        decoder = BatchDecoder(self.model, plan.slots, plan.length, self.layers)
+        writer = text.Writer(decoder, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
+        began, fresh = time.perf_counter(), 0
+        try:
+            for conversation in writer:
+                shards.add(conversation)
+                fresh += len(conversation.tokens)
+                report(there + fresh * processes, fresh * processes / (time.perf_counter() - began))
+                if there + fresh * processes >= plan.tokens:
+                    break
+        except OSError as error:
+            raise QuickbeamError(f"{plan.text}: not written ({error.strerror}); what is there stays: make room and run again") from error
+        finally:
+            shards.flush()
+        self.accelerator.wait_for_everyone()
+
+    def _ids(self, words: str) -> list[int]:
+        return [int(token) for token in self.tokenizer(words, add_special_tokens=False)["input_ids"]]
+
+    def _encode(self, messages: list[dict[str, str]]) -> list[int]:
+        if not getattr(self.tokenizer, "chat_template", None):
+            return [int(token) for token in self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"]]
+        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        return [int(token) for token in ids]
+
+    def train(self, report: Callable[[Report], None]) -> drafter.Held:
+        """Train on the text there is, and write the drafter and its card."""
+        plan = self.plan
+        shards = Shards(plan.text)
+        network = drafter.new_network(self.model, self.config, plan.recipe.seed)
+        trainer = Trainer(network, self.head, shards, plan.recipe, plan.out, self.accelerator)
+        gc.collect()
+        held = trainer.run(report)
+        if self.accelerator.is_main_process:
+            (plan.out / "README.md").write_text(self.card(shards, trainer, held))
+            record = {"held_out": held._asdict(), "recipe": asdict(plan.recipe)}
+            (plan.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+        return held
+
+    def command(self) -> str:
+        """The command line that this training is."""
+        plan, recipe, plain = self.plan, self.plan.recipe, drafter.Recipe()
+        parts = ["quickbeam train drafter"]
+        parts += [f"--model {plan.model}"] if plan.model else []
+        parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
+        parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]
+        for name, value in asdict(recipe).items():
+            if value != getattr(plain, name):
+                parts.append(f"--{name.replace('_', '-')} {value:g}")
+        return " ".join(parts)
+
+    def card(self, shards: Shards, trainer: Trainer, held: drafter.Held) -> str:
+        """A model card: what it is, how it was made, how good it is."""
+        name = self.plan.model or hub.DEFAULT
+        rows = "\n".join(f"| {i} | {a:.3f} | {o:.3f} |" for i, (a, o) in enumerate(zip(held.agreement, held.overlap, strict=True), 1))
+        parameters = sum(p.numel() for p in trainer.network.parameters()) / 1e6
+        source = f"answers to the prompts of {self.plan.prompts.name}" if self.plan.prompts else "questions and answers"
+        return f"""# A feature drafter for {name}
+
+One decoder layer of {parameters:.1f} M parameters that reads hidden states of {name} (after layers
+{", ".join(map(str, self.layers))}) and drafts its next tokens, with its embedding and head. Made with
+
+    {self.command()}
+
+- **Data:** {source} written by the model itself, {shards.tokens:,} tokens in {len(shards):,} conversations
+  ({shards.answers:,} tokens of answers). No other text was used. One conversation in {drafter.HELD_OUT} was held out.
+- **Training:** {trainer.seen:,} tokens ({trainer.seen / shards.tokens:.1f} times the text) in {trainer.step:,} steps,
+  {timedelta(seconds=round(trainer.seconds))} on {_machine(self.device)}.
+- **Held-out acceptance**, by depth (how many tokens it drafts ahead, its own drafts having been right): how often its likeliest
+  token is the model's, and the mean overlap Σ min(p, q) of the two laws, which is how often a drawn token is accepted at
+  temperature 1.
+
+| depth | agreement | overlap |
+| --- | --- | --- |
+{rows}
+"""
+
+
+def _machine(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

@@ -1,0 +1,195 @@
+"""Text to train on, written by the target itself: user turns sampled from the chat template, then answered.
+
+The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model writes what a user would ask.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from quickbeam.errors import InvalidInput
+from quickbeam.train.decoder import BatchDecoder
+from quickbeam.train.shards import Conversation
+
+Message = dict[str, str]
+
+# How half of the questions begin, so that the text covers what users ask for and not only what the model likes to ask. Ours.
+OPENERS = (
+    "Write a", "Write a short story about", "Write an email", "Write a Python function", "Write a program that", "Explain", "Explain how",
+    "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did", "Where is", "Which", "Can you", "Give me",
+    "List", "Name three", "Describe", "Compare", "Translate to English:", "Translate the following sentence from German to English:",
+    "Translate to French:", "Summarize the following article:\n\n", "Summarize:\n", "Give a summary of this text:\n\n", "Rewrite",
+    "Correct the mistakes in this text:", "Continue this story:", "Answer the question using the text below.\n\n", "Passage:", "Document:",
+    "Read the text and answer the question.\n\n", "Solve", "Calculate", "If a", "A train", "There are", "John has", "Maria buys",
+    "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract", "Imagine you are", "You are", "Pretend",
+    "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it", "Should I", "I want to", "I have a",
+    "Here is a", "Given the", "Complete this function:\n\ndef ", "def ", "What does this code do?\n\n", "Fix this code:\n\n", "In the",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How text is written. A conversation holds at most `length` tokens, a user turn at most `question`. Half of the answers are greedy,
+    the others sampled at a temperature between 0 and 1."""
+
+    length: int = 512
+    question: int = 192
+    user_temperature: float = 0.9
+    openers: Sequence[str] = OPENERS
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Template:
+    """A chat template in token ids: what stands before a user turn, between it and the answer, and between an answer and the next turn."""
+
+    begin: list[int]
+    reply: list[int]
+    again: list[int]
+    stops: frozenset[int]  # what ends a turn
+
+    @staticmethod
+    def of(tokenizer: Any, eos_ids: set[int]) -> Template:
+        """Read off a tokenizer. Raises `InvalidInput` for one without a chat template, or whose template hides what was said."""
+        if not getattr(tokenizer, "chat_template", None):
+            raise InvalidInput("the model has no chat template to write questions from: give --prompts FILE.jsonl")
+        marks = "⟦user⟧", "⟦answer⟧", "⟦more⟧"
+        turns = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)]
+        text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+        pieces = []
+        for mark in marks:
+            before, found, text = text.partition(mark)
+            if not found:
+                raise InvalidInput("the model's chat template changes what users say: give --prompts FILE.jsonl")
+            pieces.append(tokenizer(before, add_special_tokens=False)["input_ids"])
+        begin, reply, again = pieces
+        if not begin or not reply:
+            raise InvalidInput("the model's chat template says nothing before or after what users say: give --prompts FILE.jsonl")
+        return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}))
+
+
+@dataclass
+class _Slot:
+    """One conversation in the making."""
+
+    forced: list[int]  # tokens still to be read, last first
+    temperature: float
+    tokens: list[int] = field(default_factory=list)
+    answer: list[bool] = field(default_factory=list)
+    answering: bool = False
+    spoken: int = 0  # tokens of the turn under way
+
+
+class Writer:
+    """Writes conversations with a `BatchDecoder`: iterate for them, without end (with `prompts`: until all are answered).
+
+    `prompts`: conversations whose last turn is the user's, in token ids, instead of own questions.
+    """
+
+    def __init__(
+        self,
+        decoder: BatchDecoder,
+        encode: Callable[[str], list[int]],
+        template: Template | None,
+        stops: frozenset[int],
+        recipe: Recipe,
+        prompts: Sequence[list[int]] | None = None,
+    ) -> None:
+        if template is None and prompts is None:
+            raise ValueError("text needs a chat template or prompts")
+        self._decoder, self._template, self._stops, self._recipe = decoder, template, stops, recipe
+        self._openers = [encode(opener) for opener in recipe.openers]
+        self._prompts = None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
+        if self._prompts is not None and not self._prompts:
+            raise InvalidInput(f"every prompt is longer than {recipe.length} tokens: raise --length")
+        self._random = random.Random(recipe.seed)
+        self._generator = torch.Generator(decoder.device).manual_seed(recipe.seed)
+        self._next = 0
+
+    def _fresh(self) -> _Slot | None:
+        temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
+        if self._prompts is not None:
+            if self._next == len(self._prompts):
+                return None
+            ids = self._prompts[self._next]
+            self._next += 1
+            return _Slot(ids[::-1], temperature, answering=True)
+        assert self._template is not None
+        return _Slot((self._template.begin + self._opener())[::-1], temperature)
+
+    def _opener(self) -> list[int]:
+        return self._random.choice(self._openers) if self._openers and self._random.random() < 0.5 else []
+
+    def __iter__(self) -> Iterator[Conversation]:
+        decoder, recipe = self._decoder, self._recipe
+        slots = [self._fresh() for _ in range(decoder.slots)]
+        hidden: torch.Tensor | None = None
+        chosen = [0] * decoder.slots
+        while any(slots):
+            fed = []
+            for i, slot in enumerate(slots):
+                if slot is None:
+                    decoder.restart(i)
+                    fed.append(0)
+                    continue
+                said = not slot.forced
+                token = chosen[i] if said else slot.forced.pop()
+                slot.tokens.append(token)
+                slot.answer.append(said and slot.answering)
+                slot.spoken += said
+                fed.append(token)
+            logits, states = decoder.step(torch.tensor(fed, device=decoder.device))
+            if hidden is None:
+                hidden = states.new_zeros(decoder.slots, recipe.length, states.shape[1])
+            at = torch.tensor([len(slot.tokens) - 1 if slot else 0 for slot in slots], device=decoder.device)
+            hidden[torch.arange(decoder.slots, device=decoder.device), at] = states
+            over = [slot is not None and self._turn(slot) for slot in slots]
+            chosen = self._choose(logits, slots)  # by who speaks now
+            for i, slot in enumerate(slots):
+                if slot is None or not over[i]:
+                    continue
+                if any(slot.answer):
+                    n = len(slot.tokens)
+                    tokens, answer = torch.tensor(slot.tokens, dtype=torch.int32), torch.tensor(slot.answer)
+                    yield Conversation(tokens, answer, hidden[i, :n].to("cpu", copy=True), slot.temperature)
+                slots[i] = self._fresh()
+                decoder.restart(i)
+
+    def _turn(self, slot: _Slot) -> bool:
+        """Let the other one speak where a turn has ended; whether the conversation is over."""
+        full = len(slot.tokens) >= self._recipe.length
+        if slot.forced or full:
+            return full
+        ended = slot.spoken > 0 and slot.tokens[-1] in self._stops
+        if slot.answering:
+            # Half of the conversations that have room go on.
+            if not ended:
+                return False
+            if self._template is None or len(slot.tokens) > self._recipe.length * 0.6 or self._random.random() < 0.5:
+                return True
+            after = self._template.again
+            slot.forced = ((after[1:] if after and after[0] == slot.tokens[-1] else after) + self._opener())[::-1]
+            slot.answering, slot.spoken = False, 0
+            return False
+        assert self._template is not None
+        if ended or slot.spoken >= self._recipe.question:
+            reply = self._template.reply
+            slot.forced = (reply[1:] if ended and reply[0] == slot.tokens[-1] else reply)[::-1]
+            slot.answering, slot.spoken = True, 0
+        return False
+
+    def _choose(self, logits: torch.Tensor, slots: Sequence[_Slot | None]) -> list[int]:
+        """The next token of every slot, by its temperature: one uniform number against the summed law."""
+        heat = torch.tensor([0.0 if s is None else s.temperature if s.answering else self._recipe.user_temperature for s in slots])
+        tokens = logits.argmax(-1)
+        warm = heat.nonzero()[:, 0].to(logits.device)
+        if len(warm):
+            law = (logits[warm].float() / heat.to(logits.device)[warm, None]).softmax(-1).cumsum(-1)
+            uniform = torch.rand(len(warm), 1, generator=self._generator, device=logits.device) * law[:, -1:]
+            tokens[warm] = torch.searchsorted(law, uniform, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
+        return tokens.tolist()

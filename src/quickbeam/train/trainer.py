@@ -1,0 +1,178 @@
+"""The training loop of a feature drafter: steps, checkpoints, reports."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from quickbeam.draft.eagle import EagleHead
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.train.drafter import Held, LossVocabulary, Objective, Recipe, hold_out, split
+from quickbeam.train.shards import Shards, spread_lengths
+from quickbeam.train.unroll import Batch, collate
+
+CHECK_DEPTHS = 5  # of the held-out figures
+CHECK_TOKENS = 5_000  # of held-out text a report looks at; the last one looks at all of it
+
+
+class Report(NamedTuple):
+    """Where a training stands. `done`: 0 to 1; `loss`: mean since the last report; `rate`: tokens a second."""
+
+    step: int
+    done: float
+    loss: float
+    rate: float
+    seconds: float
+    seconds_left: float
+    held: Held | None
+
+
+class Trainer:
+    """Trains `network` on the text of `shards`; `head` is the target's, `[vocab, d]`.
+
+    `folder` gets `checkpoint.pt` (what a next run resumes from), `log.jsonl` (a line a report) and the network itself at every checkpoint,
+    so that an interrupted training leaves a drafter that can be used.
+    """
+
+    def __init__(
+        self,
+        network: EagleHead,
+        head: torch.Tensor,
+        shards: Shards,
+        recipe: Recipe,
+        folder: Path,
+        accelerator: Accelerator,
+        every: float = 180.0,
+    ) -> None:
+        self.network, self.shards, self.recipe, self.folder, self.every = network, shards, recipe, folder, every
+        self._accelerator = accelerator
+        self._device = accelerator.device
+        self._head = head.to(self._device)
+        self._train, self._held = split(shards)
+        self._lengths = [shards.length(i) for i in self._train]
+        self._total = max(1, int(sum(self._lengths) * recipe.epochs))  # tokens of the run
+        self._vocabulary = LossVocabulary(shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index)
+        self.step = self.seen = self.round = 0
+        self.seconds = 0.0
+        optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        self._objective, self._optimizer = accelerator.prepare(Objective(network.to(self._device), recipe), optimizer)
+        self._resume()
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint.pt"
+
+    def _resume(self) -> None:
+        if not self.checkpoint.is_file():
+            return
+        try:
+            state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
+            self.network.load_state_dict(state["network"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            self.step, self.seen, self.round, self.seconds = state["step"], state["seen"], state["round"] + 1, state["seconds"]
+        except (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            reason = str(error).splitlines()[0]
+            raise InvalidInput(f"{self.checkpoint} is not of this training ({reason}): take another --out, or delete it") from error
+
+    def save(self) -> None:
+        """Write the checkpoint and the network, each complete or not at all."""
+        if not self._accelerator.is_main_process:
+            return
+        state = {
+            "network": self.network.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "step": self.step,
+            "seen": self.seen,
+            "round": self.round,
+            "seconds": self.seconds,
+        }
+        part = self.checkpoint.with_suffix(".part")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            torch.save(state, part)
+            os.replace(part, self.checkpoint)
+            self.network.save(self.folder)
+        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+            raise QuickbeamError(f"{self.folder}: the checkpoint can't be written ({error}); the last one stands") from error
+
+    def _batches(self) -> Iterator[tuple[Batch, int]]:
+        """This process's share, in a new random order each round, and how many tokens all processes have in that step."""
+        rank, count = self._accelerator.process_index, self._accelerator.num_processes
+        for number in itertools.count(self.round):
+            self.round = number
+            order = spread_lengths(self._lengths, self.recipe.batch, torch.Generator().manual_seed(self.recipe.seed + number))
+            for first in range(0, len(order), count):
+                step = [order[(first + i) % len(order)] for i in range(count)]
+                tokens = sum(self._lengths[i] for chosen in step for i in chosen)
+                yield collate([self.shards[self._train[i]] for i in step[rank]]), tokens
+
+    def run(self, report: Callable[[Report], None]) -> Held:
+        """Train to the end of the recipe; the held-out figures of the result. Ctrl-C and errors leave a checkpoint of the last step."""
+        batches = self._batches()
+        began = reported = time.perf_counter()
+        before, losses, fresh = self.seconds, list[float](), self.seen
+        try:
+            while self.seen < self._total:
+                batch, tokens = next(batches)
+                losses.append(self._step(batch))
+                self.step, self.seen = self.step + 1, self.seen + tokens
+                now = time.perf_counter()
+                self.seconds = before + now - began
+                if now - reported < self.every or not self._accelerator.is_main_process:
+                    continue
+                self.save()
+                rate = (self.seen - fresh) / (now - began)
+                left = (self._total - self.seen) / rate
+                mean = sum(losses) / len(losses)
+                self._tell(Report(self.step, self.seen / self._total, mean, rate, self.seconds, left, self._check(CHECK_TOKENS)), report)
+                reported, losses = time.perf_counter(), []
+        finally:
+            self.save()
+        return self._check(None)
+
+    def _step(self, batch: Batch) -> float:
+        tokens, shift = self._vocabulary.choose(batch)
+        rows = self._head[tokens.to(self._device)]
+        loss = self._objective(batch.to(self._device), rows, shift.to(self._device), self.seen / self._total)
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self.recipe.rate(self.step, self.seen / self._total)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        value = float(loss.detach())
+        if not value < float("inf"):
+            raise QuickbeamError(f"the loss of step {self.step} is {value}: take a smaller --lr; the last checkpoint stands")
+        return value
+
+    def _check(self, tokens: int | None) -> Held:
+        chosen, count = [], 0
+        for i in self._held:
+            if tokens is not None and count >= tokens:
+                break
+            chosen.append(i)
+            count += self.shards.length(i)
+        return hold_out(self.network, self.shards, chosen, self._head, CHECK_DEPTHS)
+
+    def _tell(self, found: Report, report: Callable[[Report], None]) -> None:
+        record: dict[str, Any] = found._asdict()
+        if found.held is not None:
+            record["held"] = found.held._asdict()
+        with (self.folder / "log.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+        report(found)
+
+
+def head_of(model: nn.Module) -> torch.Tensor:
+    """`[vocab, d]`: the weights of a model's head."""
+    return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]

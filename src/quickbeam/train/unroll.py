@@ -1,0 +1,85 @@
+"""Training-time test (EAGLE-3, 2503.01840, §3.2): the drafter is unrolled over its own outputs, as it will be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.draft.eagle import EagleHead
+from quickbeam.train.shards import Conversation
+
+
+class Batch(NamedTuple):
+    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]` bool, `hidden` `[b, n, L * d]`."""
+
+    tokens: torch.Tensor
+    answer: torch.Tensor
+    hidden: torch.Tensor
+
+    def to(self, device: torch.device) -> Batch:
+        return Batch(self.tokens.to(device), self.answer.to(device), self.hidden.to(device))
+
+
+def collate(conversations: Sequence[Conversation]) -> Batch:
+    """Pad to the longest."""
+    longest = max(len(c.tokens) for c in conversations)
+    tokens, answer, hidden = (
+        torch.stack([F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, longest - len(tensor))) for tensor in column])
+        for column in ([c.tokens for c in conversations], [c.answer for c in conversations], [c.hidden for c in conversations])
+    )
+    return Batch(tokens.long(), answer, hidden)
+
+
+class _Unrolled:
+    """Attention of training-time test: a row sees the first pass's keys of all rows up to it and, of later passes, its own only."""
+
+    def __init__(self) -> None:
+        self._keys: list[torch.Tensor] = []
+        self._values: list[torch.Tensor] = []
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        n, shared = query.shape[1], query.shape[2] // key.shape[2]
+        query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
+        self._keys.append(key.repeat_interleave(shared, 1))
+        self._values.append(value.repeat_interleave(shared, 1))
+        if len(self._keys) == 1:
+            out = F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
+        else:
+            causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
+            own = torch.eye(n, dtype=torch.bool, device=query.device)
+            seen = torch.cat([causal, *[own] * (len(self._keys) - 1)], 1)
+            out = F.scaled_dot_product_attention(query, torch.cat(self._keys, 2), torch.cat(self._values, 2), attn_mask=seen)
+        return out.transpose(1, 2).flatten(2)
+
+
+def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
+    """`[b, n, …]` moved `by` places forward in time: row i holds what was row i + by; the end is zero."""
+    return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
+
+
+class Pass(NamedTuple):
+    """One depth of the unrolling. `out` `[m, d]`: the network's outputs at the rows that count; `target` `[m, target_size]`: the target's
+    last hidden state, after the final norm, there; `token` `[m]`: the token that came next."""
+
+    out: torch.Tensor
+    target: torch.Tensor
+    token: torch.Tensor
+
+
+def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
+    """Run `depths` passes. In pass k, row i stands for the draft of the token at i + k + 2 from hidden states up to i: counted where that
+    token belongs to an answer."""
+    size = network.config.target_size
+    rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
+    with torch.no_grad():
+        embedded = network.embed(batch.tokens).float()
+    attend = _Unrolled()
+    hidden = network.fuse(batch.hidden.float())
+    for depth in range(depths):
+        following = ahead(embedded, depth + 1)
+        hidden = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
+        counts = ahead(batch.answer, depth + 2)
+        yield Pass(hidden[counts], ahead(batch.hidden[..., -size:], depth + 1)[counts], ahead(batch.tokens, depth + 2)[counts])

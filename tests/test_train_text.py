@@ -1,0 +1,299 @@
+"""Text for training: many sequences side by side are what each is alone, conversations say what was said, files give back what was put in.
+
+pytest tests/test_train_text.py
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import random
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from models import VOCAB, tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.train import shards
+from quickbeam.train.decoder import BatchDecoder
+from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, spread_lengths
+from quickbeam.train.text import Recipe, Template, Writer
+
+LENGTH, QUESTION = 80, 12
+
+
+@torch.inference_mode()
+def plain(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[n, vocab]` and hidden states `[n, L * d]` by transformers (not the one before the final norm)."""
+    out = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
+    count = len(out.hidden_states) - 1
+    return out.logits[0], torch.cat([out.hidden_states[min(layer, count)][0] for layer in layers], -1)
+
+
+# --- sequences side by side ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2", "phi3"])
+def test_every_slot_is_on_its_own(name: str) -> None:
+    model, rng = tiny(name), random.Random(1)
+    count = model.config.num_hidden_layers
+    layers = (count + 1, 1, 2)
+    decoder = BatchDecoder(copy.deepcopy(model), slots=4, length=20, layers=layers)
+    held: list[list[int]] = [[] for _ in range(4)]
+    for _ in range(60):
+        for slot, ids in enumerate(held):
+            if len(ids) == 20 or rng.random() < 0.07:
+                decoder.restart(slot)
+                ids.clear()
+            ids.append(rng.randrange(VOCAB))
+        logits, hidden = decoder.step(torch.tensor([ids[-1] for ids in held]))
+        assert decoder.position.tolist() == [len(ids) for ids in held]
+        for slot, ids in enumerate(held):
+            for got, expected in zip((logits[slot], hidden[slot]), plain(model, ids, layers), strict=True):
+                scale = expected[-1].abs().max()
+                torch.testing.assert_close(got / scale, expected[-1] / scale, atol=2e-5, rtol=0)
+
+
+def test_memory_is_what_the_keys_and_values_take() -> None:
+    for name in ("llama", "qwen3", "gpt2"):
+        model = tiny(name)
+        wanted = BatchDecoder.memory(model, 3, 11)
+        tap = BatchDecoder(model, 3, 11, (1,))._tap
+        assert sum(tensor.nbytes for tensor in (*tap._keys, *tap._values)) == wanted
+
+
+@pytest.mark.parametrize("name", ["gemma2-softcap-window", "gpt-oss-sinks"])
+def test_scores_that_are_capped_are_refused(name: str) -> None:
+    with pytest.raises(InvalidInput, match="can't write text in bulk"):
+        BatchDecoder(tiny(name), 2, 8, (1,))
+
+
+# --- conversations -------------------------------------------------------------------------------------------------------------------
+
+
+class Chat:
+    """A tiny chat model and what writes with it."""
+
+    def __init__(self, folder: str) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        for layer in self.model.model.layers:
+            torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5)  # what came before matters
+        self.end = self.model.config.eos_token_id
+        self.template = Template.of(self.tokenizer, {self.end})
+        self.model.lm_head.bias = torch.nn.Parameter(torch.zeros(self.model.config.vocab_size))
+        self.model.lm_head.bias.data[list(self.template.stops)] = 2.0  # turns end now and then
+        self.openers = [self.encode("Why"), self.encode("Tell me")]
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def writer(self, prompts: list[list[int]] | None = None, **recipe: Any) -> Writer:
+        decoder = BatchDecoder(copy.deepcopy(self.model), 4, LENGTH, (1, 3))
+        template = self.template if prompts is None else None
+        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **recipe)
+        return Writer(decoder, self.encode, template, self.template.stops, settings, prompts)
+
+
+@pytest.fixture(scope="module")
+def chat(toy_folder: str) -> Chat:
+    torch.manual_seed(2)
+    return Chat(toy_folder)
+
+
+@pytest.fixture(scope="module")
+def written(chat: Chat) -> list[Conversation]:
+    return list(itertools.islice(chat.writer(), 24))
+
+
+def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(chat: Chat, written: list[Conversation]) -> None:
+    kinds = set()
+    for tokens, answer, hidden, temperature in written:
+        assert len(tokens) == len(answer) == len(hidden) <= LENGTH and hidden.dtype == torch.float32
+        logits, states = plain(chat.model, tokens.tolist(), (1, 3))
+        torch.testing.assert_close(hidden, states, atol=1e-4, rtol=1e-4)
+        said = answer.nonzero()[:, 0]
+        kinds.add(greedy := temperature == 0)
+        assert temperature < 1 and (not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long()))
+    assert kinds == {True, False} and 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
+
+
+def test_turns_follow_the_template_and_answers_are_marked(chat: Chat, written: list[Conversation]) -> None:
+    t, answers = chat.template, list[int]()
+    for tokens, answer, _, _ in written:
+        ids, marks, forced, answering = tokens.tolist(), list[bool](), t.begin, False
+        while len(marks) < len(ids):
+            at = len(marks)
+            assert ids[at : at + len(forced)] == forced[: len(ids) - at]
+            at = min(at + len(forced), len(ids))
+            opener = 0 if answering else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
+            last = LENGTH if answering else at + opener + QUESTION
+            end = next((i + 1 for i in range(at + opener, min(last, len(ids))) if ids[i] in t.stops), min(last, len(ids)))
+            marks += [False] * (at - len(marks)) + [answering] * (end - at)
+            forced = t.again if answering else t.reply
+            forced = forced[1:] if ids[end - 1] == forced[0] and end - at > opener else forced
+            answering = not answering
+        assert marks == answer.tolist() and (len(ids) == LENGTH or (marks[-1] and ids[-1] in t.stops))
+        answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
+    assert {1, 2} <= set(answers)
+
+
+def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
+    t = chat.template
+    turns = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "x"))]
+    whole = chat.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
+    made = [*t.begin, *chat.encode("hi"), *t.reply, *chat.encode("yo"), *t.again, *chat.encode("so"), *t.reply, *chat.encode("x")]
+    assert whole[: len(made)] == made and chat.tokenizer.decode(whole[len(made) :]) == "\n"
+    assert t.stops == {chat.end, t.reply[0]}
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (None, "no chat template"),
+        ("{{ messages | length }} turns", "changes what users say"),
+        ("{% for m in messages %}{{ m.content | upper | reverse }};{% endfor %}", "changes what users say"),
+        ("{% for m in messages %}{{ m.content }};{% endfor %}", "says nothing before"),
+        ("-{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %};{% endif %}{% endfor %}", "says nothing before"),
+    ],
+)
+def test_templates_that_cannot_be_read_off_are_refused(chat: Chat, monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
+    monkeypatch.setattr(chat.tokenizer, "chat_template", source)
+    with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
+        Template.of(chat.tokenizer, {7})
+
+
+def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> None:
+    again, other = ([c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1))
+    assert again == [c.tokens.tolist() for c in written[:6]] != other
+
+
+def test_every_prompt_is_answered_once(chat: Chat) -> None:
+    prompts = [chat.encode(f"user: {word}\n> ") for word in ("a", "bb", "ccc", "d", "e", "ff", "g")]
+    found = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
+    assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in found) == sorted(prompts)
+    for tokens, answer, hidden, _ in found:
+        torch.testing.assert_close(hidden, plain(chat.model, tokens.tolist(), (1, 3))[1], atol=1e-4, rtol=1e-4)
+        said = tokens[answer].tolist()
+        assert answer[-len(said) :].all() and not any(token in chat.template.stops for token in said[:-1])
+        assert said[-1] in chat.template.stops or len(tokens) == LENGTH
+    with pytest.raises(InvalidInput, match="raise --length"):
+        chat.writer([[1] * LENGTH])
+
+
+class Script:
+    """A decoder whose model nearly always says what follows a token in `after`; any other token is a little less likely."""
+
+    slots, device = 3, torch.device("cpu")
+    after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
+
+    def restart(self, slot: int) -> None:
+        pass
+
+    def step(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = torch.zeros(self.slots, 20)
+        logits[range(self.slots), [self.after.get(token, 2) for token in tokens.tolist()]] = 8.0
+        return logits, tokens[:, None].float()
+
+
+@pytest.mark.parametrize("reply", [[2, 3], [2]])
+def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
+    template = Template([1], reply, [2, 4], frozenset({2}))
+    writer = Writer(Script(), lambda text: [], template, template.stops, Recipe(40, 5, user_temperature=30.0, openers=()))
+    users = set()
+    for tokens, answer, hidden, temperature in itertools.islice(writer, 60):
+        assert torch.equal(hidden[:, 0], tokens.float())
+        users |= set(tokens[~answer].tolist())
+        if temperature == 0:
+            follow = [Script.after.get(token, 2) for token in tokens.tolist()]
+            assert all(b == a for a, b, said in zip(follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False) if said)
+    assert len(users) > 15
+
+
+# --- files ---------------------------------------------------------------------------------------------------------------------------
+
+
+def conversation(seed: int) -> Conversation:
+    generator = torch.Generator().manual_seed(seed)
+    n = 3 + seed % 5
+    tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
+    return Conversation(tokens, tokens % 2 == 0, torch.randn(n, 4, generator=generator).bfloat16(), seed / 8)
+
+
+def write(folder: Path, *seeds: int) -> None:
+    writer = ShardWriter(folder)
+    for seed in seeds:
+        writer.add(conversation(seed))
+    writer.flush()
+    writer.flush()
+
+
+def same(found: Shards, seeds: list[int]) -> bool:
+    pairs = list(zip(found, map(conversation, seeds), strict=True))
+    return all(all(map(torch.equal, a[:3], b[:3])) and a.temperature == b.temperature for a, b in pairs)
+
+
+def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "SHARD", 12)
+    with pytest.raises(InvalidInput, match="holds no text"):
+        Shards(tmp_path)
+    write(tmp_path, *range(7))
+    write(tmp_path, 7, 8)  # adds to the first
+    found, files = Shards(tmp_path), sorted(tmp_path.glob("*"))
+    made = [conversation(seed) for seed in range(9)]
+    assert len(files) > 3 and [file.name for file in files[:2]] == ["text-00000.safetensors", "text-00001.safetensors"]
+    assert same(found, list(range(9))) and len(found) == 9
+    assert found.tokens == sum(len(c.tokens) for c in made) and found.length(4) == len(made[4].tokens)
+    assert found.answers == sum(int(c.answer.sum()) for c in made)
+    assert torch.equal(found.counts(VOCAB), torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB))
+
+
+@pytest.mark.parametrize("damage", ["cut", "other tensors"])
+def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path: Path, damage: str) -> None:
+    for seed in range(3):
+        write(tmp_path, seed)
+    broken = tmp_path / "text-00001.safetensors"
+    if damage == "cut":
+        broken.write_bytes(broken.read_bytes()[:-9])
+    else:
+        save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
+    with pytest.raises(InvalidInput, match=r"text-00001\.safetensors is not a shard of text .*: delete it"):
+        Shards(tmp_path)
+    broken.unlink()
+    write(tmp_path, 3)
+    assert same(Shards(tmp_path), [0, 2, 3])
+
+
+def test_prompts_have_three_forms(tmp_path: Path) -> None:
+    path, messages = tmp_path / "prompts.jsonl", [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
+    records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
+    path.write_text("\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
+    assert read_prompts(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], messages]
+    for line in ("{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}', '{"messages": ["a"]}', '{"text": "a"}'):
+        path.write_text(f'{{"prompt": "a"}}\n{line}\n')
+        with pytest.raises(InvalidInput, match="line 2: want"):
+            read_prompts(path)
+    path.write_text("\n")
+    with pytest.raises(InvalidInput, match="holds no prompts"):
+        read_prompts(path)
+    path.write_bytes(b"\xff")
+    for unreadable in (path, tmp_path / "missing"):
+        with pytest.raises(InvalidInput, match="can't be read"):
+            read_prompts(unreadable)
+
+
+def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
+    generator, rng = torch.Generator().manual_seed(0), random.Random(0)
+    lengths = [rng.randint(1, 300) for _ in range(400)]
+    batches = spread_lengths(lengths, 1000, generator)
+    assert sorted(i for batch in batches for i in batch) == list(range(400))
+    sizes = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
+    assert max(sizes) <= 1000 and sum(sizes) < 1.3 * sum(lengths) and sum(sizes) / len(sizes) > 750
+    order = [min(lengths[i] for i in batch) for batch in batches]
+    assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
+    assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])  # one longer than a batch is a batch
