@@ -140,8 +140,14 @@ def test_methods_take_budgets_and_switches_of_their_own():
 )
 def test_bad_methods_are_refused(text, says):
     with pytest.raises(InvalidInput) as caught:
-        parse_methods(text)
+        parse_methods(text, model="another/model")
     assert says in str(caught.value)
+
+
+def test_the_default_model_brings_a_drafter_which_transformers_cannot_use():
+    assert [item.method for item in parse_methods("dyspec,eagle2:8")] == ["dyspec", "eagle2"]
+    with pytest.raises(InvalidInput, match="smaller model"):
+        parse_methods("dyspec,hf-assisted")
 
 
 def test_budget_words():

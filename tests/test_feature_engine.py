@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from features import KINDS, WIDE, Pair, context_of
 from models import VOCAB
-from quickbeam import LLM
+from quickbeam import LLM, hub
 from quickbeam.draft import feature
 from quickbeam.draft.eagle import EagleConfig, EagleHead
 from quickbeam.draft.feature import EagleDrafter
@@ -194,3 +194,16 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
             again = llm.chat(messages, params, method=method)
             assert kept[-1] == 0 and (again.token_ids, again.statistics.steps) == (completion.token_ids, completion.statistics.steps)
             assert len(said) == len(drafted) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True))
+
+
+@pytest.mark.slow
+def test_the_shipped_drafter_drafts_for_the_default_model(smollm2: Path) -> None:
+    llm = LLM()
+    params = SamplingParams(max_tokens=48, ignore_eos=True)
+    messages = [{"role": "user", "content": "Why do leaves fall in autumn?"}]
+    plain = llm.chat(messages, params, method="ar")
+    for method in ("dyspec", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"):
+        answer = llm.chat(messages, params, method=method)
+        assert answer.token_ids == plain.token_ids and answer.statistics.mean_accepted_tokens > 1.4
+    card = (Path(hub.shipped_drafter(None) or "") / "README.md").read_text()
+    assert "quickbeam train drafter" in card and "| 1 |" in card

@@ -43,6 +43,7 @@ class Embedded:
 
 
 DEFAULT = "smollm2-135m"
+DRAFTERS = Path(__file__).parent / "drafters"  # by name of the model they draft for
 
 EMBEDDED: dict[str, Embedded] = {
     DEFAULT: Embedded(
@@ -93,6 +94,13 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
     if model is None:
         model = DEFAULT
     return str(pull(model, progress)) if model in EMBEDDED else model
+
+
+def shipped_drafter(model: str | None) -> str | None:
+    """The folder of the drafter that comes with an embedded model (`None` is the default), or None where there is none."""
+    name = DEFAULT if model is None else model
+    folder = DRAFTERS / name
+    return str(folder) if name in EMBEDDED and (folder / "config.json").is_file() else None
 
 
 def pull(name: str = DEFAULT, progress: Progress | None = None) -> Path:

@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
-from quickbeam.draft.loading import load_drafter, shipped
+from quickbeam.draft.loading import load_drafter
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.result import Completion
@@ -98,7 +98,7 @@ class LLM:
         fast: bool = True,
         progress: Any = None,
     ) -> None:
-        chosen, drafter = preset(method), drafter or shipped(model)
+        chosen, drafter = preset(method), drafter or hub.shipped_drafter(model)
         if drafter is None:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         torch_dtype, place = parse_dtype(dtype), pick_device(device)

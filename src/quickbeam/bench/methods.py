@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
+from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 
@@ -58,11 +59,17 @@ def parse_budget(text: str) -> int:
 
 
 def parse_methods(
-    text: str, budget: int | None = None, exact: bool | None = None, fast: bool = True, drafter: str | None = None
+    text: str,
+    budget: int | None = None,
+    exact: bool | None = None,
+    fast: bool = True,
+    drafter: str | None = None,
+    model: str | None = None,
 ) -> list[MethodItem]:
     """Read `NAME[:BUDGET][+SWITCH…]`, comma-separated; the other arguments hold where an entry says nothing itself.
 
-    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods that lack the drafter they need.
+    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods that lack the drafter they
+    need: `model` may come with one, which transformers' assisted generation can't use.
     """
     items = [_item(entry.strip(), budget, exact, fast) for entry in text.split(",") if entry.strip()]
     if not items:
@@ -70,8 +77,14 @@ def parse_methods(
     names = [item.name for item in items]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"--methods: {twice!r} is given twice")
-    if drafter is None and (lacking := next((item.method for item in items if item.drafts_with_a_model), None)):
-        raise InvalidInput(f"{lacking} needs a drafter: name a smaller model with the same vocabulary with --drafter ID_OR_PATH")
+    drafted = [item for item in items if item.drafts_with_a_model and (item.is_peer or shipped_drafter(model) is None)]
+    if drafter is None and drafted:
+        what = (
+            "smaller model with the same vocabulary"
+            if drafted[0].is_peer
+            else "smaller model with the same vocabulary or a feature drafter"
+        )
+        raise InvalidInput(f"{drafted[0].method} needs a drafter: name a {what} with --drafter ID_OR_PATH")
     return items
 
 
@@ -149,7 +162,6 @@ def load_runners(
     a model, ours and `hf-assisted`.
     """
     from quickbeam.bench.peers import Loaded, Peer
-    from quickbeam.hub import DEFAULT, resolve
     from quickbeam.llm import LLM
 
     llms: dict[tuple[bool | None, bool], LLM] = {}

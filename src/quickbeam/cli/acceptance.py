@@ -42,7 +42,7 @@ def acceptance(
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
 ) -> None:
     """How often drafted tokens are accepted, by the probability that the drafter gave them and by depth. Ctrl-C shows what there is."""
-    require_drafted(method, drafter)
+    require_drafted(method, drafter, model)
     nodes = options.nodes(budget)
     if nodes == 1:
         raise InvalidInput("--budget 1: a tree of its root alone drafts nothing; give at least 2 nodes, or auto")
@@ -91,11 +91,11 @@ def drafted() -> list[str]:
     return [name for name, entry in PRESETS.items() if "drafter" in entry.sources]
 
 
-def require_drafted(method: str, drafter: str | None) -> None:
+def require_drafted(method: str, drafter: str | None, model: str | None) -> None:
     """Raise `InvalidInput` for a method that is unknown, has no draft probabilities, or lacks the drafter that it needs."""
     if "drafter" not in preset(method).sources:
         raise InvalidInput(f"--method {method}: drafts without a model, so there are no draft probabilities; use {', '.join(drafted())}")
-    parse_methods(method, drafter=drafter)
+    parse_methods(method, drafter=drafter, model=model)
 
 
 def parse_temperatures(text: str) -> list[float]:

@@ -77,7 +77,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter)
+    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter, model)
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
         report.check_output("--json", json_path)

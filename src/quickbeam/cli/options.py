@@ -26,7 +26,8 @@ class Device(str, Enum):
 Model = Annotated[str | None, typer.Option("--model", help=f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}.")]
 Method = Annotated[str, typer.Option("--method", help=f"How tokens are drafted: {', '.join(PRESETS)}.")]
 Drafter = Annotated[
-    str | None, typer.Option("--drafter", help="A smaller model with the same vocabulary, for the methods that draft with one.")
+    str | None,
+    typer.Option("--drafter", help="A smaller model with the same vocabulary, or a feature drafter, for the methods that draft with one."),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.")]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]

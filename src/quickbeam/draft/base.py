@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from quickbeam.errors import QuickbeamError
 from quickbeam.tree import TokenTree
 
 
@@ -60,3 +61,17 @@ class Drafter(Source):
         One batched call of the drafter. Each node is asked for at most once a tree, after its parent; the root is the first. At
         temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely.
         """
+
+
+def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """`[n, vocab]` float32 laws of a drafter's logits; temperature 0 stands for 1 (see `Drafter.laws`).
+
+    Raises `QuickbeamError` where logits are not finite.
+    """
+    scores = logits.float()
+    if temperature not in (0, 1):  # the peak goes first, and the floor keeps 1/temperature finite in float32, as in `Sampler.law`
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
+    law = scores.softmax(-1)
+    if bool(law[:, 0].isnan().any()):  # one bad logit spoils the sum that all of its row is divided by
+        raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
+    return law

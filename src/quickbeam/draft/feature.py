@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.base import Context, Drafter, law_of
 from quickbeam.draft.eagle import EagleHead
-from quickbeam.errors import QuickbeamError
 from quickbeam.target.attention import Attend, Layer, Step, attend_grouped, attend_plain, attend_sdpa
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.store import KVStore, LayerShape
@@ -135,12 +134,7 @@ class EagleDrafter(Drafter):
         return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
 
     def _law(self, out: torch.Tensor, temperature: float) -> torch.Tensor:
-        scores = self.network.logits(out).float()
-        peak = scores.amax(-1, keepdim=True)
-        if not bool(peak.isfinite().all()):
-            raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
-        # The floor keeps 1/temperature finite in float32, as in `Sampler.law`.
-        law = ((scores - peak) / max(temperature or 1.0, 1e-30)).softmax(-1)
+        law = law_of(self.network.logits(out), temperature)
         if not self.network.config.own_head:
             return law
         return law.new_zeros(len(law), self.target.vocab_size).index_copy_(1, self.network.tokens, law)  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from quickbeam.draft.base import Context, Drafter
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.draft.base import Context, Drafter, law_of
+from quickbeam.errors import InvalidInput
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
@@ -95,12 +95,7 @@ class LMDrafter(Drafter):
         return shadow, {0: len(shadow) - 1}
 
     def _law(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        scores = logits[:, : self._shared].float()
-        peak = scores.amax(-1, keepdim=True)
-        if not bool(peak.isfinite().all()):
-            raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
-        # The floor keeps 1/temperature finite in float32, as in `Sampler.law`.
-        law = ((scores - peak) / max(temperature or 1.0, 1e-30)).softmax(-1)
+        law = law_of(logits[:, : self._shared], temperature)
         missing = self._vocab_size - self._shared
         return F.pad(law, (0, missing)) if missing else law
 

@@ -17,14 +17,6 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
 from quickbeam.target.target import Target
 
-SHIPPED = Path(__file__).parent.parent / "drafters"  # by name of the embedded model
-
-
-def shipped(model: str | None) -> str | None:
-    """The drafter that comes with an embedded model (None: the default one), if there is one."""
-    folder = SHIPPED / (model or hub.DEFAULT)
-    return str(folder) if model in (None, *hub.EMBEDDED) and (folder / "config.json").is_file() else None
-
 
 def load_drafter(name: str, target: Target, tokenizer: Any, *, fast: bool = True, progress: Any = None) -> Drafter:
     """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's.
