@@ -22,7 +22,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.train import shards
 from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, spread_lengths
-from quickbeam.train.text import Recipe, Template, Writer
+from quickbeam.train.text import Circles, Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -96,7 +96,7 @@ class Chat:
     def writer(self, prompts: list[list[int]] | None = None, **recipe: Any) -> Writer:
         decoder = BatchDecoder(copy.deepcopy(self.model), 4, LENGTH, (1, 3))
         template = self.template if prompts is None else None
-        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **recipe)
+        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **{"circle": LENGTH, **recipe})
         return Writer(decoder, self.encode, template, self.template.stops, settings, prompts)
 
 
@@ -171,6 +171,23 @@ def test_templates_that_cannot_be_read_off_are_refused(chat: Chat, monkeypatch: 
 def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> None:
     again, other = ([c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1))
     assert again == [c.tokens.tolist() for c in written[:6]] != other
+
+
+def test_answers_that_go_in_circles_end(chat: Chat) -> None:
+    cut = 0
+    for tokens, answer, _, _ in itertools.islice(chat.writer(circle=5), 40):
+        circles, runs = Circles(), list[int]()
+        for token in tokens.tolist():
+            circles.read(token)
+            runs.append(circles.run)
+        assert all(run < 5 for run, said in zip(runs[:-1], answer.tolist(), strict=False) if said)
+        cut += runs[-1] >= 5
+    assert 0 < cut < 40
+    circles, runs = Circles(), []
+    for token in [1, 2, 3, 1, 2, 3, 1, 9, 1, 2, 3, 4]:
+        circles.read(token)
+        runs.append(circles.run)
+    assert runs == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
 
 
 def test_every_prompt_is_answered_once(chat: Chat) -> None:

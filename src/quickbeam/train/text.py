@@ -35,10 +35,11 @@ OPENERS = (
 @dataclass(frozen=True)
 class Recipe:
     """How text is written. A conversation holds at most `length` tokens, a user turn at most `question`. Half of the answers are greedy,
-    the others sampled at a temperature between 0 and 1."""
+    the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends there."""
 
     length: int = 512
     question: int = 192
+    circle: int = 32
     user_temperature: float = 0.9
     openers: Sequence[str] = OPENERS
     seed: int = 0
@@ -73,6 +74,21 @@ class Template:
         return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}))
 
 
+class Circles:
+    """Tells when a text goes in circles, as small models' answers do: what repeats itself is soon drafted right and teaches no more."""
+
+    def __init__(self) -> None:
+        self.run = 0  # the last so many tokens each ended three that had stood in a row before
+        self._seen: set[tuple[int, ...]] = set()
+        self._last: tuple[int, ...] = ()
+
+    def read(self, token: int) -> None:
+        """Take the next token."""
+        self._last = (*self._last[-2:], token)
+        self.run = self.run + 1 if self._last in self._seen else 0
+        self._seen.add(self._last)
+
+
 @dataclass
 class _Slot:
     """One conversation in the making."""
@@ -83,6 +99,7 @@ class _Slot:
     answer: list[bool] = field(default_factory=list)
     answering: bool = False
     spoken: int = 0  # tokens of the turn under way
+    circles: Circles = field(default_factory=lambda: Circles())
 
 
 class Writer:
@@ -142,6 +159,7 @@ class Writer:
                 slot.tokens.append(token)
                 slot.answer.append(said and slot.answering)
                 slot.spoken += said
+                slot.circles.read(token)
                 fed.append(token)
             logits, states = decoder.step(torch.tensor(fed, device=decoder.device))
             if hidden is None:
@@ -167,6 +185,8 @@ class Writer:
             return full
         ended = slot.spoken > 0 and slot.tokens[-1] in self._stops
         if slot.answering:
+            if slot.circles.run >= self._recipe.circle:
+                return True
             # Half of the conversations that have room go on.
             if not ended:
                 return False
