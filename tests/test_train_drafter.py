@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
 from quickbeam.draft.eagle import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.train import drafter
+from quickbeam.train import drafter, stages
 from quickbeam.train.shards import Conversation, Shards, ShardWriter
 from quickbeam.train.trainer import Report, Trainer
 from quickbeam.train.unroll import collate, unroll
@@ -159,10 +161,16 @@ def test_steps_look_further_ahead_as_the_run_goes_on_and_hidden_states_lead_at_f
 
 
 def test_what_goes_wrong_is_named(shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = trainer(shards, tmp_path / "out")
-    run.network.fc.weight.data.fill_(float("nan"))
+    run = trainer(shards, tmp_path / "out", every=0.0)
+
+    def diverge(report: Report) -> None:
+        run.network.fc.weight.data.fill_(float("nan"))
+
     with pytest.raises(QuickbeamError, match="--lr"):
-        run.run(lambda report: None)
+        run.run(diverge)
+    left = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert left["step"] == 1 and left["network"]["fc.weight"].isfinite().all()
+    assert EagleHead.load(tmp_path / "out").fc.weight.isfinite().all()
     (tmp_path / "out" / "checkpoint.pt").write_bytes(b"nonsense")
     with pytest.raises(InvalidInput, match="take another --out"):
         trainer(shards, tmp_path / "out")
@@ -210,6 +218,41 @@ def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
     assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
     assert "--tokens" in told("--tokens", "1000000000000")  # no disk has room
+
+
+def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = drafter.Recipe(epochs=0.1, batch=64, depths=1, loss_vocab=64)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
+    training = stages.DrafterTraining(stages.Plan(toy_folder, tmp_path / "out", 600, prompts, 4, 64, recipe))
+    training.write_text(lambda tokens, rate: None)
+    layer = weakref.ref(training.model.get_input_embeddings()), weakref.ref(training.model.base_model.layers[0])
+    there: list[bool] = []
+    made = stages.Trainer
+
+    def watch(*arguments: object) -> Trainer:
+        there.extend(ref() is not None for ref in layer)
+        return made(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stages, "Trainer", watch)
+    training.train(lambda report: None)
+    assert there == [True, False]  # the drafter reads the embedding; nothing reads the layers
+
+
+def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    arguments = command("--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out))
+    arguments[arguments.index("1500")] = "900000"
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(30_000)))
+    with subprocess.Popen([sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True) as run:
+        assert run.stderr is not None
+        for told in run.stderr:
+            if told.startswith("text: "):
+                break
+        run.send_signal(signal.SIGINT)
+        rest = run.stderr.read()
+    assert run.returncode == 130 and "Traceback" not in rest
+    assert Shards(out / "text").tokens > 0
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak from /proc")

@@ -1,4 +1,4 @@
-"""Text for training: many sequences side by side are what each is alone, conversations say what was said, files give back what was put in.
+"""Text for training: many sequences side by side are what each is alone, conversations say what was said.
 
 pytest tests/test_train_text.py
 """
@@ -7,21 +7,17 @@ from __future__ import annotations
 
 import copy
 import itertools
-import json
 import random
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.train import shards
 from quickbeam.train.decoder import BatchDecoder
-from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, spread_lengths
+from quickbeam.train.shards import Conversation
 from quickbeam.train.text import Circles, Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
@@ -230,87 +226,3 @@ def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
             follow = [Script.after.get(token, 2) for token in tokens.tolist()]
             assert all(b == a for a, b, said in zip(follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False) if said)
     assert len(users) > 15
-
-
-# --- files ---------------------------------------------------------------------------------------------------------------------------
-
-
-def conversation(seed: int) -> Conversation:
-    generator = torch.Generator().manual_seed(seed)
-    n = 3 + seed % 5
-    tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
-    return Conversation(tokens, tokens % 2 == 0, torch.randn(n, 4, generator=generator).bfloat16(), seed / 8)
-
-
-def write(folder: Path, *seeds: int) -> None:
-    writer = ShardWriter(folder)
-    for seed in seeds:
-        writer.add(conversation(seed))
-    writer.flush()
-    writer.flush()
-
-
-def same(found: Shards, seeds: list[int]) -> bool:
-    pairs = list(zip(found, map(conversation, seeds), strict=True))
-    return all(all(map(torch.equal, a[:3], b[:3])) and a.temperature == b.temperature for a, b in pairs)
-
-
-def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "SHARD", 12)
-    with pytest.raises(InvalidInput, match="holds no text"):
-        Shards(tmp_path)
-    write(tmp_path, *range(7))
-    write(tmp_path, 7, 8)  # adds to the first
-    found, files = Shards(tmp_path), sorted(tmp_path.glob("*"))
-    made = [conversation(seed) for seed in range(9)]
-    assert len(files) > 3 and [file.name for file in files[:2]] == ["text-00000.safetensors", "text-00001.safetensors"]
-    assert same(found, list(range(9))) and len(found) == 9
-    assert found.tokens == sum(len(c.tokens) for c in made) and found.length(4) == len(made[4].tokens)
-    assert found.answers == sum(int(c.answer.sum()) for c in made)
-    assert torch.equal(found.counts(VOCAB), torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB))
-
-
-@pytest.mark.parametrize("damage", ["cut", "other tensors"])
-def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path: Path, damage: str) -> None:
-    for seed in range(3):
-        write(tmp_path, seed)
-    broken = tmp_path / "text-00001.safetensors"
-    if damage == "cut":
-        broken.write_bytes(broken.read_bytes()[:-9])
-    else:
-        save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
-    with pytest.raises(InvalidInput, match=r"text-00001\.safetensors is not a shard of text .*: delete it"):
-        Shards(tmp_path)
-    broken.unlink()
-    write(tmp_path, 3)
-    assert same(Shards(tmp_path), [0, 2, 3])
-
-
-def test_prompts_have_three_forms(tmp_path: Path) -> None:
-    path, messages = tmp_path / "prompts.jsonl", [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
-    records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
-    path.write_text("\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
-    assert read_prompts(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], messages]
-    for line in ("{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}', '{"messages": ["a"]}', '{"text": "a"}'):
-        path.write_text(f'{{"prompt": "a"}}\n{line}\n')
-        with pytest.raises(InvalidInput, match="line 2: want"):
-            read_prompts(path)
-    path.write_text("\n")
-    with pytest.raises(InvalidInput, match="holds no prompts"):
-        read_prompts(path)
-    path.write_bytes(b"\xff")
-    for unreadable in (path, tmp_path / "missing"):
-        with pytest.raises(InvalidInput, match="can't be read"):
-            read_prompts(unreadable)
-
-
-def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
-    generator, rng = torch.Generator().manual_seed(0), random.Random(0)
-    lengths = [rng.randint(1, 300) for _ in range(400)]
-    batches = spread_lengths(lengths, 1000, generator)
-    assert sorted(i for batch in batches for i in batch) == list(range(400))
-    sizes = [max(lengths[i] for i in batch) * len(batch) for batch in batches]
-    assert max(sizes) <= 1000 and sum(sizes) < 1.3 * sum(lengths) and sum(sizes) / len(sizes) > 750
-    order = [min(lengths[i] for i in batch) for batch in batches]
-    assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
-    assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])  # one longer than a batch is a batch

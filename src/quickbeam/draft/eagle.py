@@ -8,6 +8,7 @@ trees and of how keys are kept: attention is a function that it is given.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -178,12 +179,14 @@ class EagleHead(nn.Module):
         return module(self.feature(out))  # type: ignore[no-any-return]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write `config.json` and `model.safetensors`."""
+        """Write `config.json` and `model.safetensors`, each complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.state_dict().items() if not k.startswith("rotary.")}
-        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / "model.safetensors")
         record = {"model_type": MODEL_TYPE, **asdict(self.config)}
-        (folder / "config.json").write_text(json.dumps(record, indent=2) + "\n")
+        (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
+        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / "model.part")
+        os.replace(folder / "config.part", folder / "config.json")
+        os.replace(folder / "model.part", folder / "model.safetensors")
 
     @staticmethod
     def load(folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None) -> EagleHead:

@@ -116,7 +116,7 @@ class EagleDrafter(Drafter):
                 visible[row] = visible[place - 1]
             visible[row, row] = True
             above.append(place)
-        order = sorted(self._place, key=self._place.__getitem__)[1:]
+        order = list(self._place)[1:]
         depths = torch.tensor([tree.depth[node] for node in [*order, *nodes]], device=self._out.device)
         step = Step(self.store, self.store.length - 1 + depths, visible[done:], base=done)
         out = self._run(self._out[above], [tree.token[node] for node in nodes], step)

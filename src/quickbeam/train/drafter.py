@@ -53,8 +53,8 @@ class Recipe:
 
 
 def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
-    """A network to be trained, with small random weights. Its last norm begins as the target's, where that has one of the same kind."""
-    network = EagleHead(config, model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    """A network to be trained, with small random weights and no head. Its last norm begins as the target's, where that is one of its kind."""
+    network = EagleHead(config, model.get_input_embeddings())  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in network.named_parameters():
@@ -65,6 +65,11 @@ def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
         if last is not None and kind.endswith("RMSNorm") and "Gemma" not in kind and last.weight.shape == network.norm.weight.shape:
             network.norm.weight.copy_(last.weight)
     return network
+
+
+def head_of(model: nn.Module) -> torch.Tensor:
+    """`[vocab, d]`: the weights of a model's head."""
+    return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]
 
 
 class LossVocabulary:
@@ -107,7 +112,7 @@ class Objective(nn.Module):
         distance = self.recipe.regression * max(0.0, 1 - done / max(self.recipe.lead, 1e-9))
         total = torch.zeros((), device=batch.tokens.device)
         with autocast(batch.tokens.device):
-            for depth, (out, target, _) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
+            for depth, (out, target) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
                 with torch.no_grad():
                     law = (target.to(head.dtype) @ head.T).float().add_(shift).softmax(-1)
                 feature = self.network.feature(out)
@@ -136,7 +141,7 @@ def hold_out(network: EagleHead, shards: Shards, chosen: Sequence[int], head: to
     for i in chosen:
         batch = collate([shards[i]]).to(head.device)
         with autocast(head.device):
-            for depth, (out, target, _) in enumerate(unroll(network, batch, depths)):
+            for depth, (out, target) in enumerate(unroll(network, batch, depths)):
                 p = (target.to(head.dtype) @ head.T).float().softmax(-1)
                 scores = (network.feature(out).to(head.dtype) @ head.T).float()
                 q = scores.softmax(-1)

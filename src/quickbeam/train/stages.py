@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import shutil
@@ -22,7 +21,7 @@ from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.train import drafter, text
 from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts
-from quickbeam.train.trainer import Report, Trainer, head_of
+from quickbeam.train.trainer import Report, Trainer
 
 GIB = 2**30
 
@@ -38,8 +37,6 @@ class Plan:
     slots: int = 128
     length: int = 512
     recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
-    intermediate_size: int | None = None  # of the drafter's layer; None: the target's
-    layers: tuple[int, ...] | None = None  # hidden states that the drafter reads; None: four of them, spread
 
     @property
     def text(self) -> Path:
@@ -55,18 +52,6 @@ class Needs:
     disk: int
 
 
-def keep_memory() -> None:
-    """Have glibc reuse large blocks rather than hand them back: training makes and drops blocks of tens of megabytes, and fresh pages cost
-    as much as the products (half the time of a step where this was found). Does nothing where there is no glibc."""
-    M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
-    try:
-        libc = ctypes.CDLL("libc.so.6")
-        libc.mallopt(M_MMAP_MAX, 0)
-        libc.mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
-    except (OSError, AttributeError):
-        pass
-
-
 class DrafterTraining:
     """Makes a drafter for a model: `write_text`, then `train`. `accelerator`: where, and with how many processes."""
 
@@ -74,22 +59,19 @@ class DrafterTraining:
         self.plan = plan
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
-        keep_memory()
         folder = hub.resolve(plan.model)
         self.model, self.tokenizer = load_model(folder, torch.bfloat16, self.device)
         config = self.model.config.get_text_config()
-        self.head = head_of(self.model)  # before anything is packed
+        self.head = drafter.head_of(self.model)  # before anything is packed
         count = config.num_hidden_layers
-        self.layers = plan.layers or tuple(sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1}))
-        if self.layers[-1] != count + 1:
-            raise InvalidInput(f"--layers {','.join(map(str, self.layers))}: the last must be {count + 1}, the state after the final norm")
+        self.layers = tuple(sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1}))
         heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         rope = {"max_position_embeddings": config.max_position_embeddings}
         if parameters := getattr(config, "rope_parameters", None):
             rope["rope_parameters"] = dict(parameters)
         self.config = EagleConfig(
             hidden_size=config.hidden_size,
-            intermediate_size=plan.intermediate_size or getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
@@ -175,12 +157,13 @@ class DrafterTraining:
         return [int(token) for token in ids]
 
     def train(self, report: Callable[[Report], None]) -> drafter.Held:
-        """Train on the text there is, and write the drafter and its card."""
+        """Train on the text there is, and write the drafter and its card. Gives the model up: nothing else can follow."""
         plan = self.plan
         shards = Shards(plan.text)
         network = drafter.new_network(self.model, self.config, plan.recipe.seed)
-        trainer = Trainer(network, self.head, shards, plan.recipe, plan.out, self.accelerator)
+        del self.model  # with its packed linears, and the keys and values of the text
         gc.collect()
+        trainer = Trainer(network, self.head, shards, plan.recipe, plan.out, self.accelerator)
         held = trainer.run(report)
         if self.accelerator.is_main_process:
             (plan.out / "README.md").write_text(self.card(shards, trainer, held))

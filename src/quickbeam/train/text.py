@@ -99,7 +99,7 @@ class _Slot:
     answer: list[bool] = field(default_factory=list)
     answering: bool = False
     spoken: int = 0  # tokens of the turn under way
-    circles: Circles = field(default_factory=lambda: Circles())
+    circles: Circles = field(default_factory=Circles)
 
 
 class Writer:

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from quickbeam.draft.eagle import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -23,6 +22,10 @@ from quickbeam.train.unroll import Batch, collate
 
 CHECK_DEPTHS = 5  # of the held-out figures
 CHECK_TOKENS = 5_000  # of held-out text a report looks at; the last one looks at all of it
+
+
+class _Diverged(QuickbeamError):
+    """A loss that is not finite."""
 
 
 class Report(NamedTuple):
@@ -117,7 +120,8 @@ class Trainer:
                 yield collate([self.shards[self._train[i]] for i in step[rank]]), tokens
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train to the end of the recipe; the held-out figures of the result. Ctrl-C and errors leave a checkpoint of the last step."""
+        """Train to the end of the recipe; the held-out figures of the result. Whatever ends it early leaves a checkpoint of the last step,
+        but for a loss that is not finite, which leaves the one before (`QuickbeamError`)."""
         batches = self._batches()
         began = reported = time.perf_counter()
         before, losses, fresh = self.seconds, list[float](), self.seen
@@ -136,23 +140,27 @@ class Trainer:
                 mean = sum(losses) / len(losses)
                 self._tell(Report(self.step, self.seen / self._total, mean, rate, self.seconds, left, self._check(CHECK_TOKENS)), report)
                 reported, losses = time.perf_counter(), []
-        finally:
+        except _Diverged:
+            raise  # what made the loss infinite is in the weights by now
+        except BaseException:
             self.save()
+            raise
+        self.save()
         return self._check(None)
 
     def _step(self, batch: Batch) -> float:
         tokens, shift = self._vocabulary.choose(batch)
         rows = self._head[tokens.to(self._device)]
         loss = self._objective(batch.to(self._device), rows, shift.to(self._device), self.seen / self._total)
+        value = float(loss.detach())
+        if not value < float("inf"):
+            raise _Diverged(f"the loss of step {self.step} is {value}: take a smaller --lr; the last checkpoint stands")
         self._accelerator.backward(loss)
         self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step, self.seen / self._total)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        value = float(loss.detach())
-        if not value < float("inf"):
-            raise QuickbeamError(f"the loss of step {self.step} is {value}: take a smaller --lr; the last checkpoint stands")
         return value
 
     def _check(self, tokens: int | None) -> Held:
@@ -171,8 +179,3 @@ class Trainer:
         with (self.folder / "log.jsonl").open("a") as log:
             log.write(json.dumps(record) + "\n")
         report(found)
-
-
-def head_of(model: nn.Module) -> torch.Tensor:
-    """`[vocab, d]`: the weights of a model's head."""
-    return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]

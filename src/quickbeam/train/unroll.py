@@ -62,11 +62,10 @@ def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
 
 class Pass(NamedTuple):
     """One depth of the unrolling. `out` `[m, d]`: the network's outputs at the rows that count; `target` `[m, target_size]`: the target's
-    last hidden state, after the final norm, there; `token` `[m]`: the token that came next."""
+    last hidden state, after the final norm, there."""
 
     out: torch.Tensor
     target: torch.Tensor
-    token: torch.Tensor
 
 
 def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
@@ -82,4 +81,4 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
         following = ahead(embedded, depth + 1)
         hidden = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
         counts = ahead(batch.answer, depth + 2)
-        yield Pass(hidden[counts], ahead(batch.hidden[..., -size:], depth + 1)[counts], ahead(batch.tokens, depth + 2)[counts])
+        yield Pass(hidden[counts], ahead(batch.hidden[..., -size:], depth + 1)[counts])

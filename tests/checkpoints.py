@@ -1,0 +1,90 @@
+"""Tiny checkpoints in the layouts of published feature drafters, for tests."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from quickbeam.draft.checkpoints import load_eagle
+from quickbeam.draft.eagle import EagleHead
+
+D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
+LLAMA: dict[str, Any] = dict(
+    architectures=["LlamaForCausalLM"],
+    model_type="llama",
+    hidden_size=D,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    num_hidden_layers=1,
+    rms_norm_eps=1e-5,
+    hidden_act="silu",
+    vocab_size=VOCAB,
+    max_position_embeddings=2048,
+    rope_theta=5000.0,
+)
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+SPECULATORS: dict[str, Any] = dict(speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True)
+LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+
+
+def layer(prefix: str, wide: bool, bias: bool = False, d: int = D) -> dict[str, torch.Tensor]:
+    """Random tensors of the decoder layer. `wide`: EAGLE-3's."""
+    width = 2 * d if wide else d
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj": (rows, width) for part, rows in (("q", 32), ("k", 16), ("v", 16))}
+    shapes |= {"self_attn.o_proj": (d, 32), "mlp.gate_proj": (48, d), "mlp.up_proj": (48, d), "mlp.down_proj": (d, 48)}
+    shapes |= {"post_attention_layernorm": (d,)}
+    if wide:
+        shapes |= {"input_layernorm": (d,), "hidden_norm": (d,)}
+    state = {f"{prefix}.{name}.weight": noise(*shape) for name, shape in shapes.items()}
+    if bias:
+        state |= {f"{prefix}.self_attn.{part}_proj.bias": torch.randn(rows) for part, rows in (("q", 32), ("k", 16), ("v", 16))}
+    return state
+
+
+def noise(*shape: int) -> torch.Tensor:
+    return torch.rand(shape) + 0.5 if len(shape) == 1 else torch.randn(shape) / math.sqrt(shape[-1])
+
+
+def eagle1(bias: bool = False, fc_bias: bool = False) -> dict[str, torch.Tensor]:
+    state = {"fc.weight": noise(D, 2 * D), **layer("layers.0", False, bias)}
+    return state | ({"fc.bias": torch.randn(D)} if fc_bias else {})
+
+
+def eagle3(prefix: str = "midlayer", rows: int = DRAFT, d: int = D) -> dict[str, torch.Tensor]:
+    tokens = torch.randperm(VOCAB)[:rows].sort().values
+    maps = {"d2t": tokens - torch.arange(rows), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
+    return {"fc.weight": noise(d, 3 * D), "norm.weight": noise(d), "lm_head.weight": noise(rows, d), **maps, **layer(prefix, True, d=d)}
+
+
+def write(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor], how: str = "safetensors") -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if how == "safetensors":
+        save_file(state, folder / "model.safetensors")
+    elif how == "sharded":
+        names = sorted(state)
+        shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+        for file, part in shards.items():
+            save_file({name: state[name] for name in part}, folder / file)
+        index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        torch.save(state, folder / "pytorch_model.bin", _use_new_zipfile_serialization=how == "bin")
+    return folder
+
+
+def shared(size: int = D) -> tuple[nn.Embedding, nn.Linear]:
+    return nn.Embedding(VOCAB, size), nn.Linear(size, VOCAB, bias=False)
+
+
+def read(folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None, **target: int) -> EagleHead:
+    sizes = {"target_layers": LAYERS, "target_size": D, "vocab_size": VOCAB, **target}
+    first, second = shared(sizes["target_size"])
+    return load_eagle(folder, **sizes, embedding=embedding or first, head=head or second)
