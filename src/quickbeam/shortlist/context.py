@@ -1,0 +1,92 @@
+"""Tokens of the context, which a drafter's head scores beside the rest: text repeats itself, rare words most of all (NanoSpec)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.errors import InvalidInput
+
+SPARE = 4  # a full window gives up one token in so many at a time: rebuilding is paid for by as many new tokens
+
+
+class ContextTokens:
+    """Rows of the head of tokens in the context or proposed by other sources, side by side in one buffer: a token's row is copied once.
+
+    `weight`: `[vocab, d]`, the head in the order of token ids. `window`: distinct tokens at most; where another one comes, the quarter of
+    the window that was seen least recently goes. `skip`: `[vocab]` bool, tokens that are never kept. Raises `InvalidInput` for a window
+    below 1.
+    """
+
+    def __init__(self, weight: torch.Tensor, window: int = 3072, skip: torch.Tensor | None = None) -> None:
+        if window < 1:
+            raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
+        self.window = window
+        self.rebuilt = 0  # how often tokens had to go
+        self._weight = weight.detach()
+        self._skip: list[bool] = [False] * len(weight) if skip is None else skip.tolist()
+        self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
+        self._rows = self._weight[:0]
+        self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
+
+    def reset(self, ids: Sequence[int]) -> None:
+        """Forget everything and read `ids`."""
+        self._row.clear()
+        self.extend(ids)
+
+    @torch.inference_mode()
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read tokens, the newest last."""
+        recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][: self.window]
+        known = len(self._row)
+        for token in reversed(recent):
+            self._row[token] = self._row.pop(token, -1)
+        if len(self._row) > self.window:
+            known = self._rebuild(max(len(recent), self.window - self.window // SPARE))
+        fresh = [token for token in reversed(recent) if self._row[token] < 0]
+        if not fresh:
+            return
+        self._reserve(known, known + len(fresh))
+        ids = torch.tensor(fresh, device=self._tokens.device)
+        self._tokens[known : known + len(fresh)] = ids
+        self._rows[known : known + len(fresh)] = self._weight[ids]
+        self._row.update(zip(fresh, range(known, known + len(fresh)), strict=True))
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """`[m]` int64: the tokens kept, distinct, `m <= window`; on the head's device. The next `extend` may write over it."""
+        return self._tokens[: len(self._row)]
+
+    def __contains__(self, token: int) -> bool:
+        return token in self._row
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    @torch.inference_mode()
+    def logits(self, h: torch.Tensor) -> torch.Tensor:
+        """`[n, d]` to `[n, m]`, a column a token of `tokens`."""
+        return F.linear(h, self._rows[: len(self._row)])
+
+    def _rebuild(self, keep: int) -> int:
+        """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row, which is moved to the front."""
+        for token in list(self._row)[:-keep]:
+            del self._row[token]
+        self.rebuilt += 1
+        kept = sorted((row, token) for token, row in self._row.items() if row >= 0)
+        rows = torch.tensor([row for row, _ in kept], dtype=torch.int64, device=self._tokens.device)
+        self._rows[: len(kept)] = self._rows[rows]
+        self._tokens[: len(kept)] = self._tokens[rows]
+        self._row.update((token, place) for place, (_, token) in enumerate(kept))
+        return len(kept)
+
+    def _reserve(self, used: int, size: int) -> None:
+        """Make the buffer hold `size` rows, the first `used` kept."""
+        if size <= len(self._tokens):
+            return
+        size = min(self.window, max(2 * len(self._tokens), size))
+        rows, tokens = self._rows.new_empty(size, self._rows.shape[1]), self._tokens.new_empty(size)
+        rows[:used], tokens[:used] = self._rows[:used], self._tokens[:used]
+        self._rows, self._tokens = rows, tokens

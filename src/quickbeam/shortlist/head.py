@@ -1,0 +1,127 @@
+"""A drafter's head on parts of the vocabulary: the frequent block and chosen clusters, without copying rows of the weight."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.layout import Layout
+from quickbeam.target.linear import pack_weight
+
+logger = logging.getLogger(__name__)
+
+BACKENDS = ("plain", "packed", "triton")
+
+
+class Scores(NamedTuple):
+    logits: torch.Tensor  # [n, s], of the head's dtype; -inf in columns that don't count (padding, repeats)
+    tokens: torch.Tensor  # [s] int64 on the logits' device: which token a column is. A token has at most one column that isn't -inf
+
+
+Run = Callable[[torch.Tensor, torch.Tensor], Scores]
+
+
+class BlockHead:
+    """`logits = h · W[blocks]ᵀ`.
+
+    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed by the backends "packed" and "triton",
+    which keep a copy in the layout's order. `most`: clusters a call at most, all of them where None. `backend`:
+
+    - "plain": the rows gathered, then one product. The reference.
+    - "packed": one product a block, on weights packed once where the CPU can (`target.linear`), else on slices.
+    - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The number of columns is always the same,
+      whatever is chosen, and nothing waits for the device, so that a call can be captured in a graph.
+
+    None takes "packed" on a CPU and "triton" on CUDA, there "plain" where Triton is missing. Raises `InvalidInput` for a backend that
+    the device can't run and a weight that is not the layout's.
+    """
+
+    def __init__(self, weight: torch.Tensor, layout: Layout, *, most: int | None = None, backend: str | None = None) -> None:
+        if weight.dim() != 2 or len(weight) != layout.vocab:
+            raise InvalidInput(f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout")
+        self.layout = layout
+        self.most = layout.clusters if most is None else min(most, layout.clusters)
+        self.backend = _choose(backend, weight.device.type)
+        self._run = _MAKERS[self.backend](weight.detach(), layout, self.most)
+
+    def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
+        """Scores of the frequent block and `clusters` (`[k]` int64, ascending, no repeats; -1 behind them counts for nothing) for `h`
+        `[n, d]` of the weight's dtype. Raises `ValueError` for more than `most`."""
+        if len(clusters) > self.most:
+            raise ValueError(f"{len(clusters)} clusters: this head was made for {self.most} a call at most")
+        return self._run(h, clusters)
+
+
+def _choose(backend: str | None, device: str) -> str:
+    triton = importlib.util.find_spec("triton") is not None
+    if backend is None:
+        if device == "cuda" and not triton:
+            logger.info("the drafter's head gathers rows: install triton for the fused kernel")
+        return "packed" if device == "cpu" else "triton" if device == "cuda" and triton else "plain"
+    if backend not in BACKENDS:
+        raise InvalidInput(f"unknown backend {backend!r} of the drafter's head; known: {', '.join(BACKENDS)}")
+    if backend == "packed" and device != "cpu":
+        raise InvalidInput(f"backend 'packed' needs a CPU, the head is on {device}: use 'plain' or, on CUDA, 'triton'")
+    if backend == "triton":
+        if not triton:
+            raise InvalidInput("backend 'triton' needs the package triton: install it, or use 'plain'")
+        if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise InvalidInput(f"backend 'triton' needs CUDA, the head is on {device}: use 'plain' or, on a CPU, 'packed'")
+    return backend
+
+
+def _plain(weight: torch.Tensor, layout: Layout, most: int) -> Run:
+    def run(h: torch.Tensor, clusters: torch.Tensor) -> Scores:
+        chosen = [layout.tokens(cluster) for cluster in clusters.tolist() if cluster >= 0]
+        tokens = torch.cat([layout.order[: layout.frequent], *chosen]).to(weight.device)
+        return Scores(F.linear(h, weight[tokens]), tokens)
+
+    return run
+
+
+def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
+    """Blocks are the clusters and, last, the frequent tokens."""
+    tokens = [layout.tokens(cluster) for cluster in range(layout.clusters)] + [layout.order[: layout.frequent]]
+    blocks: list[torch.Tensor] = []
+    for ids in tokens:
+        packed = pack_weight(weight[ids]) if len(ids) else weight[:0]
+        if packed is None:
+            break
+        blocks.append(packed)
+    packable = len(blocks) == len(tokens)
+    if not packable:
+        *clusters, frequent = [len(ids) for ids in tokens]
+        first, *rest = torch.split(weight[layout.order], [frequent, *clusters])
+        blocks = [*rest, first]
+
+    def product(h: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+        if packable:
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(h, block, None, "none", [], "")
+            return out
+        return F.linear(h, block)
+
+    def run(h: torch.Tensor, clusters: torch.Tensor) -> Scores:
+        chosen = [cluster for cluster in clusters.tolist() if cluster >= 0]
+        if layout.frequent:
+            chosen.insert(0, layout.clusters)
+        if not chosen:
+            return Scores(h[:, :0], layout.order[:0])
+        return Scores(torch.cat([product(h, blocks[i]) for i in chosen], -1), torch.cat([tokens[i] for i in chosen]))
+
+    return run
+
+
+def _triton(weight: torch.Tensor, layout: Layout, most: int) -> Run:
+    from quickbeam.shortlist.kernels import FusedHead  # Triton is imported only here
+
+    return FusedHead(weight, layout, most)
+
+
+_MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {"plain": _plain, "packed": _packed, "triton": _triton}

@@ -1,0 +1,181 @@
+"""What a drafter's head scores in one call: the frequent block, clusters that a router chose, and tokens of the context."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.context import ContextTokens
+from quickbeam.shortlist.head import BlockHead, Scores
+from quickbeam.shortlist.layout import FREQUENT, Layout
+from quickbeam.shortlist.router import FastRouter, Router
+from quickbeam.shortlist.schedule import Schedule
+
+
+class Routed(NamedTuple):
+    clusters: torch.Tensor  # [k] int64 on the head's device, ascending, no repeats; off the CPU always `most`, filled up with -1
+
+
+@dataclass
+class Counts:
+    """Since `reset_counts`. Times are the host's: off the CPU they leave out what the device still has to do."""
+
+    calls: int = 0  # of `score`
+    rows: int = 0  # of the features scored
+    tokens: int = 0  # sum of the sizes over the calls
+    route_seconds: float = 0.0
+    head_seconds: float = 0.0
+
+
+class Shortlist:
+    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and tokens of the context.
+
+    `weight`: `[vocab, d]`, the drafter's head in the order of token ids. A `router` needs a `schedule`; without one the layout's clusters
+    are never scored. `most`: clusters a call at most, `schedule.most` where None. `backend`: see `BlockHead`. With `Layout.nothing` and
+    no router the context alone is scored, which must then hold a token.
+
+    A call is `route` for what goes into the drafter's layer, then `score` for what comes out of it. Routing needs no randomness and looks
+    at nothing that is drawn later, so the shortlist is known before any token is drawn from it. The caller's laws are softmaxes over the
+    columns. Raises `InvalidInput` where the parts don't fit one another.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        layout: Layout,
+        *,
+        router: Router | None = None,
+        schedule: Schedule | None = None,
+        context: ContextTokens | None = None,
+        most: int | None = None,
+        backend: str | None = None,
+    ) -> None:
+        if (router is None) != (schedule is None):
+            raise InvalidInput("a router and a schedule go together: give both or none")
+        if router is not None and router.config.clusters != layout.clusters:
+            raise InvalidInput(f"the router scores {router.config.clusters} clusters, the layout has {layout.clusters}")
+        if router is None and context is None and not layout.frequent:
+            raise InvalidInput("this shortlist is empty: it needs frequent tokens, a router or the context")
+        if most is not None and most < 1:
+            raise InvalidInput(f"a shortlist of at most {most} clusters: must be at least 1")
+        self.layout, self.context, self._schedule = layout, context, schedule
+        self.most = 0 if schedule is None else min(most or schedule.most, layout.clusters)
+        self.head = BlockHead(weight, layout, most=self.most, backend=backend)
+        self.device = weight.device
+        self._router = None if router is None else FastRouter(router, weight.dtype, weight.device)
+        self._nowhere = Routed(torch.empty(0, dtype=torch.int64, device=self.device))
+        # By cluster, and behind them, so that FREQUENT and ABSENT are indices too: what is absent, what is frequent.
+        self._cluster_of = layout.cluster_of.to(self.device)
+        self._sizes = torch.bincount(layout.cluster_of[layout.order[layout.frequent :]], minlength=layout.clusters + 2).to(self.device)
+        self._sizes[FREQUENT] = layout.frequent
+        self._always = torch.zeros(layout.clusters + 2, dtype=torch.bool, device=self.device)
+        self._always[FREQUENT] = True
+        self.reset_counts()
+
+    def reset(self, ids: Sequence[int]) -> None:
+        """Begin a sequence with its prompt."""
+        if self.context is not None:
+            self.context.reset(ids)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read tokens that became certain."""
+        if self.context is not None:
+            self.context.extend(tokens)
+
+    def offer(self, tokens: Sequence[int]) -> None:
+        """Tokens that other sources proposed or that the target's last logits make likely: kept as if seen."""
+        self.extend(tokens)
+
+    @torch.inference_mode()
+    def route(self, hidden: torch.Tensor, embedded: torch.Tensor, depths: Sequence[int]) -> Routed:
+        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and embeddings `[n, de]`.
+
+        Each node calls for as many of its best clusters as the schedule grants its depth; in ties the first. The shortlist is their
+        union, so a node's own clusters don't depend on its neighbours. Where the union holds more than `most`, those stay that some node
+        of the call gives the largest probability (softmax over the clusters).
+        """
+        if self._router is None or self._schedule is None:
+            return self._nowhere
+        began = time.perf_counter()
+        # From pinned memory: a copy from elsewhere would hold the host until the device is done with all before it.
+        wanted = torch.tensor([self._schedule.clusters(depth) for depth in depths], pin_memory=self.device.type == "cuda")
+        clusters = union(self._router(hidden, embedded), wanted, self.most)
+        if clusters.device.type == "cpu":
+            clusters = clusters[clusters >= 0]
+        self._counts.route_seconds += time.perf_counter() - began
+        return Routed(clusters)
+
+    @torch.inference_mode()
+    def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
+        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them, `[n, d]`.
+
+        A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
+        to score.
+        """
+        began = time.perf_counter()
+        logits, tokens = self.head(feature, routed.clusters)
+        chosen = self._chosen(routed)
+        size = (self._sizes * chosen).sum()
+        if self.context is not None and len(self.context):
+            repeated = self._repeated(chosen)
+            beside = self.context.logits(feature).masked_fill_(repeated, -torch.inf)
+            logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
+            size += len(repeated) - repeated.sum()
+        if not logits.shape[1]:
+            raise ValueError("the shortlist holds no token: reset it with a prompt first")
+        self._tokens += size
+        self._counts.calls += 1
+        self._counts.rows += len(feature)
+        self._counts.head_seconds += time.perf_counter() - began
+        return Scores(logits, tokens)
+
+    def holds(self, token: int, routed: Routed) -> bool:
+        """Whether `score` gives this token a column that counts, with the context as it is now."""
+        cluster = self._cluster_of[token]
+        return bool(self._chosen(routed)[cluster]) or (self.context is not None and token in self.context)
+
+    @torch.inference_mode()
+    def size(self, routed: Routed) -> int:
+        """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
+        chosen = self._chosen(routed)
+        beside = 0 if self.context is None else int((~self._repeated(chosen)).sum())
+        return int((self._sizes * chosen).sum()) + beside
+
+    @property
+    def counts(self) -> Counts:
+        """A snapshot; off the CPU it waits for the device."""
+        return replace(self._counts, tokens=int(self._tokens))
+
+    def reset_counts(self) -> None:
+        """Count from 0 again."""
+        self._counts = Counts()
+        self._tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+
+    def _chosen(self, routed: Routed) -> torch.Tensor:
+        """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always is, if only with no tokens."""
+        chosen = self._always.clone()
+        chosen[routed.clusters] = True
+        return chosen
+
+    def _repeated(self, chosen: torch.Tensor) -> torch.Tensor:
+        """`[m]` bool: which tokens of the context the block head scores."""
+        assert self.context is not None
+        return chosen[self._cluster_of[self.context.tokens]]
+
+
+def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
+    """`[min(most, clusters)]` int64, ascending, filled up with -1: the union over rows of `logits` `[n, clusters]` of the row's `wanted`
+    (`[n]`) largest; of a union of more than `most`, those with the largest probability in any row."""
+    clusters = logits.shape[1]
+    ranks = logits.argsort(dim=-1, descending=True, stable=True)
+    granted = torch.arange(clusters, device=logits.device) < wanted.to(logits.device, non_blocking=True)[:, None]
+    called = torch.zeros_like(granted).scatter_(1, ranks, granted).any(0)
+    worth = logits.softmax(-1).amax(0).masked_fill_(~called, -1.0)
+    best = worth.argsort(descending=True, stable=True)[:most]
+    best = torch.where(called[best], best, clusters).sort().values
+    return torch.where(best < clusters, best, -1)

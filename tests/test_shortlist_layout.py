@@ -1,0 +1,216 @@
+"""The order of the vocabulary, the router, and the folder that keeps them.
+
+pytest tests/test_shortlist_layout.py
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.layout import ABSENT, FREQUENT, Layout
+from quickbeam.shortlist.router import EPS, FastRouter, Router, RouterConfig
+
+VOCAB = 40
+
+
+def shuffled(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+
+
+def some_router(clusters: int) -> Router:
+    torch.manual_seed(3)
+    return Router(RouterConfig(hidden_size=6, embed_size=4, width=8, clusters=clusters))
+
+
+@pytest.fixture
+def artefact() -> Artefact:
+    layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
+    return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters))
+
+
+@settings(deadline=None, derandomize=True)
+@given(st.integers(1, 50), st.data(), st.integers(1, 20))
+def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab: int, data: st.DataObject, size: int) -> None:
+    order = shuffled(vocab)[: data.draw(st.integers(0, vocab))]
+    layout = Layout(order, data.draw(st.integers(0, len(order))), size, vocab)
+    parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
+    assert torch.equal(torch.cat(parts), order)
+    assert all(len(part) == size for part in parts[1:-1]) and all(1 <= len(part) <= size for part in parts[1:])
+    found = {int(token): cluster for cluster, part in enumerate(parts, FREQUENT) for token in part}
+    assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
+
+
+def test_there_is_no_cluster_before_the_first_or_after_the_last() -> None:
+    layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
+    assert layout.clusters == 5 and len(layout.tokens(4)) == 2
+    for cluster in (-1, 5):
+        with pytest.raises(IndexError, match=f"cluster {cluster} of 5"):
+            layout.tokens(cluster)
+
+
+def test_a_layout_by_frequency_is_the_head_of_the_ranking() -> None:
+    ranking = shuffled(VOCAB)
+    layout = Layout.by_frequency(ranking, 6, VOCAB)
+    assert (layout.order.tolist(), layout.frequent, layout.clusters) == (ranking[:6].tolist(), 6, 0)
+    assert Layout.by_frequency(ranking, 999, VOCAB).frequent == VOCAB
+    assert Layout.nothing(VOCAB).cluster_of.tolist() == [ABSENT] * VOCAB
+    with pytest.raises(InvalidInput, match="at least 1"):
+        Layout.by_frequency(ranking, 0, VOCAB)
+
+
+@pytest.mark.parametrize(
+    ("order", "frequent", "size", "vocab", "says"),
+    [
+        (torch.tensor([1, 2, 1]), 1, 2, 4, "token 1 more than once"),
+        (torch.tensor([1, 4]), 1, 2, 4, "token 4: must be ids from 0 to 3"),
+        (torch.tensor([-1, 2]), 1, 2, 4, "token -1"),
+        (torch.tensor([1, 2], dtype=torch.int32), 1, 2, 4, "int64"),
+        (torch.tensor([[1, 2]]), 1, 2, 4, "int64"),
+        (torch.tensor([1, 2]), 3, 2, 4, "3 frequent ones: must be 0 to 2"),
+        (torch.tensor([1, 2]), -1, 2, 4, "-1 frequent ones"),
+        (torch.tensor([1, 2]), 1, 0, 4, "clusters of 0"),
+        (torch.tensor([1, 2]), 1, 1, 0, "0 tokens"),
+    ],
+)
+def test_an_impossible_layout_is_refused(order: torch.Tensor, frequent: int, size: int, vocab: int, says: str) -> None:
+    with pytest.raises(InvalidInput, match=says):
+        Layout(order, frequent, size, vocab)
+
+
+def test_a_router_scores_clusters_from_two_normed_inputs() -> None:
+    router, (hidden, embedded) = some_router(5), (torch.randn(2, 3, 6), torch.randn(2, 3, 4))
+    normed = [x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() for x in (hidden, embedded)]
+    up = torch.cat(normed, -1) @ router.up.weight.T + router.up.bias
+    expected = (up * torch.sigmoid(up)) @ router.down.weight.T + router.down.bias
+    torch.testing.assert_close(router(hidden, embedded), expected)
+    torch.testing.assert_close(router(100 * hidden, embedded / 7), expected, rtol=1e-4, atol=1e-4)
+    assert router.bfloat16()(hidden.bfloat16(), embedded.bfloat16()).dtype is torch.float32
+
+
+@pytest.mark.parametrize("packable", [True, False])
+def test_the_fast_router_gives_what_the_router_does(packable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not packable:
+        monkeypatch.setattr("quickbeam.shortlist.router.pack_weight", lambda weight: None)
+    router, (hidden, embedded) = some_router(5), (torch.randn(3, 6), torch.randn(3, 4))
+    expected = router(hidden, embedded).detach()
+    torch.testing.assert_close(FastRouter(router, torch.float32, hidden.device)(hidden, embedded), expected)
+    rounded = FastRouter(router, torch.bfloat16, hidden.device)(hidden.bfloat16(), embedded.bfloat16())
+    assert rounded.dtype is torch.float32
+    torch.testing.assert_close(rounded, expected, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])
+def test_a_router_of_impossible_size_is_refused(wrong: object) -> None:
+    with pytest.raises(InvalidInput, match="width="):
+        RouterConfig(6, 4, wrong, 5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_an_artefact_comes_back_as_it_was_saved(artefact: Artefact, tmp_path: Path, routed: bool) -> None:
+    folder = tmp_path / "new" / "folder"
+    assert not Artefact.there(folder)
+    before = artefact if routed else Artefact(artefact.layout, artefact.ranking)
+    before.save(folder)
+    assert Artefact.there(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["shortlist.json", "shortlist.safetensors"]
+    state = torch.get_rng_state()
+    after = Artefact.load(folder)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(after.layout.order, before.layout.order) and torch.equal(after.ranking, before.ranking)
+    for field in ("frequent", "size", "vocab", "clusters"):
+        assert getattr(after.layout, field) == getattr(before.layout, field)
+    if not routed:
+        assert after.router is None
+        return
+    assert after.router is not None and before.router is not None
+    assert after.router.config == before.router.config and not after.router.training
+    for name, tensor in before.router.state_dict().items():
+        found = after.router.state_dict()[name]
+        assert found.dtype is torch.float32 and torch.equal(found, tensor.bfloat16().float())
+
+
+def test_what_is_written_is_small(artefact: Artefact, tmp_path: Path) -> None:
+    artefact.save(tmp_path)
+    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "shortlist.safetensors").items()}
+    assert dtypes.pop("order") is torch.int32 and dtypes.pop("ranking") is torch.int32
+    assert dtypes and set(dtypes.values()) == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", ["shortlist.json", "shortlist.safetensors"])
+def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, name: str) -> None:
+    artefact.save(tmp_path)
+    (tmp_path / name).write_bytes(b'{"frequent": 1')
+    with pytest.raises(InvalidInput, match=name):
+        Artefact.load(tmp_path)
+    (tmp_path / name).unlink()
+    assert not Artefact.there(tmp_path)
+    with pytest.raises(InvalidInput, match=f"{name} is missing"):
+        Artefact.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"frequent": None}, "frequent=None must be an integer"),
+        ({"frequent": True}, "frequent=True must be an integer"),
+        ({"frequent": 99}, "99 frequent ones"),
+        ({"vocab": 30}, "must be ids from 0 to 29"),
+        ({"vocab": 41}, "must be all 41"),
+        ({"size": 8}, "5 clusters, the layout has 4"),
+        ({"router": {"width": 8}}, "does not describe a shortlist"),
+        ({"router": 3}, "does not describe a shortlist"),
+        ({"router": {"hidden_size": 6, "embed_size": 4, "width": 9, "clusters": 5}}, "size mismatch"),
+        ({"router": {"hidden_size": 6, "embed_size": 4, "width": 0, "clusters": 5}}, "width=0"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path, change: dict[str, object], says: str) -> None:
+    artefact.save(tmp_path)
+    path = tmp_path / "shortlist.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InvalidInput, match=says):
+        Artefact.load(tmp_path)
+    path.write_text("[1]")
+    with pytest.raises(InvalidInput, match=r"shortlist\.json does not describe"):
+        Artefact.load(tmp_path)
+
+
+def test_tensors_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path) -> None:
+    artefact.save(tmp_path)
+    path = tmp_path / "shortlist.safetensors"
+    whole = load_file(path)
+    repeats = whole["order"].clone()
+    repeats[0] = repeats[1]
+    for name, tensor, says in [
+        ("order", repeats, "order names token .* more than once"),
+        ("ranking", whole["ranking"][:-1].clone(), "holds 39 tokens"),
+        ("router.up.bias", torch.zeros(3), "size mismatch for up.bias"),
+        ("order", None, "order.* is missing"),
+        ("router.down.weight", None, "Missing key"),
+    ]:
+        changed = {key: value for key, value in whole.items() if key != name} | ({} if tensor is None else {name: tensor})
+        save_file(changed, path)
+        with pytest.raises(InvalidInput, match=says):
+            Artefact.load(tmp_path)
+
+
+def test_a_save_that_fails_leaves_the_last_one(artefact: Artefact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    artefact.save(tmp_path)
+
+    def full_disk(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise OSError("no space left")
+
+    monkeypatch.setattr("quickbeam.shortlist.artefact.save_file", full_disk)
+    other = Artefact(Layout.by_frequency(artefact.ranking, 3, VOCAB), artefact.ranking)
+    with pytest.raises(OSError, match="no space"):
+        other.save(tmp_path)
+    assert torch.equal(Artefact.load(tmp_path).layout.order, artefact.layout.order)
