@@ -110,13 +110,19 @@ def test_spread_over_thirteen_categories():
 def test_methods_take_budgets_and_switches_of_their_own():
     items = parse_methods("ar, pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf", 32, None, True)
     assert items == [
-        MethodItem("ar", "ar", None, None, True),
-        MethodItem("pld", "pld", 32, None, True),
-        MethodItem("logitspec:64", "logitspec", 64, None, True),
-        MethodItem("logitspec:auto", "logitspec", 0, None, True),
-        MethodItem("ar+exact", "ar", None, True, True),
-        MethodItem("logitspec:16+no-exact+plain", "logitspec", 16, False, False),
-        MethodItem("hf", "hf", None, None, True),
+        MethodItem("ar", "ar", None, exact=None, fast=True),
+        MethodItem("pld", "pld", 32, exact=None, fast=True),
+        MethodItem("logitspec:64", "logitspec", 64, exact=None, fast=True),
+        MethodItem("logitspec:auto", "logitspec", 0, exact=None, fast=True),
+        MethodItem("ar+exact", "ar", None, exact=True, fast=True),
+        MethodItem("logitspec:16+no-exact+plain", "logitspec", 16, exact=False, fast=False),
+        MethodItem("hf", "hf", None, exact=None, fast=True),
+    ]
+    assert parse_methods("pld,dyspec,dynaspec:8@999,frspec@7+context", drafter="x", vocab="router", shortlist=50) == [
+        MethodItem("pld", "pld"),
+        MethodItem("dyspec", "dyspec", vocab="router", shortlist=50),
+        MethodItem("dynaspec:8@999", "dynaspec", 8, "router", 999),
+        MethodItem("frspec@7+context", "frspec", vocab="context", shortlist=7),
     ]
     assert [item.exact for item in parse_methods("ar,ar+no-exact", exact=True)] == [True, False]
 
@@ -132,6 +138,10 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("hf+exact", "no switches"),
         ("pld+fats", "unknown switch 'fats'; known: exact"),
         ("pld:0", "budget '0'"),
+        ("pld@9", "pld has no drafter"),
+        ("ar+router", "ar has no drafter"),
+        ("dyspec@many", "@many must be"),
+        ("dyspec+router+full", "scores one of router, full"),
         ("pld:", "budget ''"),
         ("pld:many", "or auto"),
         ("hf-assisted", "--drafter"),
@@ -165,8 +175,8 @@ class FakeLLM:
         self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
         self.target = SimpleNamespace(device=torch.device("cpu"), prefill=lambda ids: torch.arange(4.0) * len(ids))
 
-    def prepare(self, method):
-        self.prepared.append(method)
+    def prepare(self, method, vocab, shortlist):
+        self.prepared.append((method, vocab, shortlist))
 
     def reset(self):
         self.asked.append("reset")
@@ -174,8 +184,8 @@ class FakeLLM:
     def encode_chat(self, messages):
         return [len(messages)]
 
-    def generate(self, prompt, params, *, method, budget):
-        self.asked.append((prompt, method, budget))
+    def generate(self, prompt, params, *, method, budget, vocab, shortlist):
+        self.asked.append((prompt, method, budget, vocab, shortlist))
         statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
         statistics.drafter_calls, statistics.drafter_seconds = 9, 0.125
         return Completion("text", [1] * 7, self.reason, statistics)
@@ -192,15 +202,15 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
     assert runners["ar"].llm is runners["pld:8"].llm and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
     assert len({id(runner.llm) for runner in runners.values()}) == 3
     assert {runner.llm.drafter for runner in runners.values()} == {"some/drafter"}
-    assert runners["ar"].llm.prepared == ["ar", "pld"], "a drafter is loaded before anything is timed"
+    assert runners["ar"].llm.prepared == [("ar", None, None), ("pld", None, None)], "a drafter is loaded before anything is timed"
 
 
 def test_llm_runner_asks_for_its_method_and_budget():
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
-    runner = LLMRunner(llm, "logitspec", 16)
+    runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
     figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125)
     assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures)
-    assert llm.asked == ["reset", ([4, 5], "logitspec", 16)]
+    assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
     assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
     llm.reason = "interrupted"
     with pytest.raises(KeyboardInterrupt):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from fake_runner import measured
 from quickbeam.bench.methods import load_runners, parse_methods
 from quickbeam.bench.questions import Question
 from quickbeam.bench.summary import summaries
+from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.sampling import SamplingParams
 
@@ -121,3 +124,29 @@ def test_passes_are_measured_side_by_side(toy_folder):
     for widths in ("0", "129", "1,x", ""):
         refused = CliRunner().invoke(commands, ["passes", "--model", toy_folder, "--widths", widths])
         assert isinstance(refused.exception, InvalidInput)
+
+
+@pytest.mark.parametrize("method", ["hf", "hf-pld", "hf-assisted"])
+def test_generate_answers_with_a_peer(toy_folder, method):
+    drafter = ["--drafter", toy_folder] if method == "hf-assisted" else []
+    common = ["abc abc", "--model", toy_folder, "--max-tokens", "12", "--dtype", "float32", "--device", "cpu", "--json"]
+    told = {}
+    for name, more in ((method, drafter), ("ar", [])):
+        result = CliRunner().invoke(app, ["generate", *common, "--method", name, *more])
+        assert result.exit_code == 0, result.output
+        told[name] = json.loads(result.stdout.strip().splitlines()[-1])
+    assert told[method]["token_ids"] == told["ar"]["token_ids"] and told[method]["text"] == told["ar"]["text"]
+    assert told[method]["finish_reason"] == told["ar"]["finish_reason"] and told[method]["method"] == method
+    shown = CliRunner().invoke(app, ["generate", *common[:-1], "--raw", "--method", method, *drafter])
+    assert shown.exit_code == 0 and f"[{method}] 12 tokens" in shown.stderr
+
+
+@pytest.mark.parametrize("option", [["--budget", "4"], ["--vocab", "router"], ["--exact"], ["--stop", "x"], ["--logprobs", "2", "--json"]])
+def test_generate_refuses_what_a_peer_is_not_told(toy_folder, option):
+    result = CliRunner().invoke(app, ["generate", "abc", "--model", toy_folder, "--method", "hf", *option])
+    assert result.exit_code == 2 and option[0] in result.output and "leave it out" in result.output
+
+
+def test_generate_wants_an_assistant():
+    result = CliRunner().invoke(app, ["generate", "abc", "--method", "hf-assisted"])
+    assert result.exit_code == 2 and "--drafter ID_OR_PATH" in " ".join(result.output.split())

@@ -69,7 +69,7 @@ def test_laws_are_those_of_the_equations(pairs: dict[str, Pair], kind: str, rng:
 def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, passes = Pair("attention"), list[int]()
     run = pair.drafter._run
-    monkeypatch.setattr(pair.drafter, "_run", lambda hidden, tokens, step: (passes.append(len(tokens)), run(hidden, tokens, step))[1])
+    monkeypatch.setattr(pair.drafter, "_run", lambda hidden, tokens, *rest: (passes.append(len(tokens)), run(hidden, tokens, *rest))[1])
     monkeypatch.setattr(feature, "CHUNK", 5)
     prompt = list(range(10, 22))
     pair.begin(prompt, 50)

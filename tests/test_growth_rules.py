@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, zipf_drafter
+from quickbeam.draft.base import Laws
 from quickbeam.grow import greedy
 from quickbeam.grow.draws import Draws, drawn, ranked
 from quickbeam.grow.greedy import Greedy
@@ -36,7 +37,7 @@ def test_draws_are_without_replacement() -> None:
     generator = torch.Generator().manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(4000):
-        first, second, nothing = drawn(laws, generator)
+        first, second, nothing = drawn(Laws(laws), generator)
         order = tuple(first.draw(i)[0] for i in range(4))
         counts[order] += 1
         left = 1.0
@@ -58,14 +59,14 @@ def test_draws_are_without_replacement() -> None:
 
 def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
     laws = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    one, two = (drawn(laws, torch.Generator().manual_seed(5)) for _ in range(2))
+    one, two = (drawn(Laws(laws), torch.Generator().manual_seed(5)) for _ in range(2))
     assert [[d.draw(i) for i in range(50)] for d in one] == [[d.draw(i) for i in range(50)] for d in two]
     assert all(sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None for d in one)
     assert all(d.law is law or torch.equal(d.law, law) for d, law in zip(one, laws, strict=True))
 
 
 def test_ranked_children_are_certain_and_have_probability() -> None:
-    (draws,) = ranked(torch.tensor([[0.1, 0.0, 0.6, 0.3]]), 9)
+    (draws,) = ranked(Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), 9)
     assert [draws.draw(i) for i in range(5)] == [(2, pytest.approx(0.6)), (3, pytest.approx(0.3)), (0, pytest.approx(0.1)), None, None]
     assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
     assert draws.law is None
@@ -120,16 +121,16 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
     model = ToyModel(vocab=6, seed=seed)
 
-    def draw_from(laws: torch.Tensor, *_: object) -> list[Draws]:
+    def draw_from(laws: Laws, *_: object) -> list[Draws]:
         """Draws that depend on nothing but the law."""
-        seeded = (torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws)
-        return [drawn(law[None], generator)[0] for law, generator in zip(laws, seeded, strict=True)]
+        seeded = (torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws.values)
+        return [drawn(Laws(law[None]), generator)[0] for law, generator in zip(laws.values, seeded, strict=True)]
 
     orders: dict[Path, list[int]] = {}
 
     def next_token(node: Path, residual: list[float]) -> list[int]:
         if node not in orders:
-            (draws,) = draw_from(model.draft([0, *node])[None])
+            (draws,) = draw_from(Laws(model.draft([0, *node])[None]))
             orders[node] = [draws.draw(i)[0] for i in range(sum(r > 0 for r in residual))]
         return [next(token for token in orders[node] if residual[token] > 0)]
 

@@ -17,11 +17,13 @@ from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.draft.lm import LMDrafter
 from quickbeam.engine.trace import StepRecord
 from quickbeam.grow.sequoia import GENERIC, Sequoia
+from quickbeam.llm import Setting
 from quickbeam.presets import PRESETS
 from quickbeam.target.target import Target
 
+PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
-WITH_DRAFTER = [name for name, preset in PRESETS.items() if "drafter" in preset.sources]
+WITH_DRAFTER = [name for name, preset in PRESETS.items() if "drafter" in preset.sources and preset.vocab == "full"]
 
 
 @pytest.fixture(scope="module")
@@ -91,11 +93,11 @@ def test_a_conversation_keeps_its_common_prefix(llm: LLM, monkeypatch: pytest.Mo
 
 def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
     llm.generate("aaaa", SHORT, method="pld")
-    cost, learned = llm._cost, llm._budgets["pld"]
+    cost, learned = llm._cost, llm._budgets[PLD]
     llm.generate("aaaa", SHORT, method="pld", budget=0)
-    assert llm._cost is cost and llm._budgets["pld"] is learned
+    assert llm._cost is cost and llm._budgets[PLD] is learned
     llm.generate("aaaa", SHORT, method="ar", budget=0)
-    assert "ar" not in llm._budgets  # nothing to choose
+    assert not [key for key in llm._budgets if key.method == "ar"]  # nothing to choose
 
 
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
@@ -200,8 +202,8 @@ def test_a_measured_budget_counts_the_time_of_drafting(toy_folder: str, drafter_
     assert llm._budgets == {} and llm._cost is None  # the preset's own
     answer = llm.generate("abc abc", SHORT, method=method, budget=0)
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
-    drafting = llm._budgets[method].drafting
-    assert drafting.seconds(1) == 0 and drafting.seconds(llm._budgets[method].budgets[-1]) > 0
+    drafting = llm._budgets[Setting(method, "full", None)].drafting
+    assert drafting.seconds(1) == 0 and drafting.seconds(llm._budgets[Setting(method, "full", None)].budgets[-1]) > 0
 
 
 def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, drafter_folder: str) -> None:
@@ -214,7 +216,7 @@ def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, dr
     for _ in range(4):
         assert llm.generate("abc abc", SHORT).token_ids == plain
         llm.generate("abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True))
-        policy = llm._policies["sequoia"]
+        policy = llm._policies[Setting("sequoia", "full", None)]
         assert isinstance(policy, Sequoia)
         tried.append(policy._tried[0])
     assert tried == sorted(set(tried)) and policy.acceptance != GENERIC  # more each time, and used

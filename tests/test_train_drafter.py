@@ -239,7 +239,8 @@ def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, 
     assert there == [True, False]  # the drafter reads the embedding; nothing reads the layers
 
 
-def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "out"
     arguments = command("--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out))
     arguments[arguments.index("1500")] = "900000"
@@ -249,7 +250,7 @@ def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path) 
         for told in run.stderr:
             if told.startswith("text: "):
                 break
-        run.send_signal(signal.SIGINT)
+        run.send_signal(how)
         rest = run.stderr.read()
     assert run.returncode == 130 and "Traceback" not in rest
     assert Shards(out / "text").tokens > 0

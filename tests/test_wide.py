@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import context_of, zipf_drafter
+from quickbeam.draft.base import Laws
 from quickbeam.grow import DRAFTED, wide
 from quickbeam.grow.draws import drawn
 from quickbeam.grow.wide import independent, independent_plain, likeliest, likeliest_plain
@@ -105,7 +106,7 @@ def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(few: int
 @pytest.mark.parametrize("make", [peaked, dyadic])
 def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(make: Callable[..., torch.Tensor]) -> None:
     laws = make(2, 150, 7)
-    for law, draws in zip(laws, drawn(laws, torch.Generator().manual_seed(1), 1), strict=True):
+    for law, draws in zip(laws, drawn(Laws(laws), torch.Generator().manual_seed(1), 1), strict=True):
         holders = law.nonzero()[:, 0].tolist()
         order = [draws.draw(i) for i in range(len(holders))]
         assert sorted(token for token, _ in order) == holders and draws.draw(len(holders)) is None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, overload
+from typing import Any, NamedTuple, TypedDict, overload
+
+from typing_extensions import Unpack
 
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.loading import load_drafter
+from quickbeam.draft.vocabulary import make_shortlist
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.result import Completion
@@ -18,6 +21,7 @@ from quickbeam.grow import DRAFTER, make_policy
 from quickbeam.grow.base import TreePolicy
 from quickbeam.presets import preset
 from quickbeam.sampling import SamplingParams
+from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
 from quickbeam.target.target import EXACT_NODES, Target
 
@@ -25,6 +29,22 @@ Prompt = str | Sequence[int]
 Message = dict[str, str]
 Observer = Callable[[StepRecord], None]
 MAX_BUDGET = 64  # nodes; what `budget=0` leaves the cost model to choose from
+
+
+class Options(TypedDict, total=False):
+    """What a call may name for itself; see `LLM`."""
+
+    budget: int | None
+    vocab: str | None
+    shortlist: int | None
+
+
+class Setting(NamedTuple):
+    """What an answer is made with, but for its budget."""
+
+    method: str
+    vocab: str
+    shortlist: int | None
 
 
 class Stream(Iterator[str]):
@@ -72,11 +92,12 @@ class LLM:
 
     `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
     `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may
-    name others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as
-    `model` is, for the methods that draft with one; None takes the one that comes with an embedded model. It is loaded when the first of
-    them is asked for. `exact`: the same bits as one token at a time (bfloat16 on a CPU;
-    None: where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching
-    an embedded model.
+    name others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as `model` is, for the
+    methods that draft with one; None takes the one that comes with an embedded model. It is loaded when the first of them is asked for.
+    `vocab`: what of the vocabulary that drafter scores, one of `presets.VOCABS`; None takes the preset's. `shortlist`: how many tokens
+    that is, about; None takes an eighth of the vocabulary. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None: where
+    this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching an embedded
+    model.
 
     What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes the law of an answer, and no token
     where drafts are certain (at temperature 0, and with the methods that need no drafter). So that a seed repeats the other answers too,
@@ -94,6 +115,8 @@ class LLM:
         device: str | None = None,
         budget: int | None = None,
         drafter: str | None = None,
+        vocab: str | None = None,
+        shortlist: int | None = None,
         exact: bool | None = None,
         fast: bool = True,
         progress: Any = None,
@@ -104,29 +127,41 @@ class LLM:
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
-        self.method, self.budget = method, budget
+        self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
         loaded, self.tokenizer = load_model(self.folder, torch_dtype, place)
         self.eos_ids = eos_ids(loaded, self.tokenizer)
         self.target = Target(loaded, fast=fast, exact=exact)
         self._cost: CostModel | None = None
-        self._budgets: dict[str, AutoBudget] = {}  # by method: what was learned in earlier answers holds in the next
-        self._policies: dict[str, TreePolicy] = {}  # by method, for the same reason
+        self._budgets: dict[Setting, AutoBudget] = {}  # what was learned in earlier answers holds in the next
+        self._policies: dict[Setting, TreePolicy] = {}  # for the same reason
+        self._shortlists: dict[tuple[str, int | None], Shortlist] = {}  # by vocabulary and size
         self._conversation: list[Message] = []  # whose tokens the target holds
         self._drafter_name, self._fast, self._progress = drafter, fast, progress
         self._drafter: Drafter | None = None
         self.prepare(method)
 
-    def prepare(self, method: str) -> Drafter | None:
-        """Load the drafter, unless it is there or `method` needs none; give it where it is needed and there is one."""
+    def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
+        """Load the drafter and what it needs for its vocabulary, unless they are there or `method` needs none; give it where it is needed
+        and there is one."""
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         if self._drafter is None:
             self._drafter = load_drafter(self._drafter_name, self.target, self.tokenizer, fast=self._fast, progress=self._progress)
+        self._shortlist(self._drafter, self._setting(method, vocab, shortlist))
         return self._drafter
+
+    def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
+        return Setting(method, vocab or self.vocab or preset(method).vocab, self.shortlist if shortlist is None else shortlist)
+
+    def _shortlist(self, drafter: Drafter, setting: Setting) -> Shortlist | None:
+        key = setting.vocab, setting.shortlist
+        if key not in self._shortlists and (made := make_shortlist(drafter, self.target, *key)) is not None:
+            self._shortlists[key] = made
+        return self._shortlists.get(key)
 
     @overload
     def generate(
-        self, prompts: str | list[int], params: SamplingParams | None = ..., *, method: str | None = ..., budget: int | None = ...
+        self, prompts: str | list[int], params: SamplingParams | None = ..., *, method: str | None = ..., **options: Unpack[Options]
     ) -> Completion: ...
     @overload
     def generate(
@@ -135,21 +170,21 @@ class LLM:
         params: SamplingParams | None = ...,
         *,
         method: str | None = ...,
-        budget: int | None = ...,
+        **options: Unpack[Options],
     ) -> list[Completion]: ...
     def generate(
-        self, prompts: Any, params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+        self, prompts: Any, params: SamplingParams | None = None, *, method: str | None = None, **options: Unpack[Options]
     ) -> Completion | list[Completion]:
         """Continue a prompt (text as it is, or token ids), or several one after the other."""
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-            return finish(self.stream(prompts, params, method=method, budget=budget))
-        return [finish(self.stream(prompt, params, method=method, budget=budget)) for prompt in prompts]
+            return finish(self.stream(prompts, params, method=method, **options))
+        return [finish(self.stream(prompt, params, method=method, **options)) for prompt in prompts]
 
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, budget: int | None = None
+        self, messages: Sequence[Message], params: SamplingParams | None = None, *, method: str | None = None, **options: Unpack[Options]
     ) -> Completion:
         """Answer a conversation: `[{"role": "user", "content": "…"}, …]`."""
-        return finish(self.chat_stream(messages, params, method=method, budget=budget))
+        return finish(self.chat_stream(messages, params, method=method, **options))
 
     def chat_stream(
         self,
@@ -157,8 +192,8 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         method: str | None = None,
-        budget: int | None = None,
         observer: Observer | None = None,
+        **options: Unpack[Options],
     ) -> Stream:
         """`chat`, piece by piece. Where the messages go on from the last ones, what the two have in common is not computed again.
         `observer` is told of every step."""
@@ -167,7 +202,7 @@ class LLM:
         if last and len(messages) > len(last) and messages[: len(last)] == last:
             held = self.target.ids
             keep = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        stream = self._begin(ids, params, method, budget, keep, observer)
+        stream = self._begin(ids, params, method, options, keep, observer)
         self._conversation = messages
         return stream
 
@@ -177,20 +212,20 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         method: str | None = None,
-        budget: int | None = None,
         observer: Observer | None = None,
+        **options: Unpack[Options],
     ) -> Stream:
         """`generate` for one prompt, piece by piece. A model holds one sequence: begin the next answer when this one is over.
         `observer` is told of every step."""
         ids = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else list(prompt)
-        return self._begin(ids, params, method, budget, 0, observer)
+        return self._begin(ids, params, method, options, 0, observer)
 
     def _begin(
         self,
         ids: list[int],
         params: SamplingParams | None,
         method: str | None,
-        budget: int | None,
+        options: Options,
         keep: int,
         observer: Observer | None,
     ) -> Stream:
@@ -199,11 +234,13 @@ class LLM:
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         self._conversation = []
-        drafter = self.prepare(name)
+        setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
+        drafter = self.prepare(*setting)
         policy = make_policy(chosen.sources, chosen.tree, drafter)
         if params.seed is None or params.greedy:
-            policy = self._policies.setdefault(name, policy)
+            policy = self._policies.setdefault(setting, policy)
         if drafter is not None:
+            drafter.use(self._shortlist(drafter, setting))
             drafter.check_length(len(ids), params.max_tokens)
             keep = drafter.reusable(ids, keep)
             if not keep:
@@ -214,7 +251,7 @@ class LLM:
             Output(self.tokenizer, params, self.eos_ids),
             ids,
             params,
-            self._choose_budget(name, budget if budget is not None else self.budget),
+            self._choose_budget(setting, self.budget if (budget := options.get("budget")) is None else budget),
             keep=keep,
             observer=observer,
         )
@@ -237,17 +274,17 @@ class LLM:
             self._drafter.forget()
         self._conversation = []
 
-    def _choose_budget(self, method: str, asked: int | None) -> int | AutoBudget:
+    def _choose_budget(self, setting: Setting, asked: int | None) -> int | AutoBudget:
         if asked is not None and asked < 0:
             raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
         if asked and self.target.exact and asked > EXACT_NODES:
             raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {EXACT_NODES} nodes; turn exact off for more")
-        chosen = preset(method)
+        chosen = preset(setting.method)
         if budget := chosen.budget if asked is None or not chosen.sources else asked:
             return budget
         if self._cost is None:
             self._cost = CostModel.measure(self.target, MAX_BUDGET)
-        return self._budgets.setdefault(method, AutoBudget(self._cost, MAX_BUDGET))
+        return self._budgets.setdefault(setting, AutoBudget(self._cost, MAX_BUDGET))
 
 
 def finish(stream: Stream) -> Completion:

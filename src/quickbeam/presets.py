@@ -6,15 +6,19 @@ from dataclasses import dataclass
 
 from quickbeam.errors import InvalidInput
 
+VOCABS = ("full", "frequency", "context", "clusters", "router")  # what of the vocabulary a drafter scores (`draft/vocabulary.py`)
+
 
 @dataclass(frozen=True)
 class Preset:
-    """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model."""
+    """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model.
+    `vocab`: what the drafter scores, one of `VOCABS`."""
 
     sources: tuple[str, ...]
     tree: str
     budget: int
     summary: str
+    vocab: str = "full"
 
 
 PRESETS: dict[str, Preset] = {
@@ -32,6 +36,8 @@ PRESETS: dict[str, Preset] = {
     "specinfer": Preset(("drafter",), "specinfer", 16, "SpecInfer: three branches from a drafter"),
     "sequoia": Preset(("drafter",), "sequoia", 16, "Sequoia: the best tree of a fixed shape, filled from a drafter"),
     "eagle2": Preset(("drafter",), "eagle2", 16, "EAGLE-2's tree: a drafter's likeliest tokens, the likeliest paths of all layers kept"),
+    "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
+    "dynaspec": Preset(("drafter",), "greedy", 16, "DynaSpec: DySpec's tree, the drafter scoring only what a router picks", "router"),
 }
 
 

@@ -12,6 +12,8 @@ from quickbeam.sampling import SamplingParams
 if TYPE_CHECKING:  # `quickbeam --help` reads this file: torch takes seconds
     import torch
 
+    from quickbeam.draft.base import HeadUse
+
 Message = dict[str, str]
 
 
@@ -34,6 +36,7 @@ class Answer:
     verify_seconds: float | None = None
     drafter_calls: int | None = None
     drafter_seconds: float | None = None
+    head: HeadUse | None = None  # what became of the drafter's vocabulary
 
 
 class Runner(ABC):

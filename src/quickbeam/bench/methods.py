@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
-from quickbeam.presets import PRESETS
+from quickbeam.presets import PRESETS, VOCABS
 from quickbeam.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -32,11 +32,14 @@ SWITCHES: dict[str, tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the preset, 0 to the measured cost."""
+    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the preset, 0 to the measured cost; `vocab` and
+    `shortlist`: None leaves them to the preset."""
 
     name: str
     method: str
     budget: int | None = None
+    vocab: str | None = None
+    shortlist: int | None = None
     exact: bool | None = None
     fast: bool = True
 
@@ -65,13 +68,17 @@ def parse_methods(
     fast: bool = True,
     drafter: str | None = None,
     model: str | None = None,
+    vocab: str | None = None,
+    shortlist: int | None = None,
 ) -> list[MethodItem]:
-    """Read `NAME[:BUDGET][+SWITCH…]`, comma-separated; the other arguments hold where an entry says nothing itself.
+    """Read `NAME[:BUDGET][@SIZE][+SWITCH…]`, comma-separated, SIZE being a shortlist's; the other arguments hold where an entry says
+    nothing itself.
 
     Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods that lack the drafter they
     need: `model` may come with one, which transformers' assisted generation can't use.
     """
-    items = [_item(entry.strip(), budget, exact, fast) for entry in text.split(",") if entry.strip()]
+    defaults = MethodItem("", "", budget, vocab, shortlist, exact, fast)
+    items = [_item(entry.strip(), defaults) for entry in text.split(",") if entry.strip()]
     if not items:
         raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join([*PRESETS, *PEERS])}")
     names = [item.name for item in items]
@@ -88,36 +95,52 @@ def parse_methods(
     return items
 
 
-def _item(entry: str, budget: int | None, exact: bool | None, fast: bool) -> MethodItem:
+def _item(entry: str, defaults: MethodItem) -> MethodItem:
     head, *switches = entry.split("+")
+    head, at, own_size = head.partition("@")
     method, colon, own_budget = head.partition(":")
     if method not in PRESETS and method not in PEERS:
         raise InvalidInput(f"unknown method {method!r}; known: {', '.join([*PRESETS, *PEERS])}")
-    drafts = method in PRESETS and bool(PRESETS[method].sources)
-    if colon and not drafts:
+    sources = PRESETS[method].sources if method in PRESETS else ()
+    if colon and not sources:
         raise InvalidInput(f"{entry!r}: {method} grows no draft tree and takes no budget")
     if switches and method in PEERS:
         raise InvalidInput(f"{entry!r}: {method} has no switches")
-    chosen: dict[str, bool | None] = {"exact": exact, "fast": fast}
+    drafter = "drafter" in sources
+    vocabs = [switch for switch in switches if switch in VOCABS]
+    if (at or vocabs) and not drafter:
+        raise InvalidInput(f"{entry!r}: {method} has no drafter whose vocabulary could be shortened")
+    if len(vocabs) > 1:
+        raise InvalidInput(f"{entry!r}: a drafter scores one of {', '.join(vocabs)}")
+    chosen: dict[str, bool | None] = {"exact": defaults.exact, "fast": defaults.fast}
     for switch in switches:
-        if switch not in SWITCHES:
-            raise InvalidInput(f"{entry!r}: unknown switch {switch!r}; known: {', '.join(SWITCHES)}")
-        key, value = SWITCHES[switch]
-        chosen[key] = value
+        if switch not in SWITCHES and switch not in VOCABS:
+            raise InvalidInput(f"{entry!r}: unknown switch {switch!r}; known: {', '.join([*SWITCHES, *VOCABS])}")
+        if switch in SWITCHES:
+            key, value = SWITCHES[switch]
+            chosen[key] = value
     return MethodItem(
         name=entry,
         method=method,
-        budget=parse_budget(own_budget) if colon else budget if drafts else None,
+        budget=parse_budget(own_budget) if colon else defaults.budget if sources else None,
+        vocab=vocabs[0] if vocabs else defaults.vocab if drafter else None,
+        shortlist=_parse_size(entry, own_size) if at else defaults.shortlist if drafter else None,
         exact=chosen["exact"],
         fast=bool(chosen["fast"]),
     )
 
 
+def _parse_size(entry: str, text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise InvalidInput(f"{entry!r}: @{text} must be a number of tokens of at least 1")
+    return int(text)
+
+
 class LLMRunner(Runner):
     """One of our methods on a loaded `LLM`, which several methods may share."""
 
-    def __init__(self, llm: LLM, method: str, budget: int | None) -> None:
-        self.llm, self.method, self.budget = llm, method, budget
+    def __init__(self, llm: LLM, item: MethodItem) -> None:
+        self.llm, self.item = llm, item
         self.device = str(llm.target.device)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
@@ -126,7 +149,10 @@ class LLMRunner(Runner):
 
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
         self.llm.reset()  # nothing that another method computed is kept
-        completion = self.llm.generate(list(ids), params, method=self.method, budget=self.budget)
+        item = self.item
+        completion = self.llm.generate(
+            list(ids), params, method=item.method, budget=item.budget, vocab=item.vocab, shortlist=item.shortlist
+        )
         if completion.finish_reason == "interrupted":
             raise KeyboardInterrupt
         s = completion.statistics
@@ -140,6 +166,7 @@ class LLMRunner(Runner):
             verify_seconds=s.verify_seconds,
             drafter_calls=s.drafter_calls,
             drafter_seconds=s.drafter_seconds,
+            head=s.head,
         )
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
@@ -180,8 +207,8 @@ def load_runners(
                     fast=item.fast,
                     progress=progress,
                 )
-            llms[key].prepare(item.method)
-            runners[item.name] = LLMRunner(llms[key], item.method, item.budget)
+            llms[key].prepare(item.method, item.vocab, item.shortlist)
+            runners[item.name] = LLMRunner(llms[key], item)
     peers = [item for item in items if item.is_peer]
     if peers:
         llm = next(iter(llms.values()), None)

@@ -67,11 +67,15 @@ def record(results: Results, environment: Mapping[str, object], model: str, sett
 
 def _trial(trial: Trial) -> dict[str, Any]:
     figures = ("decoded", "steps", "seconds", "draft_seconds", "verify_seconds", "drafter_calls", "drafter_seconds")
+    heads = {name: answer.head for name, answer in trial.answers.items()}
     return {
         "question_id": trial.question.question_id,
         "category": trial.question.category,
         "turn": trial.turn,
-        "answers": {name: {figure: getattr(answer, figure) for figure in figures} for name, answer in trial.answers.items()},
+        "answers": {
+            name: {figure: getattr(answer, figure) for figure in figures} | ({"head": asdict(head)} if (head := heads[name]) else {})
+            for name, answer in trial.answers.items()
+        },
     }
 
 
@@ -110,11 +114,14 @@ def overall_table(results: Results) -> Table:
     parts = {"draft ms": "draft_ms", "verify ms": "verify_ms", "other ms": "overhead_ms"}
     if any(summary.drafter_calls for summary in rows.values()):
         parts = {"draft ms": "draft_ms", "drafter ms": "drafter_ms", "calls": "drafter_calls"} | parts
+    shortened = any(summary.recall is not None for summary in rows.values())
+    parts |= {"head ms": "head_ms"} if shortened else {}
     table = Table(Column("method", overflow="fold"), title="overall")
-    for column in ("MAT", "tokens/s", "speed-up", "identical", *parts):
+    for column in ("MAT", "tokens/s", "speed-up", "identical", *parts, *(("shortlist", "recall") if shortened else ())):
         table.add_column(column, justify="right")
     for name, summary in rows.items():
-        table.add_row(name, *_figures(summary), *(_number(getattr(summary, part), ".2f") for part in parts.values()))
+        lists = (_number(summary.shortlist, ",.0f"), _number(summary.recall, ".3f")) if shortened else ()
+        table.add_row(name, *_figures(summary), *(_number(getattr(summary, part), ".2f") for part in parts.values()), *lists)
     return table
 
 

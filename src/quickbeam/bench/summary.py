@@ -20,7 +20,10 @@ class Summary:
     - `mean_accepted_tokens` (MAT): decoded tokens over target passes, 1.0 for plain decoding.
     - `identical`: answers equal to the reference's, token for token; None when tokens are sampled.
     - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
-    - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`.
+    - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`; `head_ms`: what of that grows with the
+      vocabulary scored (routing, the head, its softmax).
+    - `shortlist`: tokens scored in a call, on average; `recall`: the share of the text's tokens that were scored where they were drafted
+      for, None where all of the vocabulary was.
     """
 
     prompts: int
@@ -35,6 +38,9 @@ class Summary:
     overhead_ms: float | None
     drafter_calls: float | None
     drafter_ms: float | None
+    head_ms: float | None = None
+    shortlist: float | None = None
+    recall: float | None = None
 
 
 def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: bool) -> Summary:
@@ -42,6 +48,7 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
     answers = [trial.answers[method] for trial in trials]
     expected = [trial.answers[reference] for trial in trials]
     tokens, steps, seconds = _totals(answers)
+    heads = [answer.head for answer in answers]
     draft, verify = _sum(answer.draft_seconds for answer in answers), _sum(answer.verify_seconds for answer in answers)
     pace, reference_pace = _ratio(seconds, tokens), _ratio(_totals(expected)[2], _totals(expected)[0])
     return Summary(
@@ -57,6 +64,9 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
         overhead_ms=None if draft is None or verify is None else _ratio(seconds - draft - verify, steps, 1000),
         drafter_calls=_ratio(_sum(answer.drafter_calls for answer in answers), steps),
         drafter_ms=_ratio(_sum(answer.drafter_seconds for answer in answers), steps, 1000),
+        head_ms=_ratio(_sum(head.seconds if head else None for head in heads), steps, 1000),
+        shortlist=_ratio(_sum(head.tokens if head else None for head in heads), _sum(head.calls if head else None for head in heads)),
+        recall=_ratio(_sum(head.held if head else None for head in heads), _sum(head.wanted if head else None for head in heads)),
     )
 
 

@@ -17,8 +17,11 @@ from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.drafting import drafting
 from quickbeam.cli.generate import generate
+from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
+from quickbeam.cli.train_all import train_all
+from quickbeam.cli.vocabulary import bench_vocabulary
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 
@@ -70,7 +73,9 @@ def root(context: typer.Context, version: Annotated[bool, typer.Option("--versio
 
 for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
-for measurement in (acceptance, drafting):
+for measurement in (acceptance, drafting, heads):
     bench.commands.command()(measurement)
+bench.commands.command("vocabulary")(bench_vocabulary)
 app.add_typer(bench.commands, name="bench")
+train.commands.command("all")(train_all)
 app.add_typer(train.commands, name="train")

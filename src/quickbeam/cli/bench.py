@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from enum import Enum
 from io import StringIO
@@ -68,6 +68,8 @@ def bench(
     exact: options.Exact = None,
     fast: Annotated[bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")] = True,
     drafter: options.Drafter = None,
+    vocab: options.Vocab = None,
+    shortlist: options.Shortlist = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
@@ -77,7 +79,7 @@ def bench(
     if context.invoked_subcommand is not None:
         return
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter, model)
+    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter, model, vocab, shortlist)
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
         report.check_output("--json", json_path)
@@ -97,11 +99,13 @@ def bench(
         "temperature": temperature,
         "seed": seed,
         "drafter": drafter,
+        "vocab": vocab,
+        "shortlist": shortlist,
     }
-    log = _Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
+    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
     interrupted = False
     try:
-        _measure(asked, runners, params, results, turns is Turns.all, log)
+        ask(asked, runners, params, results, turns is Turns.all, log)
     except KeyboardInterrupt:
         interrupted = True
     finally:
@@ -153,33 +157,41 @@ def passes(
     stdout().print(table)
 
 
-class _Log:
-    """The JSON record on disk. A write that fails is tried again after the next question: a full disk may have room by then."""
+class Log:
+    """The JSON record on disk, with what `more` adds to it. A write that fails is tried again after the next question: a full disk may
+    have room by then."""
 
     def __init__(
-        self, path: Path | None, results: Results, where: Mapping[str, object], model: str, settings: Mapping[str, object]
+        self,
+        path: Path | None,
+        results: Results,
+        where: Mapping[str, object],
+        model: str,
+        settings: Mapping[str, object],
+        more: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self.path, self.results, self.where, self.model, self.settings = path, results, where, model, settings
+        self.path, self.results, self.where, self.model, self.settings, self.more = path, results, where, model, settings, more
         self.problem: OSError | None = None
 
     def write(self) -> None:
         if self.path is None or not self.results.trials:
             return
         try:
-            report.save(self.path, report.record(self.results, self.where, self.model, self.settings))
+            report.save(self.path, {**report.record(self.results, self.where, self.model, self.settings), **self.more()})
             self.problem = None
         except OSError as error:
             self.problem = error
 
 
-def _measure(
+def ask(
     asked: Sequence[Question],
     runners: Mapping[str, Runner],
     params: SamplingParams,
     results: Results,
     all_turns: bool,
-    log: _Log,
+    log: Log,
 ) -> None:
+    """Warm up, ask every question of every runner, show progress, write the record after each."""
     prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
     what, left = TextColumn("{task.description}"), TextColumn("left")
     columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())

@@ -27,6 +27,8 @@ def chat(
     seed: options.Seed = None,
     budget: options.Budget = None,
     drafter: options.Drafter = None,
+    vocab: options.Vocab = None,
+    shortlist: options.Shortlist = None,
     exact: options.Exact = None,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
@@ -43,7 +45,7 @@ def chat(
         seed=seed,
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact, drafter)
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist)
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)

@@ -60,12 +60,15 @@ def load(
     budget: int | None = None,
     exact: bool | None = None,
     drafter: str | None = None,
+    vocab: str | None = None,
+    shortlist: int | None = None,
 ) -> LLM:
     """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
-    for a drafter that the method has no use for."""
-    if "drafter" not in preset(method).sources and drafter is not None:
+    for a drafter, or what is said of one, that the method has no use for."""
+    given = {"--drafter": drafter, "--vocab": vocab, "--shortlist": shortlist}
+    if "drafter" not in preset(method).sources and (useless := [f"{name} {value}" for name, value in given.items() if value is not None]):
         users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
-        raise InvalidInput(f"--drafter {drafter}: method {method!r} drafts without a model; add --method with one of {users}")
+        raise InvalidInput(f"{useless[0]}: method {method!r} drafts without a model; add --method with one of {users}")
     with ExitStack() as stack:
         report = None
         if all(name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)):
@@ -75,7 +78,18 @@ def load(
         from quickbeam.llm import LLM
 
         place = device.value if device else None
-        return LLM(model, method, dtype=dtype.value, device=place, budget=budget, drafter=drafter, exact=exact, progress=report)
+        return LLM(
+            model,
+            method,
+            dtype=dtype.value,
+            device=place,
+            budget=budget,
+            drafter=drafter,
+            vocab=vocab,
+            shortlist=shortlist,
+            exact=exact,
+            progress=report,
+        )
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
@@ -123,5 +137,7 @@ def statistics_line(completion: Completion) -> str:
         f"{s.tokens_per_second:.1f} tokens/s",
         f"prefill {s.prefill_seconds:.2f} s",
     ]
+    if s.head is not None and s.head.wanted:
+        parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
     parts += [f"{name} {count.accepted} of {count.drafted} drafted accepted" for name, count in s.sources.items()]
     return f"[{completion.method}] " + ", ".join(parts)

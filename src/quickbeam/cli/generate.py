@@ -10,8 +10,10 @@ from typing import Annotated
 import typer
 
 from quickbeam.bench import report
-from quickbeam.cli import options
+from quickbeam.bench.methods import PEERS
+from quickbeam.cli import options, peer
 from quickbeam.cli.common import follow, load, statistics_line, write
+from quickbeam.engine.result import Completion
 from quickbeam.engine.trace import Trace
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.sampling import SamplingParams
@@ -20,7 +22,7 @@ from quickbeam.sampling import SamplingParams
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to answer; - reads standard input.")],
     model: options.Model = None,
-    method: options.Method = "logitspec",
+    method: options.AnyMethod = "logitspec",
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
@@ -36,6 +38,8 @@ def generate(
     seed: options.Seed = None,
     budget: options.Budget = None,
     drafter: options.Drafter = None,
+    vocab: options.Vocab = None,
+    shortlist: options.Shortlist = None,
     exact: options.Exact = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: options.System = None,
@@ -68,19 +72,21 @@ def generate(
     )
     nodes = options.nodes(budget)
     text = read(prompt)
+    messages = [{"role": "system", "content": system}] if system is not None else []
+    messages.append({"role": "user", "content": text})
+    if method in PEERS:
+        ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
+        place = device.value if device else None
+        show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json)
+        return
     if trace_path is not None:
         report.check_output("--trace", trace_path)
     trace = Trace() if trace_path is not None else None
-    llm = load(model, method, dtype, device, nodes, exact, drafter)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist)
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )
-    if as_json:
-        write(json.dumps(completion.to_json()) + "\n")
-    else:
-        print(statistics_line(completion), file=sys.stderr)
+    show(completion, as_json, text=False)
     if trace_path is not None and trace is not None:
         try:
             report.save(trace_path, trace.to_json(completion, llm.tokenizer))
@@ -88,6 +94,16 @@ def generate(
             raise QuickbeamError(f"--trace {trace_path}: not written ({error.strerror})") from error
     if interrupted:
         raise typer.Exit(130)
+
+
+def show(completion: Completion, as_json: bool, text: bool = True) -> None:
+    """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on stderr."""
+    if as_json:
+        write(json.dumps(completion.to_json()) + "\n")
+        return
+    if text:
+        write(completion.text + "\n")
+    print(statistics_line(completion), file=sys.stderr)
 
 
 def read(prompt: str) -> str:

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
+from quickbeam.bench.methods import PEERS
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
-from quickbeam.presets import PRESETS
+from quickbeam.presets import PRESETS, VOCABS
 
 
 class Dtype(str, Enum):
@@ -25,9 +26,19 @@ class Device(str, Enum):
 
 Model = Annotated[str | None, typer.Option("--model", help=f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}.")]
 Method = Annotated[str, typer.Option("--method", help=f"How tokens are drafted: {', '.join(PRESETS)}.")]
+AnyMethod = Annotated[
+    str, typer.Option("--method", help=f"How tokens are drafted: {', '.join(PRESETS)}; or transformers' own: {', '.join(PEERS)}.")
+]
 Drafter = Annotated[
     str | None,
     typer.Option("--drafter", help="A smaller model with the same vocabulary, or a feature drafter, for the methods that draft with one."),
+]
+Vocab = Annotated[
+    str | None,
+    typer.Option("--vocab", metavar="|".join(VOCABS), help="What of the vocabulary a feature drafter scores. Default: the method's own."),
+]
+Shortlist = Annotated[
+    int | None, typer.Option("--shortlist", metavar="SIZE", help="How many tokens that is, about. Default: an eighth of the vocabulary.")
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.")]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]

@@ -1,7 +1,9 @@
-"""`quickbeam train`: make a drafter for a model."""
+"""`quickbeam train`: make a drafter for a model, and a shortlist for the drafter."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from contextlib import redirect_stderr
 from datetime import timedelta
 from io import StringIO
@@ -9,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from quickbeam.cli import options
@@ -16,14 +19,24 @@ from quickbeam.cli.common import progress_bar, stderr
 from quickbeam.hub import DEFAULT
 
 if TYPE_CHECKING:
+    from quickbeam.train.router import Epoch
     from quickbeam.train.trainer import Report
 
-commands = typer.Typer(help="Make a drafter for a model, from text that the model writes itself.")
+Folder = Annotated[Path, typer.Option("--out", help="Folder of `train drafter`, with its text. The shortlist is written there too.")]
+
+
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+commands = typer.Typer(help="Make a drafter for a model, from text that the model writes itself, and a shortlist of its vocabulary.")
 
 
 @commands.callback()
-def train() -> None:
-    """Keeps `drafter` a command of its own."""
+def begin() -> None:
+    """What a scheduler sends before it kills (SIGTERM) counts as Ctrl-C: what was made is written."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, interrupt)
 
 
 @commands.command()
@@ -64,9 +77,7 @@ def drafter(
             f"and {needs.disk / GIB:.1f} GiB of disk in {out}"
         )
     training.check_room()
-    what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
-    columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
-    with Progress(*columns, console=console, disable=not (console.is_terminal and first), transient=True) as bar:
+    with stages_bar(console, first) as bar:
         task = bar.add_task("text", total=tokens, completed=training.written(), figures="")
         told = 0
 
@@ -97,3 +108,79 @@ def line(report: Report) -> str:
     agreement = f", held-out agreement {' '.join(f'{a:.3f}' for a in held.agreement)}" if held else ""
     left = timedelta(seconds=round(report.seconds_left))
     return f"step {report.step:,} ({report.done:.0%}): loss {report.loss:.3f}{agreement}; {report.rate:.0f} tokens/s, {left} left"
+
+
+@commands.command()
+def clusters(
+    out: Folder,
+    model: options.Model = None,
+    frequent: Annotated[
+        int | None, typer.Option("--frequent", min=1, help="Tokens that are always scored. Default: a twelfth of the vocabulary.")
+    ] = None,
+    size: Annotated[int | None, typer.Option("--size", min=1, help="Tokens a cluster. Default: 512, fewer for small vocabularies.")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
+) -> None:
+    """Order a drafter's vocabulary for a shortlist: frequent tokens, then clusters of tokens that are alike. A router over clusters that
+    were there before is dropped."""
+    console = stderr()
+    with progress_bar(f"loading {model or DEFAULT}") as report, redirect_stderr(StringIO()):
+        from quickbeam.train.shortlists import ClusterTraining
+
+        training = ClusterTraining(model, out, frequent, size, seed)
+        report("clustering", None)
+        made = training.run()
+    layout = made.artefact.layout
+    console.print(f"the {layout.frequent:,} frequent tokens are {made.share:.1%} of the text; {layout.clusters} clusters of {layout.size}")
+    if made.dropped:
+        console.print("the router was over other clusters and is dropped")
+    console.print(f"written to {out}: quickbeam train router --out {out}{f' --model {model}' if model else ''}")
+
+
+@commands.command()
+def router(
+    out: Folder,
+    model: options.Model = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the drafter that the router is trained on.")] = 200_000,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Times the rows are trained on.")] = 6,
+    width: Annotated[int, typer.Option("--width", min=1, help="Of the router's hidden layer.")] = 256,
+    depths: Annotated[int, typer.Option("--depths", min=1, max=12, help="Drafts ahead that it is trained for.")] = 3,
+    seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
+) -> None:
+    """Train the router of a drafter's shortlist: which clusters a row of the drafter calls for (quickbeam train clusters makes them).
+
+    Ctrl-C between epochs keeps the best router so far.
+    """
+    console = stderr()
+    with progress_bar(f"loading {model or DEFAULT}"), redirect_stderr(StringIO()):
+        from quickbeam.train.router import RouterRecipe
+        from quickbeam.train.shortlists import GIB, RouterTraining
+
+        training = RouterTraining(model, out, RouterRecipe(rows=rows, epochs=epochs, width=width, depths=depths, seed=seed))
+    console.print(f"needs at most {training.memory() / GIB:.1f} GiB of memory beside the model")
+    training.check_memory()
+    with stages_bar(console) as bar:
+        task = bar.add_task("labels", total=1.0, figures="")
+
+        def labelled(done: float) -> None:
+            bar.update(task, completed=done)
+            if done >= 1:
+                bar.reset(task, description="training", total=float(epochs), figures="")
+
+        def trained(epoch: Epoch) -> None:
+            bar.update(task, completed=epoch.number, figures=f"loss {epoch.loss:.3f}")
+            bar.console.print(f"epoch {epoch.number} of {epochs}: loss {epoch.loss:.3f}, held out {epoch.held.loss:.3f}")
+
+        held = training.run(labelled, trained)
+    for depth, row in enumerate(held.recall, 1):
+        shares = ", ".join(
+            f"{share:.3f} with {k}" if k else f"{share:.3f} by the frequent ones" for k, share in zip(held.choices, row, strict=True)
+        )
+        console.print(f"held-out recall at depth {depth}: {shares} clusters")
+    console.print(f"written to {out}")
+
+
+def stages_bar(console: Console, shown: bool = True) -> Progress:
+    """A bar for the stages of a training: what is going on, how far it is, its `figures`; gone at the end."""
+    what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
+    columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
+    return Progress(*columns, console=console, disable=not (console.is_terminal and shown), transient=True)

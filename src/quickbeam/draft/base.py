@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from quickbeam.errors import QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.tree import TokenTree
+
+if TYPE_CHECKING:
+    from quickbeam.shortlist.shortlist import Shortlist
 
 
 @dataclass
@@ -41,8 +45,57 @@ class Source(ABC):
         """Read tokens that became certain. Called once after the first token and once a step."""
 
 
+class Laws(NamedTuple):
+    """Laws over the same s tokens. `values` `[m, s]` float32, each row sums to 1; `tokens` `[s]` int64: what the columns are, `None`
+    where column i is token i. Tokens without a column have probability 0; one that has several has it in one of them. `vocab`: how many
+    tokens there are."""
+
+    values: torch.Tensor
+    tokens: torch.Tensor | None = None
+    vocab: int = 0
+
+    def names(self, columns: Sequence[int]) -> list[int]:
+        """The tokens of these columns."""
+        return list(columns) if self.tokens is None else self.tokens[list(columns)].tolist()
+
+    def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
+        """`[m, vocab]`, or `[vocab]` of one row."""
+        values = self.values[row]
+        if self.tokens is None:
+            return values
+        return values.new_zeros(*values.shape[:-1], self.vocab).index_add_(-1, self.tokens, values)
+
+
+@dataclass
+class HeadUse:
+    """What became of a drafter's vocabulary, over all calls. `seconds` are those of whatever grows with it: routing, the head, the softmax.
+    `tokens`: scored, summed over `calls`. `wanted`: tokens that the text went on with after nodes whose laws were made; `held`: those of
+    them that had been scored."""
+
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wanted: int = 0
+    held: int = 0
+
+    def since(self, before: HeadUse) -> HeadUse:
+        """What was added after `before`."""
+        return HeadUse(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+
+
 class Drafter(Source):
     """A source that knows a law of the next token after any node of the tree: a smaller language model, a feature drafter."""
+
+    @property
+    def head(self) -> HeadUse | None:
+        """What is counted of its head, where it counts that."""
+        return None
+
+    def use(self, shortlist: Shortlist | None) -> None:
+        """Score what `shortlist` says from the next sequence on; `None`: the whole vocabulary. Raises `InvalidInput` for a drafter that
+        can't."""
+        if shortlist is not None:
+            raise InvalidInput("this drafter scores its whole vocabulary: take --vocab full")
 
     def forget(self) -> None:
         """Drop all that was read, so that the next laws depend on the next sequence alone."""
@@ -61,6 +114,10 @@ class Drafter(Source):
         One batched call of the drafter. Each node is asked for at most once a tree, after its parent; the root is the first. At
         temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely.
         """
+
+    def compact(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> Laws:
+        """What `laws` gives, over the tokens that were scored only. This is what tree policies ask for."""
+        return Laws(self.laws(context, tree, nodes))
 
 
 def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from time import perf_counter
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter, law_of
+from quickbeam.draft.base import Context, Drafter, HeadUse, Laws, law_of
 from quickbeam.draft.eagle import EagleHead
+from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.overlap import Overlap
+from quickbeam.shortlist.shortlist import Routed, Shortlist
 from quickbeam.target.attention import Attend, Layer, Step, attend_grouped, attend_plain, attend_sdpa
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.store import KVStore, LayerShape
@@ -15,6 +21,7 @@ from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # rows a pass at most
+OFFERED = 16  # of the target's likeliest tokens after the last certain one, that a shortlist takes up: they tell of the tokens after it
 
 
 class EagleDrafter(Drafter):
@@ -25,6 +32,8 @@ class EagleDrafter(Drafter):
     adds one row a node, behind the rows of its ancestors.
 
     Takes the network over: its linears are packed on a CPU (`fast`). Makes `target` keep the hidden states that the network reads.
+
+    `use` a shortlist, and the head scores that part of the vocabulary only.
     """
 
     name = "drafter"
@@ -34,6 +43,7 @@ class EagleDrafter(Drafter):
         self.network = network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
         self.network.rotary = config.rotary().to(target.device)  # angles stay float32
         self.target = target
+        self.folder: Path | None = None  # where it was read from
         self.calls = 0  # passes of the network since `reset`
         if fast:
             pack_linears(self.network)
@@ -47,6 +57,24 @@ class EagleDrafter(Drafter):
         self._out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
         self._place: dict[int, int] = {}  # node: its row in `_out`
         self._visible = torch.empty(0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
+        self._used = HeadUse()
+        self._shortlist: Shortlist | None = None
+        self._counted = 0  # of the shortlist's tokens, in `_used` by now
+        self.overlap = Overlap(target.device)
+        self._routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
+
+    @property
+    def head(self) -> HeadUse:
+        if self._shortlist is not None:  # it counts without waiting for the device
+            counted = self._shortlist.counts.tokens
+            self._used.tokens, self._counted = self._used.tokens + counted - self._counted, counted
+        return self._used
+
+    def use(self, shortlist: Shortlist | None) -> None:
+        if shortlist is not None and self.network.config.own_head:
+            raise InvalidInput("this drafter's head has a shortlist of its own, trained with it: take --vocab full")
+        self._used = self.head
+        self._shortlist, self._counted = shortlist, shortlist.counts.tokens if shortlist is not None else 0
 
     def reset(self, ids: Sequence[int]) -> None:
         """Begin a sequence whose prompt the target has read. Rows that hold for it stay; raises `ValueError` where they don't reach to what
@@ -57,9 +85,23 @@ class EagleDrafter(Drafter):
         self.calls, self._tree = 0, None
         self.store.truncate(rows)
         self._ids = list(ids[: rows + 1])
+        self._routed.clear()
+        if self._shortlist is not None:
+            self._shortlist.reset(ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: the target keeps the hidden states until the next root is asked for."""
+        """Tell the shortlist. The target keeps the hidden states until the next root is asked for."""
+        if self._shortlist is None:
+            return
+        node: int | None = 0
+        for token in tokens:
+            if self._tree is None or node is None or (routed := self._routed.get(node)) is None:
+                break
+            self._used.wanted += 1
+            self._used.held += self._shortlist.holds(token, routed)
+            node = self._tree.child(node, token)
+        self._routed.clear()
+        self._shortlist.extend(tokens)
 
     def forget(self) -> None:
         self.store.truncate(0)
@@ -69,26 +111,33 @@ class EagleDrafter(Drafter):
         same = next((i for i, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), min(len(self._ids), len(ids)))
         return max(0, min(keep, same - 1, self.store.length))
 
-    @torch.inference_mode()
     def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]` float32 laws after `nodes`, on the target's device (see `Drafter`); one pass, and one more where the first
-        call of a tree asks for further nodes than the root.
+        """`[len(nodes), vocab]` float32 laws after `nodes`, on the target's device (see `Drafter`)."""
+        return self.compact(context, tree, nodes).dense()
+
+    @torch.inference_mode()
+    def compact(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> Laws:
+        """Laws over the tokens that the head scored; one pass, and one more where the first call of a tree asks for further nodes than
+        the root.
 
         Raises `ValueError` where a tree's first call doesn't begin with the root or a node's parent was never asked for, `QuickbeamError`
         for outputs that are not finite.
         """
         first = nodes[0] == 0
         if first:
+            if self._shortlist is not None:
+                self._shortlist.offer(context.logits.topk(min(OFFERED, len(context.logits))).indices.tolist())
             self._begin(context.ids, tree)
         if tree is not self._tree:
             raise ValueError("a new tree: ask for its root first")
         if below := nodes[1:] if first else nodes:
             self._below(tree, below)
-        return self._law(self._out[-len(nodes) :], context.temperature)
+        return self._law(nodes, context.temperature)
 
     def _begin(self, ids: list[int], tree: TokenTree) -> None:
         """Read the certain tokens that have no row yet, the root last."""
         hidden, start = self.target.take_hidden(), self.store.length
+        self._routed = {0: self._routed[0]} if 0 in self._routed and not len(hidden) else {}
         if len(hidden) != len(ids) - 1 - start:
             raise ValueError(f"hidden states of {len(hidden)} tokens for the {len(ids) - 1 - start} that are not read yet")
         out = self._out[:1]  # the root's, where this is not the first tree on it
@@ -96,7 +145,8 @@ class EagleDrafter(Drafter):
             part = hidden[begin : begin + CHUNK]
             at = start + begin
             step = Step(self.store, torch.arange(at, at + len(part), device=hidden.device))
-            out = self._run(self.network.fuse(part), ids[at + 1 : at + 1 + len(part)], step)
+            last = {0: 0} if begin + len(part) == len(hidden) else {}
+            out = self._run(self.network.fuse(part), ids[at + 1 : at + 1 + len(part)], step, last)
             self.store.commit(range(len(part)))
         self._ids = list(ids)
         self._tree, self._place, self._out = tree, {0: 0}, out[-1:]
@@ -119,22 +169,52 @@ class EagleDrafter(Drafter):
         order = list(self._place)[1:]
         depths = torch.tensor([tree.depth[node] for node in [*order, *nodes]], device=self._out.device)
         step = Step(self.store, self.store.length - 1 + depths, visible[done:], base=done)
-        out = self._run(self._out[above], [tree.token[node] for node in nodes], step)
+        asked = {node: tree.depth[node] for node in nodes}
+        out = self._run(self._out[above], [tree.token[node] for node in nodes], step, asked)
         self._out = torch.cat([self._out, out])
         self._visible = visible
         self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
 
-    def _run(self, hidden: torch.Tensor, tokens: Sequence[int], step: Step) -> torch.Tensor:
+    def _run(self, hidden: torch.Tensor, tokens: Sequence[int], step: Step, asked: dict[int, int]) -> torch.Tensor:
+        """One pass of the layer. `asked`: the nodes, with their depths, that its last rows stand for and whose laws are wanted: what the
+        head is to score for them is found at the same time."""
+
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             self.store.write(0, step.rows, key.transpose(0, 1), value.transpose(0, 1))
             return self._attend(query, step, self._layer)
 
         self.calls += 1
         embedded = self.network.embed(torch.tensor(tokens, dtype=torch.int64, device=hidden.device))
-        return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
+        if self._shortlist is None or not asked:
+            return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
+        began = perf_counter()
+        parents, following = hidden[-len(asked) :], embedded[-len(asked) :]
+        route = partial(self._shortlist.route, parents, following, list(asked.values()))
+        routed = self.overlap.start(route, parents, following)
+        self._used.seconds += perf_counter() - began
+        out: torch.Tensor = self.network(hidden, embedded, step.positions[step.base :], attend)
+        began = perf_counter()
+        self._routed.update(dict.fromkeys(asked, routed()))
+        self._used.seconds += perf_counter() - began
+        return out
 
-    def _law(self, out: torch.Tensor, temperature: float) -> torch.Tensor:
-        law = law_of(self.network.logits(out), temperature)
-        if not self.network.config.own_head:
-            return law
-        return law.new_zeros(len(law), self.target.vocab_size).index_copy_(1, self.network.tokens, law)  # type: ignore[arg-type]
+    def _law(self, nodes: Sequence[int], temperature: float) -> Laws:
+        """Of the last nodes that were run."""
+        if len(nodes) > 1 and nodes[0] == 0 and self._shortlist is not None:  # routed in two passes
+            return Laws(torch.cat([self._score(part, temperature).dense() for part in (nodes[:1], nodes[1:])]))
+        return self._score(nodes, temperature)
+
+    def _score(self, nodes: Sequence[int], temperature: float) -> Laws:
+        began, network = perf_counter(), self.network
+        out = self._out[[self._place[node] for node in nodes]]
+        if self._shortlist is None:
+            logits = network.logits(out)
+            tokens = network.tokens if network.config.own_head else None
+            self._used.tokens += logits.shape[-1]
+        else:
+            routed = self._routed[nodes[-1]]
+            logits, tokens = self._shortlist.score(network.feature(out), routed)
+        law = law_of(logits, temperature)
+        self._used.calls += 1
+        self._used.seconds += perf_counter() - began
+        return Laws(law, tokens, self.target.vocab_size)  # type: ignore[arg-type]

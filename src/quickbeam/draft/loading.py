@@ -35,7 +35,9 @@ def load_drafter(name: str, target: Target, tokenizer: Any, *, fast: bool = True
             embedding=target.embedding,
             head=target.head,
         )
-        return EagleDrafter(network, target, fast=fast)
+        drafter = EagleDrafter(network, target, fast=fast)
+        drafter.folder = place
+        return drafter
     model, own = load_model(str(place), target.dtype, target.device)
     check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
     return LMDrafter(model, target.vocab_size, fast=fast)

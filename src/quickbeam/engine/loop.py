@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 
@@ -53,6 +54,7 @@ class Generation:
             )
         self.target, self.policy, self.output, self.params = target, policy, output, params
         self.statistics = Statistics(sources={source.name: SourceCount() for source in policy.sources})
+        self._used = copy.copy(policy.head)  # before this answer
         self.logprobs: list[Logprob] | None = None if params.logprobs is None else []
         self._prompt, self._keep = list(prompt), keep
         self._budget = budget
@@ -139,6 +141,8 @@ class Generation:
         stats.drafter_calls += self.policy.calls - called
         stats.drafter_seconds += self.policy.seconds - calling
         stats.verify_seconds += verified - drafted
+        if self.policy.head is not None and self._used is not None:
+            stats.head = self.policy.head.since(self._used)
         for name in tree.source[1:]:
             stats.sources[name].drafted += 1
         for node in path[1 : len(emitted) + 1]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quickbeam.draft.base import HeadUse
+
 
 @dataclass
 class SourceCount:
@@ -24,6 +26,7 @@ class Statistics:
     verify_seconds: float = 0.0
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
+    head: HeadUse | None = None  # what became of the drafter's vocabulary
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -83,6 +86,10 @@ class Completion:
             "tokens_per_second": s.tokens_per_second,
             "sources": {name: vars(count) for name, count in s.sources.items()},
         }
+        if s.head is not None:
+            record["head_seconds"] = s.head.seconds
+            record["shortlist_size"] = s.head.tokens / s.head.calls if s.head.calls else 0.0
+            record["shortlist_recall"] = s.head.held / s.head.wanted if s.head.wanted else None
         if self.logprobs is not None:
             record["logprobs"] = [vars(entry) for entry in self.logprobs]
         return record

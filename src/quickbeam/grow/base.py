@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-from quickbeam.draft.base import Context, Source
+from quickbeam.draft.base import Context, HeadUse, Source
 from quickbeam.tree import TokenTree
 
 
@@ -20,6 +20,11 @@ class TreePolicy(ABC):
     calls = 0
     seconds = 0.0
     nested = True
+
+    @property
+    def head(self) -> HeadUse | None:
+        """What is counted of the drafter's head."""
+        return None
 
     def begin(self) -> None:  # noqa: B027 (most have nothing to do)
         """A sequence begins: what the last tree led to won't be seen. The sources are reset apart."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from time import perf_counter
 
-import torch
-
-from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.base import Context, Drafter, HeadUse, Laws
 from quickbeam.grow.base import TreePolicy
 from quickbeam.grow.draws import Draws, drawn, ranked
 from quickbeam.tree import TokenTree
@@ -26,13 +24,17 @@ class DraftedPolicy(TreePolicy):
         self.rows = 0
         self.seconds = 0.0
 
+    @property
+    def head(self) -> HeadUse | None:
+        return self.drafter.head
+
     def situation(self, context: Context) -> int:
         return 3  # a drafter is right about 3 times in 4, wherever it is
 
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]`: one call of the drafter."""
+    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> Laws:
+        """Of `len(nodes)` nodes: one call of the drafter."""
         began = perf_counter()
-        laws = self.drafter.laws(context, tree, nodes)
+        laws = self.drafter.compact(context, tree, nodes)
         self.seconds += perf_counter() - began
         self.calls += 1
         self.rows += len(nodes)
@@ -42,7 +44,9 @@ class DraftedPolicy(TreePolicy):
         """The children that each of `nodes` may get: any number above temperature 0 (`count`: about how many). At temperature 0 `count` of
         them; `least`: for each node, the probability down to which they are wanted."""
         laws = self.laws(context, tree, nodes)
-        return drawn(laws, context.generator, count) if context.temperature > 0 else ranked(laws, count, least)
+        if context.temperature > 0:
+            return drawn(laws, context.generator, count)
+        return ranked(laws, count, least)
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
         """Fill slot i of `node`; the new node, or `None` where the law gives no further token."""

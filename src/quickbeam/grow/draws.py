@@ -8,11 +8,13 @@ i is the i-th most probable token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from itertools import accumulate
 
 import torch
 
+from quickbeam.draft.base import Laws
 from quickbeam.grow.wide import independent, likeliest
 
 ROUND = 16  # independent draws made at once
@@ -25,19 +27,25 @@ class Draws:
     `P * probability`. That is DySpec's rule (Alg. 1) in closed form: with v the worth of slot i and `d = chance(i)`, the sibling's slot is
     worth `v * (1 - d)` and the child's first slot `v * d`.
 
-    `law` `[vocab]`, `tokens` and their `probabilities` under it. `generator`: more is drawn with it; `None` where the tokens are certain
-    proposals, the most probable first.
+    `tokens` and their `probabilities`. `law`: makes the `[vocab]` law that they are drawn from, where more is drawn with `generator`; both
+    `None` where the tokens are certain proposals, the most probable first.
     """
 
-    def __init__(self, law: torch.Tensor, tokens: list[int], probabilities: list[float], generator: torch.Generator | None) -> None:
-        self._law, self._generator = law, generator
+    def __init__(
+        self,
+        tokens: list[int],
+        probabilities: list[float],
+        law: Callable[[], torch.Tensor] | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
         self._tokens, self._probabilities = tokens, probabilities
+        self._make_law, self._generator = law, generator
         self._left: list[float] = []  # before each draw and after the last, once asked for
 
-    @property
+    @cached_property
     def law(self) -> torch.Tensor | None:
         """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
-        return None if self._generator is None else self._law
+        return None if self._make_law is None else self._make_law()
 
     def worth(self, i: int) -> float:
         """The probability that slot i is reached once the node is; 0 where there is none.
@@ -65,7 +73,8 @@ class Draws:
         return min(1.0, self._probabilities[i] / left) if left > 0 else 1.0
 
     def _draw_more(self, generator: torch.Generator) -> None:
-        rest = self._law.clone()
+        assert self.law is not None
+        rest = self.law.clone()
         rest[self._tokens] = 0.0
         ((tokens, probabilities),) = independent(rest[None], ROUND, generator)
         self._tokens += tokens
@@ -77,12 +86,12 @@ def _mass_left(probabilities: list[float]) -> list[float]:
     return list(accumulate(probabilities, lambda left, p: max(0.0, left - p), initial=1.0))
 
 
-def drawn(laws: torch.Tensor, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
-    """Draws from each of `[m, vocab]` laws; more are made when asked for. `count`: about how many a node will need."""
-    found = independent(laws, min(count, ROUND), generator)
-    return [Draws(law, *row, generator) for law, row in zip(laws.unbind(), found, strict=True)]
+def drawn(laws: Laws, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
+    """Draws from each law; more are made when asked for. `count`: about how many a node will need."""
+    found = independent(laws.values, min(count, ROUND), generator)
+    return [Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator) for i, row in enumerate(found)]
 
 
-def ranked(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Draws]:
-    """The `count` most probable tokens of each of `[m, vocab]` laws as certain children. `least`: see `likeliest_plain`."""
-    return [Draws(law, *row, None) for law, row in zip(laws.unbind(), likeliest(laws, count, least), strict=True)]
+def ranked(laws: Laws, count: int, least: Sequence[float] | None = None) -> list[Draws]:
+    """The `count` most probable tokens of each law as certain children. `least`: see `likeliest_plain`."""
+    return [Draws(laws.names(row[0]), row[1]) for row in likeliest(laws.values, count, least)]

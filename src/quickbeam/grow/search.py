@@ -43,8 +43,8 @@ class Search:
         worst = self.best[-1].cost if len(self.best) == self._size else 0.0
         least = [ROUNDING * worst / one.cost for one in due]  # what a probability must be above for its path to get in
         fresh = list[Candidate]()
-        for one, row in zip(due, likeliest(laws, min(width or self._size, self._size), least), strict=True):
-            for token, probability in zip(*row, strict=True):
+        for one, row in zip(due, likeliest(laws.values, min(width or self._size, self._size), least), strict=True):
+            for token, probability in zip(laws.names(row[0]), row[1], strict=True):
                 cost = one.cost * probability
                 if cost >= worst:
                     break

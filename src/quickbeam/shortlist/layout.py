@@ -54,6 +54,16 @@ class Layout:
         begin = self.frequent + cluster * self.size
         return self.order[begin : begin + self.size]
 
+    def within(self, size: int) -> Layout:
+        """A layout in which the frequent block and one cluster are at most `size` tokens: this one, or one with the same clusters and only
+        the first of the frequent tokens. Raises `InvalidInput` where a cluster alone is larger."""
+        if self.frequent + self.size <= size or not self.clusters:
+            return self
+        if size < self.size:
+            raise InvalidInput(f"a shortlist of {size} tokens: must be at least {self.size}, a cluster's")
+        kept = size - self.size
+        return Layout(torch.cat([self.order[:kept], self.order[self.frequent :]]), kept, self.size, self.vocab)
+
     @staticmethod
     def by_frequency(ranking: torch.Tensor, size: int, vocab: int) -> Layout:
         """The first `size` tokens of `ranking`, all of it where it is shorter, and no clusters (FR-Spec, 2502.14856)."""

@@ -53,7 +53,7 @@ class Recipe:
 
 
 def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
-    """A network to be trained, with small random weights and no head. Its last norm begins as the target's, where that is one of its kind."""
+    """A network to be trained, with small random weights and no head. Its last norm begins as the target's, if that is of its kind."""
     network = EagleHead(config, model.get_input_embeddings())  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

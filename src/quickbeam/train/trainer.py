@@ -122,6 +122,8 @@ class Trainer:
     def run(self, report: Callable[[Report], None]) -> Held:
         """Train to the end of the recipe; the held-out figures of the result. Whatever ends it early leaves a checkpoint of the last step,
         but for a loss that is not finite, which leaves the one before (`QuickbeamError`)."""
+        if self.seen >= self._total:
+            return self._check(None)
         batches = self._batches()
         began = reported = time.perf_counter()
         before, losses, fresh = self.seconds, list[float](), self.seen

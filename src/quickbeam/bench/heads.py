@@ -1,0 +1,87 @@
+"""Latency of a drafter's head alone: the whole vocabulary against shortlists, on random weights of given shapes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+from torch import nn
+
+from quickbeam.shortlist.head import BlockHead
+from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.router import FastRouter, Router, RouterConfig
+from quickbeam.target.linear import FastLinear
+
+CLUSTER, FREQUENT, WIDTH = 512, 24, 256  # tokens a cluster, one token in so many always scored, the router's hidden width
+SWEEP = 16 * 2**20  # numbers read between two calls, more than caches hold: a real drafter finds them cold
+
+SHAPES = {"SmolLM2-135M": (49_152, 576), "Llama-3-8B": (128_256, 4096), "Qwen3-4B": (151_936, 2560), "Gemma-3-270M": (262_144, 640)}
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of the vocabulary scored."""
+
+    vocab: int
+    d: int
+    rows: int
+    share: float
+    tokens: int
+    full_ms: float
+    head_ms: float  # the shortlist's product
+    router_ms: float  # choosing its clusters
+
+    @property
+    def ratio(self) -> float:
+        """Of the full head's time."""
+        return (self.head_ms + self.router_ms) / self.full_ms
+
+
+def measure(
+    vocab: int, d: int, rows: Sequence[int], shares: Sequence[float], dtype: torch.dtype, device: torch.device, repeats: int = 15
+) -> list[Latency]:
+    """Full head and shortlists in turn. A shortlist is the frequent block and clusters spread over the rest."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty(vocab, d, dtype=dtype)
+    for part in weight.split(16_384):  # type: ignore[no-untyped-call]
+        part.copy_(torch.randn(part.shape, generator=generator))
+    weight = weight.to(device)
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    full = FastLinear(linear) if device.type == "cpu" else linear
+    frequent = vocab // FREQUENT // CLUSTER * CLUSTER
+    layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
+    most = max(1, *(round((vocab * share - frequent) / CLUSTER) for share in shares))
+    short = BlockHead(weight, layout, most=most)
+    router = FastRouter(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
+    del weight, linear
+    sweep = torch.zeros(SWEEP, device=device)
+
+    def seconds(work: object, *arguments: torch.Tensor) -> float:
+        sweep.add_(1)
+        _wait(device)
+        began = time.perf_counter()
+        work(*arguments)  # type: ignore[operator]
+        _wait(device)
+        return time.perf_counter() - began
+
+    found = []
+    with torch.inference_mode():
+        for n in rows:
+            h = torch.randn(n, d, generator=generator).to(device, dtype)
+            for share in shares:
+                count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
+                chosen = torch.arange(count, device=device) * layout.clusters // count
+                times = [(seconds(full, h), seconds(short, h, chosen), seconds(router, h, h)) for _ in range(repeats + 1)][1:]
+                ms = [1000 * median(column) for column in zip(*times, strict=True)]
+                tokens = frequent + sum(len(layout.tokens(int(cluster))) for cluster in chosen)
+                found.append(Latency(vocab, d, n, share, tokens, *ms))
+    return found
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,51 @@
+"""`quickbeam generate --method hf-assisted` and its like: the answer of transformers' own generate, in the same words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import redirect_stderr
+from io import StringIO
+
+from quickbeam.bench.methods import PEERS, load_runners, parse_methods
+from quickbeam.cli.common import progress_bar
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.errors import InvalidInput
+from quickbeam.hub import DEFAULT
+from quickbeam.sampling import SamplingParams
+
+LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # of the parameters: what a peer is told
+
+
+def answer(
+    method: str,
+    prompt: str | list[dict[str, str]],
+    params: SamplingParams,
+    model: str | None,
+    drafter: str | None,
+    dtype: str,
+    device: str | None,
+    ours: Mapping[str, object],
+) -> Completion:
+    """One answer of a peer to raw text or a conversation. `ours`: options that only our methods have.
+
+    Raises `InvalidInput` for those that are given, for parameters that a peer is not told of, and as `load_runners` does.
+    """
+    plain = SamplingParams()
+    told = {f"--{name.replace('_', '-')}": value for name, value in ours.items() if value is not None}
+    told |= {
+        f"--{name.replace('_', '-')}": value for name, value in vars(params).items() if name not in LAW and value != getattr(plain, name)
+    }
+    if told:
+        raise InvalidInput(f"{next(iter(told))}: {method} is {PEERS[method]}, which takes no such option here; leave it out")
+    items = parse_methods(method, drafter=drafter, model=model)
+    with progress_bar(f"loading {model or DEFAULT}") as report, redirect_stderr(StringIO()):
+        runners, name = load_runners(items, model, dtype, device, drafter, report)
+    from quickbeam.bench.peers import Peer
+
+    runner = runners[method]
+    assert isinstance(runner, Peer)
+    ids = list(runner.loaded.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else runner.encode(prompt)
+    found = runner.answer(ids, params)
+    statistics = Statistics(len(found.token_ids), found.steps, found.seconds)
+    ended = bool(found.token_ids) and found.token_ids[-1] in runner.stops
+    return Completion(found.text, found.token_ids, "stop" if ended else "length", statistics, name, method)

@@ -1,0 +1,55 @@
+"""`quickbeam train all`: from a model to a drafter with a shortlist, and what the two are worth."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quickbeam.cli import bench, options, train
+from quickbeam.cli.acceptance import acceptance
+from quickbeam.cli.common import stderr
+
+METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec"
+
+
+def train_all(
+    out: Annotated[Path, typer.Option("--out", help="Folder of all that is made. A second run goes on from there.")],
+    model: options.Model = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1000, help="Tokens of text to write.")] = 1_000_000,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="Questions of your own; see train drafter.")] = None,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.01, help="Times the drafter is trained on the text.")] = 6,
+    length: Annotated[int, typer.Option("--length", min=32, help="Longest conversation, in tokens.")] = 512,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Conversations written at a time.")] = 128,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the drafter that the router is trained on.")] = 200_000,
+    limit: Annotated[int, typer.Option("--limit", min=1, help="Questions of the bench at the end.")] = 12,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer of the bench.")] = 64,
+    seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
+) -> None:
+    """Write text, train a drafter, cluster its vocabulary, train a router, then measure: how well draft probabilities foretell acceptance,
+    and how fast the methods are. Each stage can be run alone, with more options (`train drafter`, `train clusters`, `train router`).
+
+    Ctrl-C keeps what there is; the same command goes on. Figures are left in OUT: training.json, router.json, acceptance.json, bench.json.
+    """
+    console = stderr()
+    console.print("1 of 4: the drafter")
+    train.drafter(out, model, tokens, prompts, epochs, length=length, slots=slots, seed=seed)
+    gc.collect()
+    if older(out / "shortlist.safetensors", out / "model.safetensors"):
+        console.print("2 of 4: clusters of its vocabulary")
+        train.clusters(out, model, seed=seed)
+    if older(out / "router.json", out / "model.safetensors"):
+        console.print("3 of 4: the router")
+        train.router(out, model, rows, seed=seed)
+    gc.collect()
+    console.print("4 of 4: what they are worth")
+    acceptance(limit=limit, max_tokens=max_tokens, model=model, drafter=str(out), json_path=out / "acceptance.json", seed=seed)
+    context = typer.Context(typer.main.get_command(bench.commands))
+    bench.bench(context, model=model, methods=METHODS, limit=limit, max_tokens=max_tokens, drafter=str(out), json_path=out / "bench.json")
+
+
+def older(path: Path, than: Path) -> bool:
+    """Whether a file is missing or older than another."""
+    return not path.is_file() or path.stat().st_mtime < than.stat().st_mtime

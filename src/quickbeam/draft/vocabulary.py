@@ -1,0 +1,85 @@
+"""What of the vocabulary a drafter scores: from `--vocab` and `--shortlist` to a shortlist over its head."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from quickbeam.draft.base import Drafter
+from quickbeam.draft.feature import EagleDrafter
+from quickbeam.errors import InvalidInput
+from quickbeam.presets import VOCABS
+from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.context import ContextTokens
+from quickbeam.shortlist.layout import FREQUENT, Layout
+from quickbeam.shortlist.schedule import Schedule
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.target import Target
+
+SHARE = 8  # a shortlist holds one token in so many of the vocabulary where no size is asked for
+
+
+def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | None = None) -> Shortlist | None:
+    """A shortlist of about `size` tokens, or `None` for `full`.
+
+    - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec, 2502.14856).
+    - `context`: the tokens of prompt and output, and those that the target's last logits make likely (NanoSpec); `size` is the most it
+      keeps, 3072 where it isn't given.
+    - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
+    - `router`: `clusters` and the tokens of `context`.
+
+    Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its vocabulary in another way, and one without the
+    files that `quickbeam train clusters` and `quickbeam train router` make.
+    """
+    if vocab not in VOCABS:
+        raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
+    if vocab == "full":
+        return None
+    if not isinstance(drafter, EagleDrafter):
+        raise InvalidInput(f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a feature drafter, or take --vocab full")
+    if drafter.network.config.own_head:
+        raise InvalidInput(f"--vocab {vocab}: this drafter's head has a shortlist of its own, trained with it; take --vocab full")
+    if size is not None and not 1 <= size <= target.vocab_size:
+        raise InvalidInput(f"--shortlist {size}: must be 1 to {target.vocab_size}, the tokens of the vocabulary")
+    weight = rows_of(target.head, drafter.network.config.hidden_size, target)
+    if vocab == "context":
+        return Shortlist(weight, Layout.nothing(target.vocab_size), context=ContextTokens(weight, size or 3072))
+    artefact = _artefact(drafter, target, vocab)
+    size = size or target.vocab_size // SHARE
+    if vocab == "frequency":
+        return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, target.vocab_size))
+    layout = artefact.layout.within(size)
+    context = ContextTokens(weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
+    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
+
+
+def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
+    folder = drafter.folder
+    if folder is None or not Artefact.there(folder):
+        raise InvalidInput(
+            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with quickbeam train clusters"
+            " and quickbeam train router, or take --vocab full or context"
+        )
+    artefact = Artefact.load(folder)
+    if artefact.layout.vocab != target.vocab_size:
+        raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {target.vocab_size}: train it anew")
+    if vocab == "frequency":
+        return artefact
+    if artefact.router is None:
+        raise InvalidInput(f"--vocab {vocab}: {folder} has clusters but no router; make one with quickbeam train router")
+    config, network = artefact.router.config, drafter.network.config
+    if (config.hidden_size, config.embed_size) != (network.hidden_size, network.hidden_size):
+        raise InvalidInput(f"{folder}: a router for states of {config.hidden_size}, the drafter's are {network.hidden_size}: train it anew")
+    return artefact
+
+
+@torch.inference_mode()
+def rows_of(head: nn.Module, size: int, target: Target) -> torch.Tensor:
+    """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the identity, which no rounding touches."""
+    weight = getattr(head, "weight", None)
+    if type(head) is nn.Linear and weight is not None:
+        linear: torch.Tensor = weight.detach()[: target.vocab_size]
+        return linear
+    identity = torch.eye(size, dtype=target.dtype, device=target.device)
+    rows: torch.Tensor = head(identity).T[: target.vocab_size]
+    return rows.contiguous()

@@ -1,0 +1,273 @@
+"""From a drafter's folder to its shortlist: clusters of the vocabulary, then a router over them."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quickbeam import hub
+from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.artefact import FIELDS, TENSORS, Artefact
+from quickbeam.target.loading import load_model, pick_device
+from quickbeam.train.clusters import make_layout, ranking
+from quickbeam.train.drafter import HELD_OUT, head_of, split
+from quickbeam.train.labels import BATCH_TOKENS, FLOATS, Labeller, Rows, collect
+from quickbeam.train.router import Epoch, RouterRecipe, RouterReport, train_router
+from quickbeam.train.shards import Shards
+
+GIB = 2**30
+SIZE = 512  # tokens a cluster at most: a product on one costs about as much as starting it, so fewer are no cheaper
+FREQUENT_SHARE = 12  # one token in so many is always scored
+HELD_ROWS = 20_000  # that the figures are taken over, at most
+OPTIONS = ("rows", "epochs", "width", "depths", "seed")  # of the command line
+CARD, FIGURES = "ROUTER.md", "router.json"
+
+
+def default_frequent(vocab: int) -> int:
+    """A twelfth of the vocabulary, in whole clusters where it is that big: 4,096 of 49,152."""
+    share = vocab / FREQUENT_SHARE
+    return round(share / SIZE) * SIZE or max(1, round(share))
+
+
+def default_size(vocab: int) -> int:
+    """Tokens a cluster: 512, or a 64th of a small vocabulary."""
+    return min(SIZE, max(1, vocab // 64))
+
+
+class DrafterFolder:
+    """What both stages read: the text of `out`, its drafter, and embedding and head of the target. `model`: None is the embedded default.
+
+    Raises `InvalidInput` where the folder lacks one of them or they don't fit one another, before the model is loaded if it can.
+    """
+
+    def __init__(self, model: str | None, out: Path) -> None:
+        self.model, self.out = model, out
+        if not any((out / "text").glob("*.safetensors")):
+            raise InvalidInput(f"{out} holds no text: make a drafter there first, quickbeam train drafter --out {out}")
+        self.shards = Shards(out / "text")
+        config = EagleHead.load(out).config
+        if config.own_head:
+            raise InvalidInput(f"{out}: this drafter has a vocabulary of its own, of {config.draft_vocab_size:,} tokens: a fixed shortlist")
+        self.device = pick_device(None)
+        target, _ = load_model(hub.resolve(model), torch.bfloat16, self.device)
+        self.head = head_of(target)
+        embedding = target.get_input_embeddings()
+        del target
+        gc.collect()
+        self._fit(config)
+        self.network = EagleHead.load(out, embedding).to(self.device).eval().requires_grad_(False)
+
+    def _fit(self, config: EagleConfig) -> None:
+        name = self.model or hub.DEFAULT
+        if (config.vocab_size, config.target_size) != tuple(self.head.shape):
+            raise InvalidInput(
+                f"{self.out} drafts for a model with {config.vocab_size:,} tokens and hidden states of {config.target_size}, {name} has "
+                f"{self.head.shape[0]:,} and {self.head.shape[1]}: give the --model that it was trained for"
+            )
+        if (width := self.shards[0].hidden.shape[1]) != len(config.layers) * config.target_size:
+            raise InvalidInput(
+                f"{self.out}: the text holds hidden states of {width}, the drafter reads {len(config.layers)} times {config.target_size}"
+            )
+
+    def counts(self) -> torch.Tensor:
+        """`[vocab]` int64: how often each token occurs in the text, held-out conversations left out."""
+        found = self.shards.counts(len(self.head))
+        for i in split(self.shards)[1]:
+            found -= torch.bincount(self.shards[i].tokens.long(), minlength=len(found))
+        return found
+
+
+class Clustered(NamedTuple):
+    """`share`: how much of the text the frequent tokens are. `dropped`: there was a router over the clusters before, which is gone."""
+
+    artefact: Artefact
+    share: float
+    dropped: bool
+
+
+class ClusterTraining(DrafterFolder):
+    """Makes the clusters of a drafter's vocabulary. `frequent`: tokens always scored, None for a twelfth; `size`: tokens a cluster,
+    None for `default_size`."""
+
+    def __init__(self, model: str | None, out: Path, frequent: int | None = None, size: int | None = None, seed: int = 0) -> None:
+        super().__init__(model, out)
+        self.frequent = default_frequent(len(self.head)) if frequent is None else frequent
+        self.size, self.seed = default_size(len(self.head)) if size is None else size, seed
+
+    def run(self) -> Clustered:
+        """Write the artefact, without a router. Raises as `make_layout`."""
+        counts = self.counts()
+        layout = make_layout(self.head, counts, self.frequent, self.size, self.seed)
+        artefact = Artefact(layout, ranking(counts), None)
+        dropped = False
+        if Artefact.there(self.out):
+            with suppress(InvalidInput):  # broken: nothing that could be lost
+                dropped = Artefact.load(self.out).router is not None
+        artefact.save(self.out)
+        for name in (CARD, FIGURES):
+            (self.out / name).unlink(missing_ok=True)
+        return Clustered(artefact, float(counts[layout.order[: layout.frequent]].sum() / counts.sum().clamp(min=1)), dropped)
+
+
+class RouterTraining(DrafterFolder):
+    """Trains a router over the clusters in a drafter's folder."""
+
+    def __init__(self, model: str | None, out: Path, recipe: RouterRecipe) -> None:
+        if not Artefact.there(out):
+            raise InvalidInput(f"{out} holds no clusters: make them first, quickbeam train clusters --out {out}")
+        self.artefact, self.recipe = Artefact.load(out), recipe
+        super().__init__(model, out)
+        if (vocab := self.artefact.layout.vocab) != len(self.head):
+            raise InvalidInput(
+                f"{out}: the clusters are of {vocab:,} tokens, the model has {len(self.head):,}: run quickbeam train clusters again"
+            )
+        if not self.artefact.layout.clusters:
+            raise InvalidInput(
+                f"{out}: the shortlist has no clusters to choose from: run quickbeam train clusters with a smaller --frequent"
+            )
+
+    def memory(self) -> int:
+        """Bytes that it will take beside what is loaded, an upper estimate: rows, the head in the layout's order, laws, a pass."""
+        config, layout, device = self.network.config, self.artefact.layout, self.device
+        rows = Rows.memory(self.recipe.rows + self._held_rows(), config.hidden_size, layout.clusters)
+        longest = max(BATCH_TOKENS, max(self.shards.length(i) for i in range(len(self.shards))))
+        width = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate_size + 12 * config.hidden_size
+        laws = 6 * 4 * max(FLOATS, layout.vocab)
+        if device.type == "cuda":
+            return rows
+        return (
+            rows
+            + self.head.numel() * self.head.element_size()
+            + laws
+            + longest * 4 * (self.recipe.depths * width + 4 * len(config.layers) * config.target_size)
+        )
+
+    def check_memory(self) -> None:
+        """Raise `InvalidInput` where the system says that there is less."""
+        free = available_memory()
+        if free is not None and (wanted := self.memory()) > free:
+            raise InvalidInput(f"{free / GIB:.1f} GiB of memory are free, {wanted / GIB:.1f} are needed: ask for fewer --rows")
+
+    def _held_rows(self) -> int:
+        return min(HELD_ROWS, self.recipe.rows)
+
+    def run(self, labelled: Callable[[float], None], trained: Callable[[Epoch], None]) -> RouterReport:
+        """Train, and write the artefact and its card whenever an epoch was the best so far: whatever ends it early leaves that one.
+
+        `labelled(done)`: 0 to 1, of the first part, in which the drafter and the heads run; `trained`: after every epoch. The figures are
+        those of the router that was written.
+        """
+        began = time.perf_counter()
+        train, held = split(self.shards)
+        count = self._held_rows()
+        share = count / (count + self.recipe.rows)
+        check = self._collect(held, count, 0.0, lambda done: labelled(share * done))
+        rows = self._collect(train, self.recipe.rows, self.recipe.mix, lambda done: labelled(share + (1 - share) * done))
+        labelling = time.perf_counter() - began
+        best: RouterReport | None = None
+        for epoch in train_router(self.network.embed, rows, check, self.recipe, self.device):
+            if epoch.better:
+                best = epoch.held
+                self._write(epoch, len(rows.tokens), labelling, time.perf_counter() - began)
+            trained(epoch)
+        assert best is not None, "there is at least one epoch, and its loss is finite"
+        return best
+
+    def _collect(self, chosen: list[int], count: int, mix: float, report: Callable[[float], None]) -> Rows:
+        labeller = Labeller(self.head, self.artefact.layout, mix)
+        return collect(self.network, self.shards, chosen, labeller, self.recipe.depths, count, self.recipe.seed, report)
+
+    def _write(self, epoch: Epoch, rows: int, labelling: float, seconds: float) -> None:
+        layout = self.artefact.layout
+        Artefact(layout, self.artefact.ranking, epoch.router).save(self.out)
+        record = {
+            "clusters": layout.clusters,
+            "size": layout.size,
+            "frequent": layout.frequent,
+            "vocab": layout.vocab,
+            "recipe": asdict(self.recipe),
+            "rows": rows,
+            "epoch": epoch.number,
+            "label_seconds": round(labelling, 1),
+            "seconds": round(seconds, 1),
+            "held_out": epoch.held._asdict(),
+        }
+        replace(self.out / FIGURES, json.dumps(record, indent=2) + "\n")
+        replace(self.out / CARD, self.card(epoch, rows, labelling, seconds))
+
+    def command(self) -> str:
+        """The command line that this training is."""
+        plain = RouterRecipe()
+        parts = ["quickbeam train router", *([f"--model {self.model}"] if self.model else [])]
+        changed = [name for name in OPTIONS if getattr(self.recipe, name) != getattr(plain, name)]
+        return " ".join(parts + [f"--{name} {getattr(self.recipe, name)}" for name in changed])
+
+    def card(self, epoch: Epoch, rows: int, labelling: float, seconds: float) -> str:
+        """What the shortlist is, how it was made, what it finds."""
+        layout, held, recipe = self.artefact.layout, epoch.held, self.recipe
+        parameters = sum(p.numel() for p in epoch.router.parameters())
+        recall, covered = table(held.choices, held.recall), table(held.choices, held.covered)
+        name = self.model or hub.DEFAULT
+        return f"""# A shortlist for the drafter of {name}
+
+{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and {layout.clusters} clusters of {layout.size} tokens
+whose rows of the head are alike; a router of {parameters / 1e6:.2f} M parameters says which clusters a row of the drafter calls for.
+Made with
+
+    {self.command()}
+
+- **Data:** {rows:,} rows at up to {recipe.depths} drafts ahead, of {self.shards.tokens:,} tokens of text that the model wrote itself.
+  One conversation in {HELD_OUT} was held out.
+- **Training:** {epoch.number} of {recipe.epochs} epochs (the best on what was held out), {timedelta(seconds=round(seconds))}
+  on {machine(self.device)}, of which {timedelta(seconds=round(labelling))} went into labels.
+- **Size:** {sum((self.out / file).stat().st_size for file in (TENSORS, FIELDS)) / 1e6:.2f} MB (`{TENSORS}`, `{FIELDS}`).
+
+On {sum(held.rows):,} held-out rows, by depth (how many tokens are drafted ahead) and by number of clusters called for:
+
+**Recall**, how often the model's likeliest token is scored
+
+{recall}
+
+**Covered mass**, how much of the model's law at temperature 1 is scored
+
+{covered}
+"""
+
+
+def table(choices: list[int], shares: list[list[float]]) -> str:
+    """A row a depth, a column a number of clusters."""
+    lines = ["| depth | " + " | ".join(str(k) if k else "frequent alone" for k in choices) + " |"]
+    lines.append("| --- |" + " --- |" * len(choices))
+    lines += [f"| {depth} | " + " | ".join(f"{share:.4f}" for share in row) + " |" for depth, row in enumerate(shares, 1)]
+    return "\n".join(lines)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file, complete or not at all."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    os.replace(part, path)
+
+
+def available_memory() -> int | None:
+    """Bytes that the system could hand out, None where it doesn't say."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def machine(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

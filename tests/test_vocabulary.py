@@ -1,0 +1,208 @@
+"""A feature drafter that scores a part of the vocabulary: its laws are the whole ones renormalised, and answers stay the model's.
+
+pytest tests/test_vocabulary.py
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from features import Pair, context_of
+from models import VOCAB, tiny
+from quickbeam.draft.lm import LMDrafter
+from quickbeam.draft.vocabulary import make_shortlist, rows_of
+from quickbeam.errors import InvalidInput
+from quickbeam.grow import DRAFTED
+from quickbeam.grow.base import NoDraft
+from quickbeam.presets import VOCABS
+from quickbeam.sampling import SamplingParams
+from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.overlap import WAYS, Overlap
+from quickbeam.shortlist.router import Router, RouterConfig
+from quickbeam.target.linear import FastLinear
+from quickbeam.tree import TokenTree
+from test_feature_engine import answer
+
+SHORT = tuple(word for word in VOCABS if word != "full")
+
+
+def artefact(vocab: int, size: int, frequent: int = 6, cluster: int = 5, router: bool = True) -> Artefact:
+    """A random one for a drafter whose states are `size` wide."""
+    torch.manual_seed(2)
+    layout = Layout(torch.randperm(vocab), frequent, cluster, vocab)
+    return Artefact(layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters)) if router else None)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    folder = tmp_path_factory.mktemp("shortlist")
+    artefact(VOCAB, 32).save(folder)
+    made = {kind: Pair(kind) for kind in ("attention", "input", "plain", "ours")}
+    for pair in made.values():
+        pair.drafter.folder = folder
+    return made
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+@pytest.mark.parametrize("vocab", SHORT)
+@pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours"])
+def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
+    pairs: dict[str, Pair], kind: str, vocab: str, temperature: float
+) -> None:
+    pair = pairs[kind]
+    shortlist = make_shortlist(pair.drafter, pair.target, vocab, 30 if vocab == "context" else 14)
+    prompt, tree = [3, 9, 4, 9, 30, 17], TokenTree(21)
+    a, b = tree.add(0, 5, "x"), tree.add(0, 30, "x")
+    nodes = [[0], [a, b], [tree.add(b, 2, "x")]]
+    found = []
+    for use in (None, shortlist):
+        pair.drafter.use(use)
+        pair.drafter.forget()
+        pair.begin(prompt, 21)
+        found.append([pair.drafter.compact(context_of([*prompt, 21], temperature), tree, part) for part in nodes])
+    for whole, part in zip(*found, strict=True):
+        assert whole.tokens is None and part.tokens is not None and len(part.tokens.unique()) <= len(part.tokens)
+        scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, part.tokens[(part.values > 0).any(0)], True)
+        assert 3 <= int(scored.sum()) < VOCAB
+        law = whole.dense() * scored
+        torch.testing.assert_close(part.dense(), law / law.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3)
+    assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
+    pair.drafter.use(None)
+
+
+@pytest.mark.parametrize("vocab", SHORT)
+@pytest.mark.parametrize("name", DRAFTED)
+def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, vocab: str) -> None:
+    rng = random.Random(f"{name} {vocab}")
+    for pair in pairs.values():
+        target, drafter = pair.target, pair.drafter
+        drafter.use(make_shortlist(drafter, target, vocab, rng.randint(11, VOCAB - 1)))
+        for budget in (2, 7, 24):
+            prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+            params = SamplingParams(max_tokens=rng.randint(2, 30), repetition_penalty=rng.choice([1.0, 1.3]), ignore_eos=True)
+            drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget)
+            assert drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
+        drafter.use(None)
+
+
+def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair]) -> None:
+    """Against the laws that were made and the answer."""
+    pair = pairs["attention"]
+    drafter, params = pair.drafter, SamplingParams(max_tokens=25, temperature=2.0, seed=1, ignore_eos=True)
+    drafter.use(make_shortlist(drafter, pair.target, "frequency", 25))
+    drafter.forget()
+    asked: list[tuple[TokenTree, list[int], list[set[int]]]] = []
+    compact = drafter.compact
+
+    def remembered(context, tree, nodes):
+        laws = compact(context, tree, nodes)
+        asked.append((tree, list(nodes), [{t for t, p in zip(laws.tokens.tolist(), row, strict=True) if p > 0} for row in laws.values]))
+        return laws
+
+    before = drafter.head.since(drafter.head), drafter.head.calls
+    drafter.compact = remembered  # type: ignore[method-assign]
+    try:
+        generation = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6)
+    finally:
+        del drafter.compact
+    head = generation.statistics.head
+    assert head is not None and before[0].calls == 0 and head.calls == len(asked) == generation.statistics.drafter_calls
+    assert head.tokens == sum(len(rows[0]) for *_, rows in asked) and 0 < head.seconds < generation.statistics.drafter_seconds
+    told, wanted, held = generation.output.token_ids[1:], 0, 0
+    for tree in {id(tree): tree for tree, *_ in asked}.values():
+        scored = {node: rows[i] for one, nodes, rows in asked if one is tree for i, node in enumerate(nodes)}
+        node: int | None = 0
+        while told and node is not None:
+            token = told.pop(0)
+            if node in scored:
+                wanted, held = wanted + 1, held + (token in scored[node])
+            node = tree.child(node, token)
+    # The last step's tokens are not read any more.
+    assert 0 < head.held < head.wanted and head.wanted <= wanted and wanted - head.wanted <= 5 and head.held <= held
+    drafter.use(None)
+
+
+def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
+    pair, params = pairs["ours"], SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    drafter, said = pair.drafter, []
+    drafter.use(make_shortlist(drafter, pair.target, "router", 16))
+    before = drafter.overlap
+    for way in WAYS:
+        if way == "stream":
+            with pytest.raises(InvalidInput, match="needs CUDA"):
+                Overlap(pair.target.device, way)
+            continue
+        drafter.overlap = Overlap(pair.target.device, way)
+        drafter.forget()
+        generation = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15])
+        said.append((generation.output.token_ids, generation.statistics.steps))
+    drafter.overlap = before
+    drafter.use(None)
+    assert said[0] == said[1] and before.how == "none"
+    with pytest.raises(InvalidInput, match="unknown overlap 'often'; known: none"):
+        Overlap(pair.target.device, "often")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_head_are_its_weights(pairs: dict[str, Pair], dtype: torch.dtype) -> None:
+    linear = nn.Linear(32, VOCAB, bias=False, dtype=dtype)
+    target = pairs["attention"].target
+    for head in (linear, FastLinear(linear)):
+        target_like = type("T", (), {"vocab_size": VOCAB, "dtype": dtype, "device": target.device})
+        assert torch.equal(rows_of(head, 32, target_like), linear.weight)  # type: ignore[arg-type]
+
+
+def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> None:
+    pair = pairs["attention"]
+    drafter, target = pair.drafter, pair.target
+
+    def told(vocab: str, size: int | None = None, one: object = drafter) -> str:
+        with pytest.raises(InvalidInput) as caught:
+            make_shortlist(one, target, vocab, size)  # type: ignore[arg-type]
+        return str(caught.value)
+
+    assert make_shortlist(drafter, target, "full") is None
+    assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in told("half")
+    assert f"must be 1 to {VOCAB}" in told("frequency", VOCAB + 1) and f"must be 1 to {VOCAB}" in told("router", 0)
+    assert "must be at least 5, a cluster's" in told("router", 3)
+    lm = LMDrafter(tiny("llama"), VOCAB)
+    assert "a smaller model scores its whole vocabulary" in told("router", one=lm)
+    shortlist = make_shortlist(drafter, target, "context")
+    with pytest.raises(InvalidInput, match="--vocab full"):
+        lm.use(shortlist)
+    own = Pair("own-head").drafter
+    assert "a shortlist of its own" in told("frequency", one=own)
+    with pytest.raises(InvalidInput, match="a shortlist of its own"):
+        own.use(shortlist)
+    folder, drafter.folder = drafter.folder, tmp_path
+    try:
+        assert "quickbeam train clusters" in told("frequency") and "quickbeam train router" in told("router")
+        artefact(VOCAB, 32, router=False).save(tmp_path)
+        assert "has clusters but no router" in told("router") and make_shortlist(drafter, target, "frequency", 9) is not None
+        artefact(VOCAB, 16).save(tmp_path)
+        assert "a router for states of 16, the drafter's are 32" in told("router")
+        artefact(VOCAB + 1, 32).save(tmp_path)
+        assert f"over {VOCAB + 1} tokens, the model has {VOCAB}" in told("router")
+    finally:
+        drafter.folder = folder
+
+
+def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) -> None:
+    """Routed in two passes, so told over the whole vocabulary."""
+    pair = pairs["attention"]
+    pair.drafter.use(make_shortlist(pair.drafter, pair.target, "router", 16))
+    tree = TokenTree(7)
+    child = tree.add(0, 5, "x")
+    said = []
+    for parts in ([[0, child]], [[0], [child]]):
+        pair.drafter.forget()
+        pair.begin([3, 9, 4], 7)
+        said.append(torch.cat([pair.drafter.compact(context_of([3, 9, 4, 7]), tree, part).dense() for part in parts]))
+    assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
+    pair.drafter.use(None)

@@ -1,0 +1,76 @@
+"""Sampled answers have the model's law, whatever part of the vocabulary a feature drafter scores and whatever tree it fills.
+
+pytest tests/test_vocabulary_law.py
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from quickbeam.draft import feature
+from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft.vocabulary import make_shortlist
+from quickbeam.grow import DRAFTED
+from quickbeam.sampling import SamplingParams
+from quickbeam.target.target import Target
+from test_feature_engine import answer
+from test_vocabulary import artefact
+from toy import chi_square, exact_law
+
+TOKENS, PROMPT = 4, [0]
+CASES = [(name, "full") for name in DRAFTED] + [
+    ("greedy", "frequency"),
+    ("greedy", "context"),
+    ("greedy", "clusters"),
+    ("greedy", "router"),
+    ("specinfer", "router"),
+    ("eagle2", "frequency"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    artefact(TOKENS, 16, frequent=1, cluster=1).save(folder := tmp_path_factory.mktemp("law"))
+    return folder
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(("name", "vocab"), CASES)
+def test_sampled_answers_have_the_models_law(
+    folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(feature, "OFFERED", 1)
+    torch.manual_seed(0)
+    sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes)).eval()
+    laws: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @torch.inference_mode()
+    def law(ids: Sequence[int]) -> torch.Tensor:
+        if tuple(ids) not in laws:
+            laws[tuple(ids)] = (model(torch.tensor([list(ids)])).logits[0, -1] / temperature).softmax(-1)
+        return laws[tuple(ids)]
+
+    expected = exact_law(law, TOKENS, 3)
+    target = Target(model)
+    config = EagleConfig(16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS)
+    torch.manual_seed(1)
+    drafter = EagleDrafter(EagleHead(config, target.embedding, target.head), target)
+    drafter.folder = folder
+    drafter.use(make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3)))
+    counts: Counter[tuple[int, ...]] = Counter()
+    accepted = 0
+    for seed in range(600):
+        params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
+        generation = answer(target, DRAFTED[name](drafter), params, PROMPT, 5)
+        counts[tuple(generation.output.token_ids)] += 1
+        accepted += generation.statistics.sources["drafter"].accepted
+    assert chi_square(counts, expected) > 1e-4 and accepted > 100
+    assert vocab == "full" or drafter.head.tokens < TOKENS * drafter.head.calls
