@@ -17,7 +17,7 @@ from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.shortlist.schedule import Schedule
-from quickbeam.shortlist.shortlist import Routed, Shortlist, union
+from quickbeam.shortlist.shortlist import Routed, Shortlist, union, union_on_cpu
 from test_shortlist_head import spread
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -53,7 +53,7 @@ def test_a_schedule_decays_with_depth_to_its_least() -> None:
     assert [Schedule(3, 1, 1.0).clusters(depth) for depth in range(3)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("wrong", [(3, 4, 0.5), (3, 0, 0.5), (3, 1, 0.0), (3, 1, 1.1), (3, 1, float("nan"))])
+@pytest.mark.parametrize("wrong", [(3, 4, 0.5), (3, 0, 0.5), (3, 1, 0.0), (3, 1, 1.1), (3, 1, float("nan")), (3, 1, 0.5, -1)])
 def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> None:
     with pytest.raises(InvalidInput, match="a schedule"):
         Schedule(*wrong)
@@ -64,11 +64,22 @@ def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> Non
 def test_a_fitted_schedule_is_the_largest_that_keeps_to_its_share(rest: int, size: int, decay: float, data: st.DataObject) -> None:
     layout = Layout(torch.arange(30 + rest), 30, size, 30 + rest)
     share = data.draw(st.integers(min(30 + size, 30 + rest), 30 + rest))
-    fitted = Schedule.fit(share, layout, decay)
+    deepest = data.draw(st.integers(0, 8))
+    fitted = Schedule.fit(share, layout, decay, deepest)
     room = layout.clusters - (30 + rest - share) / size
     assert fitted.expected() <= room + 1e-6
-    assert fitted.most == layout.clusters or Schedule(fitted.most + 1, max(1, int(room / 3)), decay).expected() > room
-    assert fitted.least == fitted.most or Schedule(fitted.most, fitted.least + 1, decay).expected() > room
+    assert fitted.most == layout.clusters or Schedule(fitted.most + 1, max(1, int(room / 3)), decay, deepest).expected() > room
+    assert fitted.least == fitted.most or Schedule(fitted.most, fitted.least + 1, decay, deepest).expected() > room
+
+
+def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -> None:
+    shortlist = make(schedule=Schedule(4, 1, 0.7, deepest=1))
+    hidden, embedded = nodes(2)
+    root = shortlist.route(hidden[:1], embedded[:1], [0])
+    first = shortlist.route(hidden, embedded, [1, 2], root)
+    assert first is not root and first.clusters.tolist() == shortlist.route(hidden, embedded, [1, 2]).clusters.tolist()
+    assert shortlist.route(hidden, embedded, [2, 3], first) is first
+    assert shortlist.route(hidden, embedded, [2, 2]).clusters.tolist() != first.clusters.tolist()  # nothing above: routed
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
@@ -166,6 +177,7 @@ def test_the_union_is_that_of_each_nodes_best_clusters(n: int, clusters: int, da
     most = data.draw(st.integers(1, clusters))
     found = union(logits, torch.tensor(wanted), most).tolist()
     expected = union_plain(logits, wanted, most)
+    assert union_on_cpu(logits.numpy(), wanted, most).tolist() == [cluster for cluster in expected if cluster >= 0]
     assert found == expected + [-1] * (most - len(expected))
 
 

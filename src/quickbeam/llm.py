@@ -95,9 +95,9 @@ class LLM:
     name others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as `model` is, for the
     methods that draft with one; None takes the one that comes with an embedded model. It is loaded when the first of them is asked for.
     `vocab`: what of the vocabulary that drafter scores, one of `presets.VOCABS`; None takes the preset's. `shortlist`: how many tokens
-    that is, about; None takes an eighth of the vocabulary. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None: where
-    this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching an embedded
-    model.
+    that is, about; None takes what `draft/vocabulary.py` says. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None:
+    where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching an
+    embedded model.
 
     What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes the law of an answer, and no token
     where drafts are certain (at temperature 0, and with the methods that need no drafter). So that a seed repeats the other answers too,

@@ -21,7 +21,7 @@ from quickbeam.presets import PRESETS, preset
 if TYPE_CHECKING:
     from quickbeam.llm import LLM, Stream
 
-PLAIN_WIDTH = 120  # columns of tables where the output is no terminal
+PLAIN_WIDTH = 160  # columns of tables where the output is no terminal
 
 
 def stdout() -> Console:

@@ -126,7 +126,9 @@ class EagleDrafter(Drafter):
         first = nodes[0] == 0
         if first:
             if self._shortlist is not None:
+                began = perf_counter()
                 self._shortlist.offer(context.logits.topk(min(OFFERED, len(context.logits))).indices.tolist())
+                self._used.seconds += perf_counter() - began
             self._begin(context.ids, tree)
         if tree is not self._tree:
             raise ValueError("a new tree: ask for its root first")
@@ -189,7 +191,8 @@ class EagleDrafter(Drafter):
             return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
         began = perf_counter()
         parents, following = hidden[-len(asked) :], embedded[-len(asked) :]
-        route = partial(self._shortlist.route, parents, following, list(asked.values()))
+        above = next(reversed(self._routed.values()), None)
+        route = partial(self._shortlist.route, parents, following, list(asked.values()), above)
         routed = self.overlap.start(route, parents, following)
         self._used.seconds += perf_counter() - began
         out: torch.Tensor = self.network(hidden, embedded, step.positions[step.base :], attend)

@@ -16,7 +16,7 @@ from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.target import Target
 
-SHARE = 8  # a shortlist holds one token in so many of the vocabulary where no size is asked for
+SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
 
 
 def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | None = None) -> Shortlist | None:
@@ -45,7 +45,7 @@ def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | Non
     if vocab == "context":
         return Shortlist(weight, Layout.nothing(target.vocab_size), context=ContextTokens(weight, size or 3072))
     artefact = _artefact(drafter, target, vocab)
-    size = size or target.vocab_size // SHARE
+    size = size or target.vocab_size // SHARES[vocab]
     if vocab == "frequency":
         return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, target.vocab_size))
     layout = artefact.layout.within(size)

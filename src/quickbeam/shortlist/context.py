@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from quickbeam.errors import InvalidInput
 
+STEP = 64  # rows that the buffer grows by
 SPARE = 4  # a full window gives up one token in so many at a time: rebuilding is paid for by as many new tokens
 
 
@@ -68,7 +69,9 @@ class ContextTokens:
     @torch.inference_mode()
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """`[n, d]` to `[n, m]`, a column a token of `tokens`."""
-        return F.linear(h, self._rows[: len(self._row)])
+        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows, the last ones left out afterwards.
+        padded = min(len(self._rows), -(-len(self._row) // STEP) * STEP)
+        return F.linear(h, self._rows[:padded])[:, : len(self._row)]
 
     def _rebuild(self, keep: int) -> int:
         """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row, which is moved to the front."""
@@ -86,7 +89,7 @@ class ContextTokens:
         """Make the buffer hold `size` rows, the first `used` kept."""
         if size <= len(self._tokens):
             return
-        size = min(self.window, max(2 * len(self._tokens), size))
+        size = -(-min(self.window, max(2 * len(self._tokens), size)) // STEP) * STEP
         rows, tokens = self._rows.new_empty(size, self._rows.shape[1]), self._tokens.new_empty(size)
         rows[:used], tokens[:used] = self._rows[:used], self._tokens[:used]
         self._rows, self._tokens = rows, tokens

@@ -96,14 +96,15 @@ def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
             break
         blocks.append(packed)
     packable = len(blocks) == len(tokens)
+    linear = torch.ops.mkldnn._linear_pointwise.default if packable else None
     if not packable:
         *clusters, frequent = [len(ids) for ids in tokens]
         first, *rest = torch.split(weight[layout.order], [frequent, *clusters])
         blocks = [*rest, first]
 
     def product(h: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        if packable:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(h, block, None, "none", [], "")
+        if linear is not None:
+            out: torch.Tensor = linear(h, block, None, "none", [], "")
             return out
         return F.linear(h, block)
 

@@ -54,21 +54,33 @@ def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
 
 
 class FastRouter:
-    """What a `Router` computes, for inference alone: weights of `dtype` on `device`, copied, packed where the CPU can (`target.linear`)."""
+    """What a `Router` computes, for inference alone: weights of `dtype` on `device`, copied, packed where the CPU can (`target.linear`).
+
+    It runs once a call of the drafter, each time on cold caches, so what counts is the number of operations.
+    """
 
     def __init__(self, router: Router, dtype: torch.dtype, device: torch.device) -> None:
         self.config = router.config
-        self._up, self._down = (_product(linear, dtype, device) for linear in (router.up, router.down))
+        self._up = _product(router.up, dtype, device, "swish", F.silu)
+        self._down = _product(router.down, dtype, device, "none", None)
         self._dtype = dtype
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """`[n, hidden_size]` and `[n, embed_size]` to `[n, clusters]` float32 logits."""
-        return self._down(F.silu(self._up(normed(hidden, embedded).to(self._dtype)))).float()
+        if self.config.hidden_size == self.config.embed_size:
+            both = torch.stack([hidden, embedded], -2)
+            x = F.rms_norm(both, both.shape[-1:], eps=EPS).flatten(-2)
+        else:
+            x = normed(hidden, embedded)
+        return self._down(self._up(x.to(self._dtype))).float()
 
 
-def _product(linear: nn.Linear, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor], torch.Tensor]:
+def _product(
+    linear: nn.Linear, dtype: torch.dtype, device: torch.device, after: str, plain: Callable[[torch.Tensor], torch.Tensor] | None
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A linear layer and what comes after it: oneDNN's name of that, and the plain function."""
     weight, bias = (tensor.detach().to(device, dtype, copy=True) for tensor in (linear.weight, linear.bias))
     packed = pack_weight(weight)
-    if packed is None:
-        return lambda x: F.linear(x, weight, bias)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    if packed is not None:
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, after, [], "")
+    return lambda x: F.linear(x, weight, bias) if plain is None else plain(F.linear(x, weight, bias))

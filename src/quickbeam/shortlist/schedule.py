@@ -15,26 +15,32 @@ SHARED = 2  # clusters of the union over a call's nodes below the root, as a mul
 class Schedule:
     """A node at depth t (the root: 0) calls for `max(least, floor(most * decay ** t))` clusters: an early miss costs all that is below it.
 
-    DynaSpec (2510.13847, §4.2) decays the number with depth; the formula is ours. Raises `InvalidInput` unless `1 <= least <= most` and
-    `0 < decay <= 1`.
+    DynaSpec (2510.13847, §4.2) decays the number with depth; the formula is ours. Calls for nodes that all lie below `deepest` route
+    nothing: they score what the call before them did. On a CPU routing costs as much as ten clusters, and with the tokens of the context
+    beside it nothing was lost by doing it for the root alone.
+
+    Raises `InvalidInput` unless `1 <= least <= most`, `0 < decay <= 1` and `deepest >= 0`.
     """
 
     most: int
     least: int
     decay: float = 0.7
+    deepest: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.least <= self.most:
             raise InvalidInput(f"a schedule of {self.least} to {self.most} clusters: must be 1 <= least <= most")
         if not 0 < self.decay <= 1:
             raise InvalidInput(f"a schedule with decay={self.decay}: must be above 0 and at most 1")
+        if self.deepest < 0:
+            raise InvalidInput(f"a schedule with deepest={self.deepest}: must be at least 0")
 
     def clusters(self, depth: int) -> int:
         """How many a node at `depth` calls for."""
         return max(self.least, int(self.most * self.decay**depth + 1e-9))  # 100 * 0.7 ** 2 is 48.99…
 
     @staticmethod
-    def fit(share: int, layout: Layout, decay: float = 0.7) -> Schedule:
+    def fit(share: int, layout: Layout, decay: float = 0.7, deepest: int = 0) -> Schedule:
         """A schedule with which a call of the drafter scores about `share` tokens, those of the context not counted.
 
         The frequent block leaves room for c clusters. `least` is c/3 at first; `most` is the largest number with which the mean over the
@@ -55,13 +61,14 @@ class Schedule:
             )
         room = layout.clusters - max(0, whole - share) / layout.size
         most = least = max(1, int(room / 3))
-        while most < layout.clusters and Schedule(most + 1, least, decay).expected() <= room + 1e-9:
+        while most < layout.clusters and Schedule(most + 1, least, decay, deepest).expected() <= room + 1e-9:
             most += 1
-        while least < most and Schedule(most, least + 1, decay).expected() <= room + 1e-9:
+        while least < most and Schedule(most, least + 1, decay, deepest).expected() <= room + 1e-9:
             least += 1
-        return Schedule(most, least, decay)
+        return Schedule(most, least, decay, deepest)
 
     def expected(self) -> float:
         """Clusters a call in the mean over the calls of the tree that `fit` assumes."""
-        below = [min(self.most, SHARED * self.clusters(depth)) for depth in range(1, DEPTHS)]
-        return (self.most + sum(below)) / DEPTHS
+        routed = [self.most] + [min(self.most, SHARED * self.clusters(depth)) for depth in range(1, self.deepest + 1)]
+        below = routed[-1:] * DEPTHS
+        return sum([*routed, *below][:DEPTHS]) / DEPTHS

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from quickbeam.errors import InvalidInput
@@ -92,8 +94,9 @@ class Shortlist:
         self.extend(tokens)
 
     @torch.inference_mode()
-    def route(self, hidden: torch.Tensor, embedded: torch.Tensor, depths: Sequence[int]) -> Routed:
-        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and embeddings `[n, de]`.
+    def route(self, hidden: torch.Tensor, embedded: torch.Tensor, depths: Sequence[int], above: Routed | None = None) -> Routed:
+        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and embeddings `[n, de]`. `above`: what the tree's
+        last call scored, which calls for nodes all below `Schedule.deepest` score too.
 
         Each node calls for as many of its best clusters as the schedule grants its depth; in ties the first. The shortlist is their
         union, so a node's own clusters don't depend on its neighbours. Where the union holds more than `most`, those stay that some node
@@ -101,12 +104,15 @@ class Shortlist:
         """
         if self._router is None or self._schedule is None:
             return self._nowhere
+        if above is not None and min(depths) > self._schedule.deepest:
+            return above
         began = time.perf_counter()
-        # From pinned memory: a copy from elsewhere would hold the host until the device is done with all before it.
-        wanted = torch.tensor([self._schedule.clusters(depth) for depth in depths], pin_memory=self.device.type == "cuda")
-        clusters = union(self._router(hidden, embedded), wanted, self.most)
-        if clusters.device.type == "cpu":
-            clusters = clusters[clusters >= 0]
+        wanted, logits = [self._schedule.clusters(depth) for depth in depths], self._router(hidden, embedded)
+        if logits.device.type == "cpu":
+            clusters = torch.from_numpy(union_on_cpu(logits.numpy(), wanted, self.most))
+        else:
+            # From pinned memory: a copy from elsewhere would hold the host until the device is done with all before it.
+            clusters = union(logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most)
         self._counts.route_seconds += time.perf_counter() - began
         return Routed(clusters)
 
@@ -119,13 +125,10 @@ class Shortlist:
         """
         began = time.perf_counter()
         logits, tokens = self.head(feature, routed.clusters)
-        chosen = self._chosen(routed)
-        size = (self._sizes * chosen).sum()
-        if self.context is not None and len(self.context):
-            repeated = self._repeated(chosen)
+        size, repeated = self._found(routed)
+        if self.context is not None and repeated is not None:
             beside = self.context.logits(feature).masked_fill_(repeated, -torch.inf)
             logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
-            size += len(repeated) - repeated.sum()
         if not logits.shape[1]:
             raise ValueError("the shortlist holds no token: reset it with a prompt first")
         self._tokens += size
@@ -142,9 +145,7 @@ class Shortlist:
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
         """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
-        chosen = self._chosen(routed)
-        beside = 0 if self.context is None else int((~self._repeated(chosen)).sum())
-        return int((self._sizes * chosen).sum()) + beside
+        return int(self._found(routed)[0])
 
     @property
     def counts(self) -> Counts:
@@ -162,10 +163,36 @@ class Shortlist:
         chosen[routed.clusters] = True
         return chosen
 
-    def _repeated(self, chosen: torch.Tensor) -> torch.Tensor:
-        """`[m]` bool: which tokens of the context the block head scores."""
-        assert self.context is not None
-        return chosen[self._cluster_of[self.context.tokens]]
+    def _found(self, routed: Routed) -> tuple[torch.Tensor | int, torch.Tensor | None]:
+        """How many tokens are scored, on the device, and `[m]` bool: which tokens of the context the block head scores too; `None` where
+        there are none."""
+        tokens = None if self.context is None or not len(self.context) else self.context.tokens
+        if self.device.type == "cpu":  # in numpy, for the reason that `union_on_cpu` gives
+            chosen = self._chosen(routed).numpy()
+            size = int(self._sizes.numpy()[chosen].sum())
+            if tokens is None:
+                return size, None
+            repeated = chosen[self._cluster_of.numpy()[tokens.numpy()]]
+            return size + len(repeated) - int(np.count_nonzero(repeated)), torch.from_numpy(repeated)
+        flags = self._chosen(routed)
+        total = (self._sizes * flags).sum()
+        if tokens is None:
+            return total, None
+        again = flags[self._cluster_of[tokens]]
+        return total + len(again) - again.sum(), again
+
+
+def union_on_cpu(logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int) -> npt.NDArray[np.int64]:
+    """What `union` gives, without its filling: numpy's small operations cost a fifth of torch's."""
+    called = np.zeros(logits.shape[1], bool)
+    for row, count in zip((-logits).argsort(axis=1, kind="stable"), wanted, strict=True):
+        called[row[:count]] = True
+    chosen = called.nonzero()[0]
+    if len(chosen) > most:
+        chances = np.exp(logits - logits.max(1, keepdims=True))
+        worth = (chances / chances.sum(1, keepdims=True)).max(0)[chosen]
+        chosen = np.sort(chosen[(-worth).argsort(kind="stable")[:most]])
+    return chosen
 
 
 def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
