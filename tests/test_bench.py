@@ -141,6 +141,8 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("pld@9", "pld has no drafter"),
         ("ar+router", "ar has no drafter"),
         ("dyspec@many", "@many must be"),
+        ("dyspec@99", "a shortlist of 99 tokens, where the drafter scores its full vocabulary"),
+        ("frspec@99+full", "scores its full vocabulary"),
         ("dyspec+router+full", "scores one of router, full"),
         ("pld:", "budget ''"),
         ("pld:many", "or auto"),

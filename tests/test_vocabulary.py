@@ -11,9 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 from features import Pair, context_of
 from models import VOCAB, tiny
+from quickbeam import LLM
+from quickbeam.cli.app import app
 from quickbeam.draft.lm import LMDrafter
 from quickbeam.draft.vocabulary import make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
@@ -206,3 +209,12 @@ def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) 
         said.append(torch.cat([pair.drafter.compact(context_of([3, 9, 4, 7]), tree, part).dense() for part in parts]))
     assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
     pair.drafter.use(None)
+
+
+def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quickbeam.llm.load_model", None)
+    with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
+        LLM(method="dyspec", vocab="half")
+    for options in (["--vocab", "half"], ["--shortlist", "99"], ["--vocab", "full", "--shortlist", "99"]):
+        result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
+        assert result.exit_code == 2 and options[-1] in result.output

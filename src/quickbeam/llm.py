@@ -19,7 +19,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grow import DRAFTER, make_policy
 from quickbeam.grow.base import TreePolicy
-from quickbeam.presets import preset
+from quickbeam.presets import check_vocab, preset
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
@@ -124,6 +124,7 @@ class LLM:
         chosen, drafter = preset(method), drafter or hub.shipped_drafter(model)
         if drafter is None:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
+        check_vocab(vocab or chosen.vocab)
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT

@@ -46,3 +46,11 @@ def preset(method: str) -> Preset:
     if method not in PRESETS:
         raise InvalidInput(f"unknown method {method!r}; known: {', '.join(PRESETS)}")
     return PRESETS[method]
+
+
+def check_vocab(vocab: str, size: int | None = None) -> None:
+    """Raise `InvalidInput` for a word that is not of `VOCABS`, and for a size where all of the vocabulary is scored."""
+    if vocab not in VOCABS:
+        raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
+    if vocab == "full" and size is not None:
+        raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
-from quickbeam.presets import PRESETS, VOCABS
+from quickbeam.presets import PRESETS, VOCABS, check_vocab
 from quickbeam.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -119,12 +119,16 @@ def _item(entry: str, defaults: MethodItem) -> MethodItem:
         if switch in SWITCHES:
             key, value = SWITCHES[switch]
             chosen[key] = value
+    vocab = vocabs[0] if vocabs else defaults.vocab if drafter else None
+    size = _parse_size(entry, own_size) if at else None
+    if drafter:
+        check_vocab(vocab or PRESETS[method].vocab, size)
     return MethodItem(
         name=entry,
         method=method,
         budget=parse_budget(own_budget) if colon else defaults.budget if sources else None,
-        vocab=vocabs[0] if vocabs else defaults.vocab if drafter else None,
-        shortlist=_parse_size(entry, own_size) if at else defaults.shortlist if drafter else None,
+        vocab=vocab,
+        shortlist=size or defaults.shortlist if drafter else None,
         exact=chosen["exact"],
         fast=bool(chosen["fast"]),
     )

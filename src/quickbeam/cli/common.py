@@ -16,7 +16,7 @@ from quickbeam import hub
 from quickbeam.cli.options import Device, Dtype
 from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
-from quickbeam.presets import PRESETS, preset
+from quickbeam.presets import PRESETS, check_vocab, preset
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM, Stream
@@ -69,6 +69,7 @@ def load(
     if "drafter" not in preset(method).sources and (useless := [f"{name} {value}" for name, value in given.items() if value is not None]):
         users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
         raise InvalidInput(f"{useless[0]}: method {method!r} drafts without a model; add --method with one of {users}")
+    check_vocab(vocab or preset(method).vocab, shortlist)
     with ExitStack() as stack:
         report = None
         if all(name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)):

@@ -36,6 +36,10 @@ def train_all(
     console = stderr()
     console.print("1 of 4: the drafter")
     train.drafter(out, model, tokens, prompts, epochs, length=length, slots=slots, seed=seed)
+    from accelerate import PartialState
+
+    if not PartialState().is_main_process:  # several train the drafter; the rest is one's work
+        return
     gc.collect()
     if older(out / "shortlist.safetensors", out / "model.safetensors"):
         console.print("2 of 4: clusters of its vocabulary")

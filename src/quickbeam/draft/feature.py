@@ -66,7 +66,7 @@ class EagleDrafter(Drafter):
     @property
     def head(self) -> HeadUse:
         if self._shortlist is not None:  # it counts without waiting for the device
-            counted = self._shortlist.counts.tokens
+            counted = self._shortlist.scored
             self._used.tokens, self._counted = self._used.tokens + counted - self._counted, counted
         return self._used
 
@@ -74,7 +74,7 @@ class EagleDrafter(Drafter):
         if shortlist is not None and self.network.config.own_head:
             raise InvalidInput("this drafter's head has a shortlist of its own, trained with it: take --vocab full")
         self._used = self.head
-        self._shortlist, self._counted = shortlist, shortlist.counts.tokens if shortlist is not None else 0
+        self._shortlist, self._counted = shortlist, shortlist.scored if shortlist is not None else 0
 
     def reset(self, ids: Sequence[int]) -> None:
         """Begin a sequence whose prompt the target has read. Rows that hold for it stay; raises `ValueError` where they don't reach to what

@@ -8,7 +8,7 @@ from torch import nn
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.feature import EagleDrafter
 from quickbeam.errors import InvalidInput
-from quickbeam.presets import VOCABS
+from quickbeam.presets import check_vocab
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
@@ -31,8 +31,7 @@ def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | Non
     Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its vocabulary in another way, and one without the
     files that `quickbeam train clusters` and `quickbeam train router` make.
     """
-    if vocab not in VOCABS:
-        raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
+    check_vocab(vocab)
     if vocab == "full":
         return None
     if not isinstance(drafter, EagleDrafter):

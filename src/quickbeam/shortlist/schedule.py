@@ -43,11 +43,11 @@ class Schedule:
     def fit(share: int, layout: Layout, decay: float = 0.7, deepest: int = 0) -> Schedule:
         """A schedule with which a call of the drafter scores about `share` tokens, those of the context not counted.
 
-        The frequent block leaves room for c clusters. `least` is c/3 at first; `most` is the largest number with which the mean over the
-        calls of an assumed tree is at most c, and then `least` likewise. The assumed tree: one call a depth, the root alone in the first,
-        and in each later one several nodes that together call for twice what one of them does, but never for more than `most` (the limit
-        of a `Shortlist` with this schedule). How many nodes a call has and how far they agree is the text's and the tree's affair: measure
-        with `Shortlist.counts`.
+        The frequent block leaves room for c clusters. Where the root alone is routed (`deepest` 0), `most` is c. Otherwise `least` is c/3
+        at first; `most` is the largest number with which the mean over the calls of an assumed tree is at most c, and then `least`
+        likewise. The assumed tree: one call a depth, the root alone in the first; in each later one that is routed several nodes that
+        together call for twice what one of them does, but never for more than `most` (the limit of a `Shortlist` with this schedule). How
+        many nodes a call has and how far they agree is the text's and the tree's affair: measure with `quickbeam bench vocabulary`.
 
         Raises `InvalidInput` where the layout has no clusters or `share` leaves no room for one.
         """

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -21,17 +19,6 @@ from quickbeam.shortlist.schedule import Schedule
 
 class Routed(NamedTuple):
     clusters: torch.Tensor  # [k] int64 on the head's device, ascending, no repeats; off the CPU always `most`, filled up with -1
-
-
-@dataclass
-class Counts:
-    """Since `reset_counts`. Times are the host's: off the CPU they leave out what the device still has to do."""
-
-    calls: int = 0  # of `score`
-    rows: int = 0  # of the features scored
-    tokens: int = 0  # sum of the sizes over the calls
-    route_seconds: float = 0.0
-    head_seconds: float = 0.0
 
 
 class Shortlist:
@@ -77,7 +64,7 @@ class Shortlist:
         self._sizes[FREQUENT] = layout.frequent
         self._always = torch.zeros(layout.clusters + 2, dtype=torch.bool, device=self.device)
         self._always[FREQUENT] = True
-        self.reset_counts()
+        self._scored: torch.Tensor | int = 0
 
     def reset(self, ids: Sequence[int]) -> None:
         """Begin a sequence with its prompt."""
@@ -106,14 +93,12 @@ class Shortlist:
             return self._nowhere
         if above is not None and min(depths) > self._schedule.deepest:
             return above
-        began = time.perf_counter()
         wanted, logits = [self._schedule.clusters(depth) for depth in depths], self._router(hidden, embedded)
         if logits.device.type == "cpu":
             clusters = torch.from_numpy(union_on_cpu(logits.numpy(), wanted, self.most))
         else:
             # From pinned memory: a copy from elsewhere would hold the host until the device is done with all before it.
             clusters = union(logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most)
-        self._counts.route_seconds += time.perf_counter() - began
         return Routed(clusters)
 
     @torch.inference_mode()
@@ -123,7 +108,6 @@ class Shortlist:
         A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
         to score.
         """
-        began = time.perf_counter()
         logits, tokens = self.head(feature, routed.clusters)
         size, repeated = self._found(routed)
         if self.context is not None and repeated is not None:
@@ -131,10 +115,7 @@ class Shortlist:
             logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
         if not logits.shape[1]:
             raise ValueError("the shortlist holds no token: reset it with a prompt first")
-        self._tokens += size
-        self._counts.calls += 1
-        self._counts.rows += len(feature)
-        self._counts.head_seconds += time.perf_counter() - began
+        self._scored = self._scored + size
         return Scores(logits, tokens)
 
     def holds(self, token: int, routed: Routed) -> bool:
@@ -148,14 +129,9 @@ class Shortlist:
         return int(self._found(routed)[0])
 
     @property
-    def counts(self) -> Counts:
-        """A snapshot; off the CPU it waits for the device."""
-        return replace(self._counts, tokens=int(self._tokens))
-
-    def reset_counts(self) -> None:
-        """Count from 0 again."""
-        self._counts = Counts()
-        self._tokens = torch.zeros((), dtype=torch.int64, device=self.device)
+    def scored(self) -> int:
+        """How many tokens all calls of `score` together gave a column that counts; off the CPU it waits for the device."""
+        return int(self._scored)
 
     def _chosen(self, routed: Routed) -> torch.Tensor:
         """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always is, if only with no tokens."""
