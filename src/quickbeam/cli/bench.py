@@ -103,25 +103,7 @@ def bench(
         "shortlist": shortlist,
     }
     log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
-    interrupted = False
-    try:
-        ask(asked, runners, params, results, turns is Turns.all, log)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        log.write()
-        _show(results)
-    if plot_path is not None and results.trials:
-        try:
-            report.plot(results, plot_path)
-        except OSError as error:
-            raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
-    if log.problem is not None:
-        raise QuickbeamError(f"--json {json_path}: not written ({log.problem.strerror}); see the tables instead") from log.problem
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if not results.trials:
-        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+    carry_out(asked, runners, params, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
 
 
 @commands.command()
@@ -183,7 +165,7 @@ class Log:
             self.problem = error
 
 
-def ask(
+def _ask(
     asked: Sequence[Question],
     runners: Mapping[str, Runner],
     params: SamplingParams,
@@ -212,9 +194,40 @@ def ask(
             log.write()
 
 
-def _show(results: Results) -> None:
+def carry_out(
+    asked: Sequence[Question],
+    runners: Mapping[str, Runner],
+    params: SamplingParams,
+    all_turns: bool,
+    log: Log,
+    show: Callable[[], None],
+    plot_path: Path | None,
+    plot: Callable[[Path], None],
+) -> None:
+    """Ask everything; then, however that ended, write, show and plot what there is, and say what went wrong."""
+    results, interrupted = log.results, False
+    try:
+        _ask(asked, runners, params, results, all_turns, log)
+    except KeyboardInterrupt:
+        interrupted = True
+    finally:
+        log.write()
+        if results.trials:
+            show()
+    if plot_path is not None and results.trials:
+        try:
+            plot(plot_path)
+        except OSError as error:
+            raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
+    if log.problem is not None:
+        raise QuickbeamError(f"--json {log.path}: not written ({log.problem.strerror}); see the tables instead") from log.problem
+    if interrupted:
+        raise typer.Exit(INTERRUPTED)
     if not results.trials:
-        return
+        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+
+
+def _show(results: Results) -> None:
     console = stdout()
     console.print(report.category_table(results))
     console.print(report.overall_table(results))

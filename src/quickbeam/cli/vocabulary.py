@@ -14,9 +14,9 @@ from quickbeam.bench.methods import load_runners, parse_methods
 from quickbeam.bench.questions import load_questions, spread
 from quickbeam.bench.run import Results
 from quickbeam.cli import options
-from quickbeam.cli.bench import INTERRUPTED, Log, ask
+from quickbeam.cli.bench import Log, carry_out
 from quickbeam.cli.common import progress_bar, stdout
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.presets import VOCABS
 from quickbeam.sampling import SamplingParams
@@ -85,29 +85,13 @@ def bench_vocabulary(
         "budget": budget,
         "overlap": overlap,
     }
-    extra = lambda: vocabulary.record(results, items, size)  # noqa: E731
-    log = Log(json_path, results, environment(first.device, dtype.value), name, settings, extra)
-    interrupted = False
-    try:
-        ask(asked, runners, params, results, False, log)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        log.write()
-        if results.trials:
-            stdout().print(vocabulary.category_table(results, items, size))
-            stdout().print(vocabulary.overall_table(results, items, size))
-    if plot_path is not None and results.trials:
-        try:
-            vocabulary.plot(results, items, size, plot_path)
-        except OSError as error:
-            raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
-    if log.problem is not None:
-        raise QuickbeamError(f"--json {json_path}: not written ({log.problem.strerror}); see the tables instead") from log.problem
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
-    if not results.trials:
-        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+    log = Log(json_path, results, environment(first.device, dtype.value), name, settings, lambda: vocabulary.record(results, items, size))
+
+    def show() -> None:
+        stdout().print(vocabulary.category_table(results, items, size))
+        stdout().print(vocabulary.overall_table(results, items, size))
+
+    carry_out(asked, runners, params, False, log, show, plot_path, lambda path: vocabulary.plot(results, items, size, path))
 
 
 def _words(text: str) -> list[str]:
