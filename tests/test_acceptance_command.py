@@ -62,6 +62,21 @@ def test_a_model_that_drafts_for_itself_is_always_right(toy_folder: str, method:
             assert summary.first_acceptance == 1 and summary.tried == summary.accepted
 
 
+def test_agreement_is_counted_at_every_token_of_plain_answers(toy_folder: str, drafter_folder: str) -> None:
+    texts = ("abc abc", "hello")
+    assert asked(LLM(toy_folder, "chain", dtype="float32", drafter=toy_folder), [0.0]).agreement.share == 1
+    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder)
+    found, drafter = asked(llm, [1.0, 0.0], texts).agreement, LLM(drafter_folder, "ar", dtype="float32")
+    agreed = 0
+    for text in texts:  # a plain reference: the drafter alone, after every prefix
+        messages, params = [{"role": "user", "content": text}], SamplingParams(max_tokens=24, ignore_eos=True)
+        prompt, answer = llm.encode_chat(messages), llm.chat(messages, params, method="ar").token_ids
+        for i in range(1, 24):
+            agreed += drafter.generate([*prompt, *answer[:i]], SamplingParams(max_tokens=1)).token_ids == answer[i : i + 1]
+    assert (found.count, found.agreed) == (46, {"x": agreed}) and 0 < agreed < 46
+    assert asked(llm, [1.0], texts).agreement.share is None
+
+
 def test_answers_do_not_depend_on_what_was_asked_before(toy_folder: str, drafter_folder: str) -> None:
     llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder)
     both, alone = asked(llm, [0.0, 1.0]), asked(llm, [1.0])
@@ -104,9 +119,11 @@ def test_command_prints_tables_and_writes_everything(run, tmp_path: Path) -> Non
     for words in ("temperature 0", "temperature 1", "0.80 to 1.00", "calibration gap 0.", "correlation", "MAT ", "prompts: 2;"):
         assert words in result.stdout
     assert result.stdout.count("first children accepted: 0.") == 2 and result.stdout.count("by depth 1: 0.") == 3
+    share = json.loads((tmp_path / "out.json").read_text())["agreement"]["share"]
+    assert f"likeliest is the model's: {share:.3f} of 38; a 0." in " ".join(result.stdout.split())
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG") and (tmp_path / "out.png").stat().st_size > 5000
     content = json.loads((tmp_path / "out.json").read_text())
-    assert {"environment", "model", "settings", "prompts", "complete", "temperatures", "by_depth", "skipped"} == set(content)
+    assert {"environment", "model", "settings", "prompts", "complete", "temperatures", "by_depth", "agreement", "skipped"} == set(content)
     assert content["prompts"] == 2 and content["complete"] is True and content["environment"]["dtype"] == "float32"
     settings = content["settings"]
     assert (settings["method"], settings["temperatures"], settings["bins"], settings["max_tokens"]) == ("dyspec", [0.0, 1.0], 5, 20)

@@ -224,7 +224,7 @@ def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, 
     recipe = drafter.Recipe(epochs=0.1, batch=64, depths=1, loss_vocab=64)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
-    training = stages.DrafterTraining(stages.Plan(toy_folder, tmp_path / "out", 600, prompts, 4, 64, recipe))
+    training = stages.DrafterTraining(stages.Plan(toy_folder, tmp_path / "out", 600, prompts, 4, 64, recipe=recipe))
     training.write_text(lambda tokens, rate: None)
     layer = weakref.ref(training.model.get_input_embeddings()), weakref.ref(training.model.base_model.layers[0])
     there: list[bool] = []

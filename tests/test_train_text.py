@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -16,9 +17,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
+from quickbeam.train import decoder as decoder_module
 from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Conversation
-from quickbeam.train.text import Circles, Recipe, Template, Writer
+from quickbeam.train.text import Circles, Quote, Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -35,7 +37,8 @@ def plain(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> tu
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2", "phi3"])
-def test_every_slot_is_on_its_own(name: str) -> None:
+def test_every_slot_is_on_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoder_module, "CHUNK", 5)
     model, rng = tiny(name), random.Random(1)
     count = model.config.num_hidden_layers
     layers = (count + 1, 1, 2)
@@ -46,6 +49,10 @@ def test_every_slot_is_on_its_own(name: str) -> None:
             if len(ids) == 20 or rng.random() < 0.07:
                 decoder.restart(slot)
                 ids.clear()
+            if rng.random() < 0.1 and (count := min(rng.randrange(1, 12), 19 - len(ids))) > 0:
+                ids += (known := [rng.randrange(VOCAB) for _ in range(count)])
+                got, expected = decoder.fill(slot, known), plain(model, ids, layers)[1][-count:]
+                torch.testing.assert_close(got / expected.abs().max(), expected / expected.abs().max(), atol=2e-5, rtol=0)
             ids.append(rng.randrange(VOCAB))
         logits, hidden = decoder.step(torch.tensor([ids[-1] for ids in held]))
         assert decoder.position.tolist() == [len(ids) for ids in held]
@@ -89,10 +96,12 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def writer(self, prompts: list[list[int]] | None = None, **recipe: Any) -> Writer:
-        decoder = BatchDecoder(copy.deepcopy(self.model), 4, LENGTH, (1, 3))
+    def writer(self, prompts: list[list[int]] | None = None, fond: float = 0.0, **recipe: Any) -> Writer:
+        model = copy.deepcopy(self.model)
+        model.lm_head.bias.data[20:24] += fond  # of saying the same few things
+        decoder = BatchDecoder(model, 4, LENGTH, (1, 3))
         template = self.template if prompts is None else None
-        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **{"circle": LENGTH, **recipe})
+        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **{"circle": LENGTH, "quote": 0.0, **recipe})
         return Writer(decoder, self.encode, template, self.template.stops, settings, prompts)
 
 
@@ -119,24 +128,70 @@ def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(ch
     assert kinds == {True, False} and 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
 
 
+def turns(chat: Chat, ids: list[int]) -> Iterator[tuple[int, int, bool]]:
+    """Where each turn is said, from and to, and whether it is an answer; in between stands what the template and openers force."""
+    t, at, forced, answering = chat.template, 0, chat.template.begin, False
+    while at < len(ids):
+        assert ids[at : at + len(forced)] == forced[: len(ids) - at]
+        at = min(at + len(forced), len(ids))
+        at += 0 if answering else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
+        last = min(LENGTH if answering else at + QUESTION, len(ids))
+        end = next((i + 1 for i in range(at, last) if ids[i] in t.stops), last)
+        yield at, end, answering
+        forced = t.again if answering else t.reply
+        forced = forced[1:] if ids[end - 1] == forced[0] and end > at else forced
+        at, answering = end, not answering
+
+
 def test_turns_follow_the_template_and_answers_are_marked(chat: Chat, written: list[Conversation]) -> None:
-    t, answers = chat.template, list[int]()
+    answers = list[int]()
     for tokens, answer, _, _ in written:
-        ids, marks, forced, answering = tokens.tolist(), list[bool](), t.begin, False
-        while len(marks) < len(ids):
-            at = len(marks)
-            assert ids[at : at + len(forced)] == forced[: len(ids) - at]
-            at = min(at + len(forced), len(ids))
-            opener = 0 if answering else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
-            last = LENGTH if answering else at + opener + QUESTION
-            end = next((i + 1 for i in range(at + opener, min(last, len(ids))) if ids[i] in t.stops), min(last, len(ids)))
-            marks += [False] * (at - len(marks)) + [answering] * (end - at)
-            forced = t.again if answering else t.reply
-            forced = forced[1:] if ids[end - 1] == forced[0] and end - at > opener else forced
-            answering = not answering
-        assert marks == answer.tolist() and (len(ids) == LENGTH or (marks[-1] and ids[-1] in t.stops))
+        ids, marks = tokens.tolist(), [False] * len(tokens)
+        for begin, end, answering in turns(chat, ids):
+            marks[begin:end] = [answering] * (end - begin)
+        assert marks == answer.tolist() and (len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops))
         answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
     assert {1, 2} <= set(answers)
+
+
+QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
+
+
+def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat: Chat) -> None:
+    t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
+    words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
+    for tokens, answer, hidden, _ in itertools.islice(chat.writer(quote=0.7, quotes=QUOTES), 60):
+        ids, said = tokens.tolist(), int(answer.nonzero()[0])
+        torch.testing.assert_close(hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4)
+        assert ids[: len(t.begin)] == t.begin
+        asked = ids[len(t.begin) : said]
+        for kind, (before, after) in enumerate(words):
+            if asked[: len(before)] != before:
+                continue
+            end = next(i for i in range(len(before), said) if asked[i : i + len(after)] == after)
+            passage, rest = asked[len(before) : end], asked[end + len(after) :]
+            assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
+            assert all(",".join(map(str, part)) in " ".join(earlier) for part in pieces(passage, chat.encode("\n\n")))
+            assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
+            assert rest == t.reply or kind == 1
+            longer += len(rest) > len(t.reply)
+            found[kind] += 1
+        earlier += [",".join(map(str, ids[begin:end])) for begin, end in spans(answer.tolist())]
+    assert min(found) > 5 and longer > 2
+
+
+def spans(marks: list[bool]) -> Iterator[tuple[int, int]]:
+    """Where runs of True begin and end."""
+    edges = [i for i, (a, b) in enumerate(itertools.pairwise([False, *marks, False])) if a != b]
+    return zip(edges[::2], edges[1::2], strict=True)
+
+
+def pieces(ids: list[int], between: list[int]) -> list[list[int]]:
+    """Split at every `between`."""
+    for i in range(len(ids)):
+        if ids[i : i + len(between)] == between:
+            return [ids[:i], *pieces(ids[i + len(between) :], between)]
+    return [ids]
 
 
 def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
@@ -171,12 +226,13 @@ def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> Non
 
 def test_answers_that_go_in_circles_end(chat: Chat) -> None:
     cut = 0
-    for tokens, answer, _, _ in itertools.islice(chat.writer(circle=5), 40):
-        circles, runs = Circles(), list[int]()
-        for token in tokens.tolist():
-            circles.read(token)
-            runs.append(circles.run)
-        assert all(run < 5 for run, said in zip(runs[:-1], answer.tolist(), strict=False) if said)
+    for tokens, _, _, _ in itertools.islice(chat.writer(fond=6.0, circle=5), 40):
+        circles, ids, runs = Circles(), tokens.tolist(), list[int]()
+        for begin, end, answering in turns(chat, ids):
+            for token in ids[begin:end]:
+                circles.read(token)
+                runs += [circles.run] * answering
+        assert all(run < 5 for run in runs[:-1])
         cut += runs[-1] >= 5
     assert 0 < cut < 40
     circles, runs = Circles(), []

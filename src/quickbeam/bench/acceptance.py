@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from quickbeam.bench.agreement import Agreement, watch
 from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Skipped
 from quickbeam.engine.trace import StepRecord
@@ -115,7 +116,7 @@ class Summary:
     - `calibration_gap`: |mean draft probability - acceptance| of the bins, averaged by count (the expected calibration error).
     - `correlation`: Pearson's, of draft probability and acceptance (0 or 1) over all that was tried.
     - `mean_accepted_tokens` (MAT): tokens over steps, as `bench` has it.
-    - `first_acceptance`: of all tried first children, whatever their depth; at temperature 0 the drafter's top-1 agreement.
+    - `first_acceptance`: of all tried first children, whatever their depth; see `agreement.py` for a figure without a selection.
     """
 
     temperature: float
@@ -133,9 +134,11 @@ class Summary:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked at every temperature."""
+    """All that a run has produced so far; `complete` once every question has been asked at every temperature. `agreement`: where one of
+    them is 0."""
 
     tallies: dict[float, Tally]  # by temperature
+    agreement: Agreement = field(default_factory=Agreement)
     prompts: int = 0
     complete: bool = False
     skipped: list[Skipped] = field(default_factory=list)
@@ -159,6 +162,8 @@ def measure(llm: LLM, questions: Sequence[Question], params: Sequence[SamplingPa
                 messages = [{"role": "user", "content": question.turns[0]}]
                 for _ in llm.chat_stream(messages, seeded, observer=results.tallies[request.temperature]):
                     pass
+                if request.greedy:
+                    watch(llm, question, seeded, results.agreement)
                 yield
             results.prompts += 1
         except InvalidInput as error:

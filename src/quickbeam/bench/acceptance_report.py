@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from quickbeam.bench import agreement
 from quickbeam.bench.acceptance import Depth, Results, Summary, by_depth, summarise
 
 
@@ -26,6 +27,7 @@ def record(results: Results, bins: int, environment: Mapping[str, object], model
         "complete": results.complete,
         "temperatures": [asdict(summary) for summary in summaries(results, bins)],
         "by_depth": [asdict(layer) for layer in by_depth(results.tried)],
+        "agreement": results.agreement.to_json(),
         "skipped": [asdict(skipped) for skipped in results.skipped],
     }
 
@@ -53,6 +55,7 @@ def lines(summary: Summary) -> list[str]:
 def footer(results: Results) -> list[str]:
     """What is over all temperatures, and what to know before trusting the tables."""
     found = [f"prompts: {results.prompts}; tried: the parent accepted, earlier siblings rejected; mean: their draft probability"]
+    found += agreement.lines(results.agreement)
     if len(results.tallies) > 1:
         found.append(f"first children at all temperatures: {depth_line(by_depth(results.tried))}")
     if results.skipped:

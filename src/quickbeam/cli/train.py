@@ -56,6 +56,9 @@ def drafter(
     cooldown: Annotated[float, typer.Option("--cooldown", min=0, max=1, help="Last part of the run: the rate falls to zero.")] = 0.3,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Conversations written at a time.")] = 128,
     length: Annotated[int, typer.Option("--length", min=32, help="Longest conversation, in tokens.")] = 512,
+    quote: Annotated[
+        float, typer.Option("--quote", min=0, max=1, help="Share of conversations about a longer text, made of what was written before.")
+    ] = 0.15,
     seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
 ) -> None:
     """Write text with the model, and train a drafter on it that quickbeam then drafts with (--drafter OUT).
@@ -68,7 +71,7 @@ def drafter(
         from quickbeam.train.stages import GIB, DrafterTraining, Plan
 
         recipe = Recipe(epochs=epochs, batch=batch, depths=depths, lr=lr, loss_vocab=loss_vocab, cooldown=cooldown, seed=seed)
-        training = DrafterTraining(Plan(model, out, tokens, prompts, slots, length, recipe))
+        training = DrafterTraining(Plan(model, out, tokens, prompts, slots, length, quote, recipe))
     first = training.accelerator.is_main_process
     needs = training.needs()
     if first:

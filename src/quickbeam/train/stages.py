@@ -28,7 +28,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of at most `length`, `slots` at a time."""
+    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of at most `length`, `slots` at a time, a
+    share `quote` of which are about a longer text."""
 
     model: str | None
     out: Path
@@ -36,6 +37,7 @@ class Plan:
     prompts: Path | None = None
     slots: int = 128
     length: int = 512
+    quote: float = 0.15
     recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
 
     @property
@@ -130,7 +132,7 @@ class DrafterTraining:
         template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
         prompts = None if plan.prompts is None else [self._encode(messages) for messages in read_prompts(plan.prompts)][rank::processes]
         shards = ShardWriter(plan.text, f"text{rank}")
-        recipe = text.Recipe(length=plan.length, seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank)
+        recipe = text.Recipe(length=plan.length, quote=plan.quote, seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank)
         decoder = BatchDecoder(self.model, plan.slots, plan.length, self.layers)
         writer = text.Writer(decoder, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
         began, fresh = time.perf_counter(), 0
@@ -178,6 +180,7 @@ class DrafterTraining:
         parts += [f"--model {plan.model}"] if plan.model else []
         parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
         parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]
+        parts += [f"--quote {plan.quote:g}"] if plan.quote != Plan.quote else []
         for name, value in asdict(recipe).items():
             if value != getattr(plain, name):
                 parts.append(f"--{name.replace('_', '-')} {value:g}")

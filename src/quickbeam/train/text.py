@@ -1,19 +1,21 @@
 """Text to train on, written by the target itself: user turns sampled from the chat template, then answered.
 
-The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model writes what a user would ask.
+The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model writes what a user would ask. Some users
+bring a longer text along (`QUOTES`), which is made of earlier answers.
 """
 
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from quickbeam.errors import InvalidInput
-from quickbeam.train.decoder import BatchDecoder
+from quickbeam.train.decoder import FEW, BatchDecoder
 from quickbeam.train.shards import Conversation
 
 Message = dict[str, str]
@@ -32,16 +34,42 @@ OPENERS = (
 )  # fmt: skip
 
 
+class Quote(NamedTuple):
+    """What a user says around a text of several sentences. `open`: and then something more, which the model writes."""
+
+    before: str
+    after: str = ""
+    open: bool = False
+
+
+# What users do with a text at hand: the answer says again much of what stands far before it, which no short question teaches. Ours.
+QUOTES = (
+    Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "), Quote("", "\n\nTL;DR"),
+    Quote("", "\n\nWrite a summary of the text above."), Quote("List the main points of this text.\n\n"), Quote("Shorten this:\n\n"),
+    Quote("Rewrite the following text in simpler words.\n\n"), Quote("Correct the mistakes in this text:\n\n"),
+    Quote("Make this more formal:\n\n"), Quote("Translate to French:\n\n"), Quote("Translate the following text to German.\n\n"),
+    Quote("Continue this text:\n\n"), Quote("Extract all names and numbers from this text:\n\n"), Quote("Give this text a title:\n\n"),
+    Quote("Read the text and answer the question.\n\n", "\n\nQuestion:", True), Quote("Context:\n", "\n\nQuestion:", True),
+    Quote("Answer by the documents below.\n\n", "\n\nQ:", True), Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
+    Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True), Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
+)  # fmt: skip
+REMEMBERED, LEAST = 256, 32  # how many answers may be quoted, of more than so many tokens
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """How text is written. A conversation holds at most `length` tokens, a user turn at most `question`. Half of the answers are greedy,
-    the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends there."""
+    """How text is written. A conversation holds at most `length` tokens, a user turn at most `question` beside what it quotes. Half of the
+    answers are greedy, the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
+    there. `quote`: the share of conversations that begin with a text, made of earlier answers, that fills up to two thirds of `length`.
+    """
 
     length: int = 512
     question: int = 192
+    quote: float = 0.15
     circle: int = 32
     user_temperature: float = 0.9
     openers: Sequence[str] = OPENERS
+    quotes: Sequence[Quote] = QUOTES
     seed: int = 0
 
 
@@ -121,6 +149,9 @@ class Writer:
             raise ValueError("text needs a chat template or prompts")
         self._decoder, self._template, self._stops, self._recipe = decoder, template, stops, recipe
         self._openers = [encode(opener) for opener in recipe.openers]
+        self._quotes = [(encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes]
+        self._between = encode("\n\n")  # passages
+        self._answers: deque[list[int]] = deque(maxlen=REMEMBERED)
         self._prompts = None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
         if self._prompts is not None and not self._prompts:
             raise InvalidInput(f"every prompt is longer than {recipe.length} tokens: raise --length")
@@ -137,7 +168,19 @@ class Writer:
             self._next += 1
             return _Slot(ids[::-1], temperature, answering=True)
         assert self._template is not None
+        if self._answers and self._random.random() < self._recipe.quote:
+            words, complete = self._quote()
+            reply = self._template.reply if complete else []
+            return _Slot((self._template.begin + words + reply)[::-1], temperature, answering=complete)
         return _Slot((self._template.begin + self._opener())[::-1], temperature)
+
+    def _quote(self) -> tuple[list[int], bool]:
+        """Words around a text, which is one earlier answer or several; whether nothing follows them."""
+        before, after, open_end = self._random.choice(self._quotes)
+        passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
+        while len(passage) < room:
+            passage += (self._between if passage else []) + self._random.choice(self._answers)
+        return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
         return self._random.choice(self._openers) if self._openers and self._random.random() < 0.5 else []
@@ -154,12 +197,22 @@ class Writer:
                     decoder.restart(i)
                     fed.append(0)
                     continue
+                begin = len(slot.tokens)
+                if (count := min(len(slot.forced), recipe.length - begin) - 1) >= FEW:
+                    known = [slot.forced.pop() for _ in range(count)]
+                    states = decoder.fill(i, known)
+                    if hidden is None:
+                        hidden = states.new_zeros(decoder.slots, recipe.length, states.shape[1])
+                    hidden[i, begin : begin + count] = states
+                    slot.tokens += known
+                    slot.answer += [False] * count
                 said = not slot.forced
                 token = chosen[i] if said else slot.forced.pop()
                 slot.tokens.append(token)
                 slot.answer.append(said and slot.answering)
                 slot.spoken += said
-                slot.circles.read(token)
+                if said:
+                    slot.circles.read(token)
                 fed.append(token)
             logits, states = decoder.step(torch.tensor(fed, device=decoder.device))
             if hidden is None:
@@ -190,6 +243,8 @@ class Writer:
             # Half of the conversations that have room go on.
             if not ended:
                 return False
+            if slot.spoken > LEAST:
+                self._answers.append(slot.tokens[-slot.spoken : -1])
             if self._template is None or len(slot.tokens) > self._recipe.length * 0.6 or self._random.random() < 0.5:
                 return True
             after = self._template.again

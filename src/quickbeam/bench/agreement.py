@@ -1,0 +1,86 @@
+"""How often a drafter's likeliest token is the model's, at every token of an answer.
+
+A tree's first nodes don't show that: a step begins where the last one's draft was refused, or ended, so the root stands before hard tokens
+more often than not, and the easy ones are drafted deeper down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from quickbeam.bench.questions import Question
+from quickbeam.draft.base import Context
+from quickbeam.engine.loop import Generation
+from quickbeam.engine.text import Output
+from quickbeam.engine.trace import StepRecord
+from quickbeam.grow.drafted import DraftedPolicy
+from quickbeam.sampling import SamplingParams
+from quickbeam.tree import TokenTree
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
+
+
+@dataclass
+class Agreement:
+    """Plain greedy answers: their tokens, but for the first one of each, and those of them that the drafter held likeliest; by category."""
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    agreed: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        return sum(self.tokens.values())
+
+    @property
+    def share(self) -> float | None:
+        return sum(self.agreed.values()) / self.count if self.count else None
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        return {category: self.agreed[category] / count for category, count in self.tokens.items() if count}
+
+    def to_json(self) -> dict[str, object]:
+        return {"share": self.share, "tokens": self.tokens, "agreed": self.agreed}
+
+
+class _Watched(DraftedPolicy):
+    """Plain decoding, the drafter being asked at every token: `guess` is what it holds likeliest."""
+
+    guess = -1
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        tree = TokenTree(context.ids[-1])
+        laws = self.laws(context, tree, [0])
+        self.guess = laws.names([int(laws.values[0].argmax())])[0]
+        return tree
+
+
+def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement) -> None:
+    """Answer the first turn plainly, adding to `found`. `params` must be greedy. Raises what an answer raises."""
+    drafter = llm.prepare(llm.method)
+    if drafter is None or not params.greedy:
+        raise ValueError("agreement needs a drafter and greedy answers")
+    ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
+    llm.reset()
+    drafter.use(None)
+    drafter.check_length(len(ids), params.max_tokens)
+    policy, category = _Watched(drafter), question.category
+
+    def told(record: StepRecord) -> None:
+        found.tokens[category] = found.tokens.get(category, 0) + 1
+        found.agreed[category] = found.agreed.get(category, 0) + (policy.guess == record.token)
+
+    for _ in Generation(llm.target, policy, Output(llm.tokenizer, params, llm.eos_ids), ids, params, 1, observer=told):
+        pass
+    llm.reset()
+
+
+def lines(found: Agreement) -> Sequence[str]:
+    """In words."""
+    if found.share is None:
+        return []
+    places = ", ".join(f"{category} {share:.3f}" for category, share in found.by_category.items())
+    return [f"at every token of plain greedy answers the drafter's likeliest is the model's: {found.share:.3f} of {found.count}; {places}"]
