@@ -1,6 +1,6 @@
 """Reading rows as wide as a vocabulary: their most probable tokens, and draws from them.
 
-The fast ways look at a row once, in chunks of about `CHUNK` tokens, and then into a few chunks only. They need the rows on a CPU; the
+The fast ways look at a row once, mostly in chunks of `CHUNK` tokens, and then into a few places only. They need the rows on a CPU; the
 plain ways are for other devices, and the reference.
 """
 
@@ -17,6 +17,7 @@ import torch
 
 CHUNK = 64
 ROUNDING = 1 - 1e-6  # what to take a bound times, so that float32 doesn't round it up
+HITS = 1000  # tokens of a law that a bar may leave
 FEW = 4  # draws that are faster found one by one
 Array = npt.NDArray[Any]
 Row = tuple[list[int], list[float]]  # tokens, and their probabilities
@@ -38,38 +39,40 @@ def likeliest_plain(laws: torch.Tensor, count: int, least: Sequence[float] | Non
 def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
     """`likeliest_plain`, faster on a CPU, and in a tie the lowest id first. `least` counts as rounded to float32.
 
-    The `count` largest values lie in the `count` chunks with the largest maxima, and none of them is below the least of these maxima. A
-    chunk takes every C-th token, C the number of chunks, so that all maxima are found side by side.
+    Reads a row for what is above a bar, and sorts the little that is. Where `least` gives no bar that is high enough, the row's chunks do.
     """
     size, vocab = laws.shape
-    if laws.device.type != "cpu" or vocab < 2 * CHUNK:
+    if laws.device.type != "cpu":
         return likeliest_plain(laws, count, least)
-    values, floors = laws.numpy(), np.array(least if least is not None else [0.0] * size, np.float32)
+    values = laws.numpy()
+    bars = np.nextafter(np.zeros(size, np.float32) if least is None else np.array(least, np.float32), np.float32(2))
     if count == 1:
         best = values.argmax(1)
         found = values[np.arange(size), best]
-        return [([token], [p]) if good else ([], []) for token, p, good in zip(best.tolist(), found.tolist(), found > floors, strict=True)]
-
-    chunks = -(-vocab // CHUNK)
-    depth = -(-vocab // chunks)  # tokens of a chunk, of some one less
-    whole = (depth - 1) * chunks
-    peaks = laws[:, :whole].reshape(size, depth - 1, chunks).amax(1).numpy()
-    np.maximum(peaks[:, : vocab - whole], values[:, whole:], out=peaks[:, : vocab - whole])
-    bar = np.nextafter(floors, np.float32(2))[:, None]
-    good = peaks >= bar
-    if count < chunks and good.sum(1).max() > count:
-        bar = np.maximum(bar, np.partition(peaks, chunks - count)[:, chunks - count, None])
-        good = peaks >= bar
-    rows, columns = good.nonzero()
-    spots = columns[:, None] + np.arange(0, depth * chunks, chunks)
-    inside = _at(values, rows[:, None], spots)
-    which, where = (inside >= bar[rows]).nonzero()
-    rows, tokens, found = rows[which], spots[which, where], inside[which, where]
-    order = np.lexsort((tokens, -found, rows))
+        return [([token], [p]) if good else ([], []) for token, p, good in zip(best.tolist(), found.tolist(), found >= bars, strict=True)]
+    if bars.min(initial=1) * HITS < 1:
+        np.maximum(bars, _low(laws, count), out=bars)
+    spots = (values >= bars[:, None]).ravel().nonzero()[0]
+    rows, tokens = np.divmod(spots, vocab)
+    found = values[rows, tokens]
+    order = np.lexsort((-found, rows))  # which is stable
     ends = [0, *np.bincount(rows, minlength=size).cumsum().tolist()]
     both = tokens[order].tolist(), found[order].tolist()
     spans = [slice(start, min(end, start + count)) for start, end in pairwise(ends)]
     return [(both[0][span], both[1][span]) for span in spans]
+
+
+def _low(laws: torch.Tensor, count: int) -> Array:
+    """`[m]`: what at least `count` values of each row reach, or 0: the `count`-th largest of its chunks' maxima. A chunk takes every C-th
+    token, C the number of chunks, so that all maxima are found side by side."""
+    size, vocab = laws.shape
+    depth = min(CHUNK, vocab // (2 * count))
+    if depth < 2:
+        return laws.topk(min(count, vocab)).values[:, -1].numpy()
+    chunks = vocab // depth
+    peaks = laws[:, : depth * chunks].reshape(size, depth, chunks).amax(1).numpy()
+    low: Array = np.partition(peaks, chunks - count)[:, chunks - count]
+    return low
 
 
 def independent_plain(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
