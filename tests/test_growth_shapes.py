@@ -114,21 +114,28 @@ def test_sequoia_learns_what_is_accepted() -> None:
     first = policy.grow(context_of(ids, 0.0), 16, 20)
     for _ in range(400):
         tree = policy.grow(context_of(ids, 0.0), 16, 20)
-        node = 0
-        while len(tree.children[node]) > 1:
-            token, node = list(tree.children[node].items())[1]
+        path = [0]
+        while len(tree.children[path[-1]]) > 1:
+            token, node = list(tree.children[path[-1]].items())[1]
             ids.append(token)
-        ids.append(499 if tree.child(node, 499) is None else 498)
+            path.append(node)
+        ids.append(499 if tree.child(path[-1], 499) is None else 498)
+        policy.verified(tree, path)
     assert policy.acceptance[1] > 0.9 > 0.1 > policy.acceptance[0]
     assert max(tree.depth) >= 7 > max(first.depth)
-    before = policy.acceptance
-    for i in range(100):  # another text is not what came of the last tree
-        policy.grow(context_of([1, i], 0.0), 16, 20)
-    assert policy.acceptance == before
-    tree, tried = policy.grow(context_of(ids, 0.0), 16, 20), list(policy._tried)
-    policy.begin()
-    policy.grow(context_of([*ids, tree.token[1]], 0.0), 16, 20)  # a sequence of its own, though it goes on from the last
-    assert policy._tried == tried
+    measured = Sequoia(zipf_drafter(), (0.5, 0.3))
+    measured.verified(tree, path)
+    assert measured.acceptance == (0.5, 0.3)
+
+
+def test_sequoia_counts_every_child_of_a_node_that_was_reached() -> None:
+    policy, tree = Sequoia(zipf_drafter()), TokenTree(0)
+    for parent, token in ((0, 1), (0, 2), (0, 3), (2, 4), (2, 5), (1, 6)):  # nodes 1 to 6
+        tree.add(parent, token, "drafter")
+    before = list(policy._tried), list(policy._accepted)
+    policy.verified(tree, [0, 2])  # its children are refused; node 1's were never tried
+    assert [a - b for a, b in zip(policy._tried, before[0], strict=True)][:4] == [2, 2, 1, 0]
+    assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx([0, 1, 0, 0, 0, 0, 0, 0])
 
 
 # --- layout --------------------------------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from quickbeam.draft.loading import load_drafter
 from quickbeam.draft.vocabulary import make_shortlist
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
+from quickbeam.engine.market import Market
 from quickbeam.engine.result import Completion
 from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
@@ -134,6 +135,7 @@ class LLM:
         self.target = Target(loaded, fast=fast, exact=exact)
         self._cost: CostModel | None = None
         self._budgets: dict[Setting, AutoBudget] = {}  # what was learned in earlier answers holds in the next
+        self._markets: dict[Setting, Market] = {}  # likewise
         self._policies: dict[Setting, TreePolicy] = {}  # for the same reason
         self._shortlists: dict[tuple[str, int | None], Shortlist] = {}  # by vocabulary and size
         self._conversation: list[Message] = []  # whose tokens the target holds
@@ -252,7 +254,7 @@ class LLM:
             Output(self.tokenizer, params, self.eos_ids),
             ids,
             params,
-            self._choose_budget(setting, self.budget if (budget := options.get("budget")) is None else budget),
+            self._choose_budget(setting, options.get("budget"), priced=policy.priced and params.greedy),
             keep=keep,
             observer=observer,
         )
@@ -275,7 +277,8 @@ class LLM:
             self._drafter.forget()
         self._conversation = []
 
-    def _choose_budget(self, setting: Setting, asked: int | None) -> int | AutoBudget:
+    def _choose_budget(self, setting: Setting, asked: int | None, priced: bool) -> int | AutoBudget | Market:
+        asked = self.budget if asked is None else asked
         if asked is not None and asked < 0:
             raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
         if asked and self.target.exact and asked > EXACT_NODES:
@@ -285,6 +288,8 @@ class LLM:
             return budget
         if self._cost is None:
             self._cost = CostModel.measure(self.target, MAX_BUDGET)
+        if priced:
+            return self._markets.setdefault(setting, Market(self._cost, MAX_BUDGET))
         return self._budgets.setdefault(setting, AutoBudget(self._cost, MAX_BUDGET))
 
 

@@ -13,6 +13,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
+    from quickbeam.draft.prices import Prices
     from quickbeam.shortlist.shortlist import Shortlist
 
 
@@ -22,13 +23,14 @@ class Context:
 
     `ids`: prompt and output so far; the last one becomes the root of the next tree. `logits`: `[vocab]` raw target logits that the
     last id was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `generator`: what drawn candidates are drawn
-    with (CPU).
+    with (CPU). `prices`: what nodes and calls of a drafter are worth, where that is measured; see `TreePolicy.priced`.
     """
 
     ids: list[int]
     logits: torch.Tensor
     temperature: float = 0.0
     generator: torch.Generator = field(default_factory=torch.Generator)
+    prices: Prices | None = None
 
 
 class Source(ABC):

@@ -10,6 +10,7 @@ import torch
 
 from quickbeam.draft.base import Context
 from quickbeam.engine.budget import AutoBudget
+from quickbeam.engine.market import Market
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
@@ -26,8 +27,9 @@ DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from t
 class Generation:
     """One answer in the making: iterate for the tokens of each step; `output`, `statistics` and `logprobs` grow along.
 
-    `budget`: nodes a tree, or an `AutoBudget`. `keep`: how many of the prompt's first tokens the target holds already. However it ends (an
-    exception and Ctrl-C included), `output` holds what was emitted and the target only certain tokens. `observer` is told of every step.
+    `budget`: nodes a tree, or what finds how many are worth their time: an `AutoBudget`, or a `Market` for a policy that heeds prices.
+    `keep`: how many of the prompt's first tokens the target holds already. However it ends (an exception and Ctrl-C included), `output`
+    holds what was emitted and the target only certain tokens. `observer` is told of every step.
 
     A seed makes two generators, one for what is emitted and one for what is drawn while drafting, so that an answer whose drafts are
     certain proposals is plain decoding's own for that seed, and one with drawn drafts repeats.
@@ -42,7 +44,7 @@ class Generation:
         output: Output,
         prompt: Sequence[int],
         params: SamplingParams,
-        budget: int | AutoBudget,
+        budget: int | AutoBudget | Market,
         keep: int = 0,
         observer: Callable[[StepRecord], None] | None = None,
     ) -> None:
@@ -76,7 +78,6 @@ class Generation:
             certain = len(self._prompt)
             token = self._first(logits)
             context = Context([*self._prompt, token], logits, self.params.temperature, self._drafting)
-            self.policy.begin()
             for source in self.policy.sources:
                 source.reset(context.ids)
             self.statistics.prefill_seconds = time.perf_counter() - start
@@ -107,12 +108,14 @@ class Generation:
     def _step(self, context: Context) -> list[int]:
         """Draft, verify, commit, emit."""
         began = time.perf_counter()
-        auto, situation = None, 0
-        if isinstance(self._budget, AutoBudget):
-            auto, situation = self._budget, self.policy.situation(context)
-            budget = auto.choose(situation, len(context.ids))
+        measured, situation = self._budget, 0
+        if isinstance(measured, AutoBudget):
+            situation = self.policy.situation(context)
+            budget = measured.choose(situation, len(context.ids))
+        elif isinstance(measured, Market):
+            budget, context.prices = measured.limit, measured.prices(len(context.ids))
         else:
-            budget = self._budget
+            budget = measured
         remaining = self.params.max_tokens - len(self.output.token_ids)
         called, calling = self.policy.calls, self.policy.seconds
         tree = self.policy.grow(context, budget, min(remaining - 1, self.target.depth_limit()))
@@ -122,6 +125,7 @@ class Generation:
             torch.cuda.synchronize(logits.device)
         verified = time.perf_counter()
         path, token = self._accept(tree, logits)
+        self.policy.verified(tree, path)
         self.target.commit(tree, path)
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = self._emit(tokens, lambda i: logits[path[i]])
@@ -130,15 +134,19 @@ class Generation:
         context.logits = logits[path[-1]]
         for source in self.policy.sources:
             source.extend(tokens)
-        if auto:
-            auto.observe(situation, budget, path, self.policy.nested)
-            if self.policy.calls > called:
-                auto.drafting.observe(budget, drafted - began)
-            auto.cost.observe(len(tree), len(context.ids) - len(tokens), verified - drafted)
+        calls = self.policy.calls - called
+        if isinstance(measured, AutoBudget):
+            measured.observe(situation, budget, path, self.policy.nested)
+            if calls:
+                measured.drafting.observe(budget, drafted - began)
+        elif isinstance(measured, Market):
+            measured.observe(len(tokens), time.perf_counter() - began, calls, drafted - began)
+        if not isinstance(measured, int):
+            measured.cost.observe(len(tree), len(context.ids) - len(tokens), verified - drafted)
         stats = self.statistics
         stats.steps += 1
         stats.draft_seconds += drafted - began
-        stats.drafter_calls += self.policy.calls - called
+        stats.drafter_calls += calls
         stats.drafter_seconds += self.policy.seconds - calling
         stats.verify_seconds += verified - drafted
         if self.policy.head is not None and self._used is not None:

@@ -13,21 +13,23 @@ class TreePolicy(ABC):
     """Grows one draft tree a step from the sources it was made with. It may learn from one sequence for the next.
 
     `calls`: of a drafter, over all trees; `seconds`: spent in them. `nested`: the first m nodes of a tree are what a budget of m would have
-    grown (where nodes are drawn: have the same law).
+    grown (where nodes are drawn: have the same law). `priced`: at temperature 0 it heeds `Context.prices` where
+    they are given, and the budget only bounds it.
     """
 
     sources: Sequence[Source] = ()
     calls = 0
     seconds = 0.0
     nested = True
+    priced = False
 
     @property
     def head(self) -> HeadUse | None:
         """What is counted of the drafter's head."""
         return None
 
-    def begin(self) -> None:  # noqa: B027 (most have nothing to do)
-        """A sequence begins: what the last tree led to won't be seen. The sources are reset apart."""
+    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:  # noqa: B027 (most have nothing to do)
+        """What became of the tree grown last: the accepted nodes, the root first."""
 
     def situation(self, context: Context) -> int:
         """A rough class of how much the next tree promises, 0 (little) to 4: budgets are learned for each apart (`engine/budget.py`)."""

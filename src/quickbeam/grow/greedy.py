@@ -2,17 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from heapq import heappop, heappush
 
-from quickbeam.draft.base import Context
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.prices import Prices
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.draws import Draws
-from quickbeam.grow.search import Search
+from quickbeam.grow.search import Candidate, Search
 from quickbeam.tree import TokenTree
 
+FINDS = 2  # nodes that asking for one adds to a tree whose nodes have a price, or about so many: chosen on our own questions
 FRACTION = 0.2  # of the likeliest path's probability: best-first search asks for all paths down to this in one call
 
 Slot = tuple[float, int, int]  # minus its worth, the node, which child
+
+
+class Promises:
+    """How much of what trees promise comes true: what a drafter says is not always so.
+
+    A tree promises the sum of its nodes' probabilities. Its calls were made for nodes that are reached with a probability, in sum `asked`.
+    Both are held against the tokens that were accepted, in sums that fade.
+    """
+
+    MEMORY = 64  # trees after which an observation has lost most of its weight
+    TRUST = 4.0  # trees that the first guess counts for
+
+    def __init__(self) -> None:
+        self._accepted, self._promised, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
+
+    @property
+    def truth(self) -> float:
+        """Accepted tokens for each one that was promised."""
+        return self._accepted / self._promised
+
+    @property
+    def gain(self) -> float:
+        """Accepted tokens that come of asking for a node that is reached."""
+        return self._accepted / self._asked
+
+    def observe(self, accepted: int, promised: float, asked: float) -> None:
+        """A tree promised `promised` tokens, with calls for nodes of `asked`."""
+        keep = 1 - 1 / self.MEMORY
+        self._accepted = keep * self._accepted + accepted
+        self._promised = keep * self._promised + promised
+        self._asked = keep * self._asked + asked
 
 
 class Greedy(DraftedPolicy):
@@ -27,12 +61,31 @@ class Greedy(DraftedPolicy):
       heap, as many as there are nodes left to add. What lies below is out of reach.
     - Best-first: of the likeliest paths found so far, as many as fit the budget, those are asked for that have no law yet and are at
       least `FRACTION` as likely as the best of these, until all have one.
+
+    The paper's budget is a number of nodes. With `Context.prices`, at temperature 0, the tree ends where the next likeliest path promises
+    less than a node's price, and no call is made for nodes that promise less than a call's (`Promises`: how much of it to believe).
     """
 
+    priced = True
+
+    def __init__(self, drafter: Drafter) -> None:
+        super().__init__(drafter)
+        self.promises = Promises()
+        self._last = (0.0, 0.0)  # what the last tree promised, and what it asked for
+
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        self._last = (0.0, 0.0)
         if budget < 2 or max_depth < 1:
             return TokenTree(context.ids[-1])
-        return self._sampled(context, budget, max_depth) if context.temperature > 0 else self._best_first(context, budget - 1, max_depth)
+        if context.temperature > 0:
+            return self._sampled(context, budget, max_depth)
+        if context.prices is not None:
+            return self._worthwhile(context, context.prices, budget - 1, max_depth)
+        return self._best_first(context, budget - 1, max_depth)
+
+    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        if self._last[1]:
+            self.promises.observe(len(path) - 1, *self._last)
 
     def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
@@ -58,7 +111,25 @@ class Greedy(DraftedPolicy):
         due = [search.root]
         while due:
             search.expand(due)
-            # Where all places are taken, nothing below the last can get one.
-            due = [one for one in search.best[: size - 1] if one.number not in search.expanded and one.depth < max_depth]
-            due = [one for one in due if one.cost <= FRACTION * due[0].cost]
+            due = open_ends(search, size, max_depth)
         return search.tree()
+
+    def _worthwhile(self, context: Context, prices: Prices, size: int, max_depth: int) -> TokenTree:
+        truth, gain, asked, finds = self.promises.truth, self.promises.gain, 0.0, FINDS * prices.node(1)
+        search = Search(self, context, size, floor=prices.node(1) / truth)
+        due, trial = [search.root], prices.trial
+        while due and (trial or sum(max(0.0, -one.cost * gain - finds) for one in due) > prices.call):
+            trial = False
+            search.expand(due)
+            asked -= sum(one.cost for one in due)
+            search.best = [one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)]
+            due = open_ends(search, size, max_depth)
+        self._last = -sum(one.cost for one in search.best), asked
+        return search.tree()
+
+
+def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:
+    """The paths to be asked for next."""
+    # Where all places are taken, nothing below the last can get one.
+    due = [one for one in search.best[: size - 1] if one.number not in search.expanded and one.depth < max_depth]
+    return [one for one in due if one.cost <= FRACTION * due[0].cost]

@@ -22,13 +22,14 @@ class Candidate(NamedTuple):
 class Search:
     """The `size` likeliest paths among those found so far, in `best`; `expand` finds their children.
 
-    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only.
+    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. Paths that are
+    no likelier than `floor` are left out.
     """
 
-    def __init__(self, policy: DraftedPolicy, context: Context, size: int) -> None:
+    def __init__(self, policy: DraftedPolicy, context: Context, size: int, floor: float = 0.0) -> None:
         self.best: list[Candidate] = []
         self.expanded = {0: 0}  # by number: where a candidate is in the drafter's tree
-        self._policy, self._context, self._size = policy, context, size
+        self._policy, self._context, self._size, self._floor = policy, context, size, floor
         self._seen = TokenTree(context.ids[-1])
         self._numbers = 1  # given out so far
         self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0)
@@ -40,7 +41,7 @@ class Search:
             if one is not self.root:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
         laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
-        worst = self.best[-1].cost if len(self.best) == self._size else 0.0
+        worst = min(-self._floor, self.best[-1].cost if len(self.best) == self._size else 0.0)
         least = [ROUNDING * worst / one.cost for one in due]  # what a probability must be above for its path to get in
         fresh = list[Candidate]()
         for one, row in zip(due, likeliest(laws.values, min(width or self._size, self._size), least), strict=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import zip_longest
 
 import numpy as np
 
@@ -89,16 +90,10 @@ class Sequoia(DraftedPolicy):
         self._accepted = [self.TRUST * chance for chance in self.acceptance]
         self._tried = [float(self.TRUST)] * len(self.acceptance)
         self._due = 2 * self.TRUST  # tried first children at which the shape is found anew
-        self._last: tuple[list[int], TokenTree] | None = None  # the text before the last tree, and the tree
         self._shapes: Shapes | None = None
         self._nodes = 0
 
-    def begin(self) -> None:
-        self._last = None
-
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        if self._learns:
-            self._learn(context)
         if self._shapes is None or budget > self._nodes:
             self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
         shape = self._shapes.shape(budget, max_depth)
@@ -112,22 +107,16 @@ class Sequoia(DraftedPolicy):
                         break
                     place[child] = node
             layer = [child for spot in parents for child in shape[spot]]
-        self._last = (list(context.ids), tree) if self._learns else None
         return tree
 
-    def _learn(self, context: Context) -> None:
-        """Count which children of the last tree were accepted: those that the text has gone on with since."""
-        if self._last is None or context.ids[: len(self._last[0])] != self._last[0]:
+    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Count which children were tried, and which accepted."""
+        if not self._learns:
             return
-        before, tree = self._last
-        node: int | None = 0
-        for token in context.ids[len(before) :]:
-            if node is None or not tree.children[node]:
-                break
-            for i, child in enumerate(tree.children[node]):
+        for node, accepted in zip_longest(path, path[1:]):
+            for i, child in enumerate(tree.children[node].values()):
                 self._tried[i] += 1
-                self._accepted[i] += child == token
-            node = tree.child(node, token)
+                self._accepted[i] += child == accepted
         if self._tried[0] >= self._due:
             self._due *= 2
             self.acceptance = tuple(accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
