@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from quickbeam.target.store import KVStore
 
 SPLIT = 384  # positions; see `attend_grouped`
+BLOCK = 64  # a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes longer than the product
 
 
 @dataclass
@@ -47,9 +48,10 @@ class Step:
         total = len(self.positions)
         self.n = total - self.base
         self.start = self.store.length
-        self.store.reserve(self.start + total + 1)
+        self.block = BLOCK if self.store.device.type == "cpu" else 1
+        self.end = -(-(self.start + total) // self.block) * self.block  # rows that hold no token yet are hidden
+        self.store.reserve(self.end)
         self.rows = self.store.rows(range(self.start + self.base, self.start + total))
-        self.end = self.store.end(self.start + total)
         self.tail = self.start & ~1 if self.store.pairwise else self.start  # rows before it are certain tokens only
         self.split = self.start // SPLIT * SPLIT if self.exact else 0
         self.causal = self.visible is None
@@ -60,14 +62,12 @@ class Step:
         """The first row that any new token sees."""
         if window is None or self.start < window:
             return 0
-        first = self.start - window + 1
-        return first // SPLIT * SPLIT if self.exact else first & ~1
+        block = SPLIT if self.exact else self.block
+        return (self.start - window + 1) // block * block
 
     def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
         """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first` on; None where all of them are seen."""
         total = len(self.positions)
-        if window is None and total == 1 and self.end == self.start + 1:
-            return None
         orders = torch.arange(first, self.end)
         if self.store.pairwise:
             orders ^= 1

@@ -45,7 +45,7 @@ class KVStore:
         ]
         self.key: list[torch.Tensor] = []  # by layer, [kv_heads, capacity, key_dim]: views
         self.value: list[torch.Tensor] = []
-        self._device = device
+        self.device = device
         self._bind()
 
     def _bind(self) -> None:
@@ -73,11 +73,7 @@ class KVStore:
     def rows(self, orders: Sequence[int] | range) -> torch.Tensor:
         """Rows of the given orders, `[n]` int64 on the store's device."""
         places = torch.tensor(list(orders), dtype=torch.int64)
-        return (places ^ 1 if self.pairwise else places).to(self._device)
-
-    def end(self, orders: int) -> int:
-        """One past the last row that the first `orders` orders can live in."""
-        return orders + (orders & 1) if self.pairwise else orders
+        return (places ^ 1 if self.pairwise else places).to(self.device)
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put `key`, `value` (`[kv_heads, n, dim]`) into `rows` of a layer."""
