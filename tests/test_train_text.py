@@ -171,7 +171,8 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat:
             end = next(i for i in range(len(before), said) if asked[i : i + len(after)] == after)
             passage, rest = asked[len(before) : end], asked[end + len(after) :]
             assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
-            assert all(",".join(map(str, part)) in " ".join(earlier) for part in pieces(passage, chat.encode("\n\n")))
+            parts = [",".join(map(str, part)) for part in pieces(passage, chat.encode("\n\n"))]
+            assert all(part in " ".join(earlier) for part in parts) and len(set(parts)) == len(parts)
             assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
             assert rest == t.reply or kind == 1
             longer += len(rest) > len(t.reply)

@@ -178,8 +178,9 @@ class Writer:
         """Words around a text, which is one earlier answer or several; whether nothing follows them."""
         before, after, open_end = self._random.choice(self._quotes)
         passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
-        while len(passage) < room:
-            passage += (self._between if passage else []) + self._random.choice(self._answers)
+        for answer in self._random.sample(self._answers, len(self._answers)):
+            if len(passage) < room:
+                passage += (self._between if passage else []) + answer
         return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
