@@ -205,6 +205,21 @@ def test_demo_sets_both_answers_side_by_side(run):
     assert result.stdout.count(" pld ") == 2 and result.stdout.count(" ar ") == 2
 
 
+@pytest.mark.parametrize(
+    ("options", "methods"),
+    [
+        ((), ("logitspec", "dynaspec")),
+        (("--model", "other"), ("logitspec", "logitspec")),
+        (("--model", "other", "--drafter", "small"), ("dyspec", "dyspec")),
+        (("--method", "chain"), ("chain", "chain")),
+    ],
+)
+def test_demo_takes_what_suits_the_prompt(run, options, methods):
+    result = run("demo", *options)
+    assert result.exit_code == 0, result.stderr
+    assert [result.stdout.count(f" {method} ") for method in dict.fromkeys(methods)] == [methods.count(m) for m in dict.fromkeys(methods)]
+
+
 def test_demo_says_when_the_tokens_differ():
     from quickbeam.cli.demo import verdict
 

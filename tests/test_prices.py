@@ -55,7 +55,7 @@ def test_prices_are_the_slopes_of_the_largest_convex_bound(more: list[float], ga
 
 def test_prices_follow_what_time_gave_of_late() -> None:
     market = Market(CostModel({1: 1.0, 64: 64.0}), 64, overhead=0.0)
-    assert market.rate == 1 and market.prices(0).call == 0 and market.prices(0).node(1) == pytest.approx(1.0)
+    assert market.rate == 1 and market.prices(0).call == 0.25 and market.prices(0).node(1) == pytest.approx(1.0)
     for _ in range(600):
         market.observe(3, 2.0, 2, 0.5)
     assert market.rate == pytest.approx(1.5, rel=0.01)

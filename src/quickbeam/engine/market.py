@@ -17,6 +17,7 @@ class Market:
     MEMORY = 64  # steps after which an observation has lost most of its weight
     HOLD = 8  # steps that prices are kept for
     TRIAL = 64
+    GUESS = 0.25
 
     def __init__(self, cost: CostModel, limit: int, overhead: float = 0.001) -> None:
         self.cost, self.limit = cost, limit
@@ -32,10 +33,11 @@ class Market:
         return self._tokens / self._seconds
 
     def prices(self, context: int) -> Prices:
-        """Behind `context` tokens. Calls are free until one was seen."""
+        """Behind `context` tokens. A call costs `GUESS` passes until one was seen."""
         if self._prices is None or self._steps % self.HOLD == 0:
             passes = [self.rate * self.cost.seconds(width, context) for width in self._widths]
-            self._prices = Prices(self._widths, passes, self.rate * self._calling / self._calls if self._calls else 0.0)
+            call = self._calling / self._calls if self._calls else self.GUESS * self.cost.seconds(1)
+            self._prices = Prices(self._widths, passes, self.rate * call)
         self._steps += 1
         return replace(self._prices, trial=True) if self._steps % self.TRIAL == 0 else self._prices
 
