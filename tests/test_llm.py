@@ -204,7 +204,7 @@ def test_a_measured_budget_counts_the_time_of_drafting(toy_folder: str, drafter_
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
     if method in ("dyspec", "frspec", "dynaspec"):  # at temperature 0 these heed prices
         market = llm._markets[Setting(method, "full", None)]
-        assert llm._budgets == {} and market._calls > 0 and market.prices(0).call > 0
+        assert llm._budgets == {} and len(market._calls) > 0 < market.call
         llm.generate("abc abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), method=method, budget=0)
     drafting = llm._budgets[Setting(method, "full", None)].drafting
     assert drafting.seconds(1) == 0 and drafting.seconds(llm._budgets[Setting(method, "full", None)].budgets[-1]) > 0

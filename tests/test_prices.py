@@ -61,15 +61,25 @@ def test_prices_follow_what_time_gave_of_late() -> None:
     assert market.rate == pytest.approx(1.5, rel=0.01)
     prices = [market.prices(0) for _ in range(market.HOLD + 1)][-1]
     assert prices.call == pytest.approx(1.5 * 0.25, rel=0.01) and prices.node(1) == pytest.approx(1.5, rel=0.01)
-    market.observe(3, 2.0, 2, 1e9)  # once: the machine was busy
-    assert market._calling / market._calls < 0.26
+    for _ in range(market.CALLS // 2):
+        market.observe(3, 2.0, 2, 1e9)  # the machine was busy
+    assert market.call == 0.25
     longer = Market(CostModel({1: 1.0, 64: 2.0}, {1: 0.0, 64: 0.1}), 64)
     assert longer.prices(0).node(1) < Market(longer.cost, 64).prices(1000).node(1)
 
 
-def test_a_trial_now_and_then() -> None:
+def test_one_trial_is_enough_to_find_a_call_cheap_that_seemed_dear() -> None:
     market = Market(CostModel({1: 1.0}), 64)
-    assert [i for i in range(300) if market.prices(0).trial] == [63, 127, 191, 255]
+    market.observe(1, 5.0, 1, 4.0)
+    market.observe(1, 1.1, 1, 0.1)
+    assert market.call == 0.1
+
+
+def test_a_trial_now_and_then() -> None:
+    for call, trials in ((0.1, [0, 1, 2, 3, 35, 67, 99]), (0.8, [0, 1, 2, 3, 43, 83])):
+        market = Market(CostModel({1: 1.0}), 64)
+        market.observe(1, 1.0, 1, call)
+        assert [i for i in range(100) if market.prices(0).trial] == trials
 
 
 # --- trees ---------------------------------------------------------------------------------------------------------------------------

@@ -140,7 +140,8 @@ class Generation:
             if calls:
                 measured.drafting.observe(budget, drafted - began)
         elif isinstance(measured, Market):
-            measured.observe(len(tokens), time.perf_counter() - began, calls, drafted - began)
+            known = (calls, drafted - began) if self.statistics.steps else (0, 0.0)
+            measured.observe(len(tokens), time.perf_counter() - began, *known)
         if not isinstance(measured, int):
             measured.cost.observe(len(tree), len(context.ids) - len(tokens), verified - drafted)
         stats = self.statistics
