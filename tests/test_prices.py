@@ -129,6 +129,16 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
     assert len(policy.drafter.calls) > 1
 
 
+@pytest.mark.parametrize("promised", [0.0, 0.5])
+def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
+    policy, context = Greedy(zipf_drafter()), context_of([0], 0.0)
+    for _ in range(60_000):
+        policy.promises.observe(0, promised, 1.0)
+    assert 0 < policy.promises.truth <= 1
+    context.prices = flat(0.02, 0.1, trial=True)
+    assert len(policy.grow(context, 64, 20)) >= 1
+
+
 @pytest.mark.parametrize("honest", [1.0, 0.3])
 @pytest.mark.parametrize(("node", "call"), [(0.2, 0.5), (0.02, 0.5), (0.02, 2.0), (1.0, 0.1), (0.2, 20.0)])
 def test_no_fixed_budget_is_much_faster(node: float, call: float, honest: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 
@@ -22,8 +23,10 @@ class Prices:
     call: float
     trial: bool = False
 
-    def __post_init__(self) -> None:
-        hull: list[int] = []  # the lower convex hull of the passes: steps in the cost, as of a kernel's tiles, are spread over their nodes
+    @cached_property
+    def _slopes(self) -> list[float]:
+        """By nodes: along the lower convex hull of the passes. Steps in the cost, as of a kernel's tiles, are spread over their nodes."""
+        hull: list[int] = []
         for i in range(len(self.widths)):
             while len(hull) > 1 and self._slope(hull[-2], i) <= self._slope(hull[-2], hull[-1]):
                 hull.pop()
@@ -31,12 +34,11 @@ class Prices:
         slopes = [0.0] * self.widths[-1]
         for a, b in pairwise(hull):
             slopes[self.widths[a] : self.widths[b]] = [max(0.0, self._slope(a, b))] * (self.widths[b] - self.widths[a])
-        object.__setattr__(self, "_slopes", slopes)
+        return slopes
 
     def _slope(self, a: int, b: int) -> float:
         return (self.passes[b] - self.passes[a]) / (self.widths[b] - self.widths[a])
 
     def node(self, nodes: int) -> float:
         """One more in a tree of `nodes` nodes. Never falls as trees grow; beyond the widest it is without bound."""
-        slopes: list[float] = self._slopes  # type: ignore[attr-defined]
-        return slopes[nodes] if nodes < len(slopes) else float("inf")
+        return self._slopes[nodes] if nodes < len(self._slopes) else float("inf")

@@ -27,6 +27,7 @@ class Promises:
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
     TRUST = 4.0  # trees that the first guess counts for
+    LEAST = 1e-3  # tokens that never fade: where nothing was promised for long, or nothing came, the quotient stays a number
 
     def __init__(self) -> None:
         self._accepted, self._promised, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
@@ -34,7 +35,7 @@ class Promises:
     @property
     def truth(self) -> float:
         """Accepted tokens for each one that was promised."""
-        return self._accepted / self._promised
+        return (self._accepted + self.LEAST) / (self._promised + self.LEAST)
 
     @property
     def gain(self) -> float:
