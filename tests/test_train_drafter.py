@@ -83,6 +83,19 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law_at_every_depth() -> 
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)
 
 
+def test_answers_from_the_first_token_on_have_fewer_rows_in_later_passes() -> None:
+    """What the target said is looked up in the first pass: the same as asking it at each."""
+    early = [conversation._replace(answer=torch.arange(len(conversation.tokens)) >= i) for i, conversation in enumerate(conversations(3))]
+    batch, counts = collate(early), []
+    with torch.no_grad():
+        for depth, step in enumerate(unroll(network(), batch, 4)):
+            if depth == 0:
+                first = step.target
+            assert torch.equal(drafter.kept(first, batch, depth), step.target)
+            counts.append(len(step.out))
+    assert counts[0] > counts[1] > counts[2] > counts[3]
+
+
 def test_padding_changes_no_loss() -> None:
     alone = conversations(1, seed=1)
     longer = Conversation(torch.zeros(40, dtype=torch.int32), torch.zeros(40, dtype=torch.bool), torch.randn(40, 2 * SIZE).bfloat16(), 0.0)
@@ -202,6 +215,10 @@ def test_the_command_writes_trains_and_its_drafter_drafts(toy_folder: str, tmp_p
     assert "--epochs 2" in card and "| 5 |" in card
     again = CliRunner().invoke(app, arguments)  # text and training are done: nothing but the figures
     assert again.exit_code == 0 and json.loads((out / "training.json").read_text())["recipe"]["epochs"] == 2
+    more = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "more"), "--start", str(out), "--lr", "1e-7", "--epochs", "0.01"])
+    assert more.exit_code == 0 and "--start out" in (tmp_path / "more" / "README.md").read_text()
+    first, second = (EagleHead.load(folder).state_dict() for folder in (out, tmp_path / "more"))
+    assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)  # trained on, hardly at all
     llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(out))
     answer = llm.generate("abc", SamplingParams(max_tokens=16, ignore_eos=True))
     assert answer.token_ids == llm.generate("abc", SamplingParams(max_tokens=16, ignore_eos=True), method="ar").token_ids
@@ -218,6 +235,9 @@ def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path, monkeypatch: 
     (tmp_path / "bad.jsonl").write_text('{"question": 1}\n')
     assert "line 1" in told("--prompts", str(tmp_path / "bad.jsonl"))
     assert "--tokens" in told("--tokens", "1000000000000")  # no disk has room
+    assert "not a drafter that" in told("--start", str(tmp_path))
+    network().save(tmp_path / "other")
+    assert "hidden_size 16 instead of" in told("--start", str(tmp_path / "other"))
 
 
 def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

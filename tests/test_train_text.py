@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.train import decoder as decoder_module
+from quickbeam.train import text
 from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Conversation
 from quickbeam.train.text import Circles, Quote, Recipe, Template, Writer
@@ -160,7 +161,7 @@ QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat: Chat) -> None:
     t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
     words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
-    for tokens, answer, hidden, _ in itertools.islice(chat.writer(quote=0.7, quotes=QUOTES), 60):
+    for tokens, answer, hidden, _ in itertools.islice(chat.writer(quote=0.7, quotes=QUOTES, documents=()), 60):
         ids, said = tokens.tolist(), int(answer.nonzero()[0])
         torch.testing.assert_close(hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4)
         assert ids[: len(t.begin)] == t.begin
@@ -179,6 +180,22 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat:
             found[kind] += 1
         earlier += [",".join(map(str, ids[begin:end])) for begin, end in spans(answer.tolist())]
     assert min(found) > 5 and longer > 2
+
+
+def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "LEAST", 3)
+    writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
+    before, opening = chat.encode("aaa "), chat.encode("zzz")
+    begin, quoted = chat.template.begin, 0
+    for tokens, answer, _, _ in itertools.islice(writer, 80):
+        ids = tokens.tolist()
+        assert ids[: len(begin)] == begin and answer.any()  # a document is no conversation
+        asked = ids[len(begin) :]
+        quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
+    assert quoted > 5 and len(writer._written) > 5
+    for words in writer._written:
+        assert words[: len(opening)] == opening and len(words) <= len(opening) + 20
+        assert not chat.template.stops & set(words[:-1])
 
 
 def spans(marks: list[bool]) -> Iterator[tuple[int, int]]:
@@ -283,3 +300,19 @@ def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
             follow = [Script.after.get(token, 2) for token in tokens.tolist()]
             assert all(b == a for a, b, said in zip(follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False) if said)
     assert len(users) > 15
+
+
+def test_documents_have_a_temperature_of_their_own() -> None:
+    heats = {"document_temperature": 1e-3, "user_temperature": 30.0, "quote": 0.5, "document": 40}
+    template = Template([1], [2, 3], [2, 4], frozenset({2}), raw=[9])
+    writer = Writer(Script(), lambda text: [10], template, template.stops, Recipe(90, 5, openers=(), documents=("x",), **heats))
+    Script.after[5], Script.after[10] = 6, 5
+    Script.after[6] = 10  # 10 5 6 10 5 6 …
+    try:
+        for _ in itertools.islice(writer, 20):
+            pass
+    finally:
+        del Script.after[5], Script.after[6]
+        Script.after[10] = 2
+    assert len(writer._written) > 2
+    assert all(words == [(10, 5, 6)[i % 3] for i in range(len(words))] and len(words) > 30 for words in writer._written)

@@ -59,6 +59,9 @@ def drafter(
     quote: Annotated[
         float, typer.Option("--quote", min=0, max=1, help="Share of conversations about a longer text, made of what was written before.")
     ] = 0.15,
+    start: Annotated[
+        Path | None, typer.Option("--start", help="Begin with the weights of this drafter (a folder), to train it on with other text.")
+    ] = None,
     seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
 ) -> None:
     """Write text with the model, and train a drafter on it that quickbeam then drafts with (--drafter OUT).
@@ -71,7 +74,7 @@ def drafter(
         from quickbeam.train.stages import GIB, DrafterTraining, Plan
 
         recipe = Recipe(epochs=epochs, batch=batch, depths=depths, lr=lr, loss_vocab=loss_vocab, cooldown=cooldown, seed=seed)
-        training = DrafterTraining(Plan(model, out, tokens, prompts, slots, length, quote, recipe))
+        training = DrafterTraining(Plan(model, out, tokens, prompts, slots, length, quote, start, recipe))
     first = training.accelerator.is_main_process
     needs = training.needs()
     if first:
@@ -79,7 +82,7 @@ def drafter(
             f"needs at most {needs.text_memory / GIB:.1f} GiB of memory for the text, {needs.train_memory / GIB:.1f} for training, "
             f"and {needs.disk / GIB:.1f} GiB of disk in {out}"
         )
-    training.check_room()
+    training.check()
     with stages_bar(console, first) as bar:
         task = bar.add_task("text", total=tokens, completed=training.written(), figures="")
         told = 0

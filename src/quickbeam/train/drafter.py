@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards
-from quickbeam.train.unroll import Batch, collate, unroll
+from quickbeam.train.unroll import Batch, collate, lasting, unroll
 
 HELD_OUT = 50  # one conversation in so many is never trained on
 
@@ -67,6 +69,15 @@ def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
     return network
 
 
+def begun(model: nn.Module, config: EagleConfig, folder: Path) -> EagleHead:
+    """A network that was trained before, to be trained on. Raises `InvalidInput` for one of another shape than `config`."""
+    network = EagleHead.load(folder, model.get_input_embeddings())  # type: ignore[operator]
+    there, wanted = asdict(network.config), asdict(config)
+    if others := [f"{name} {there[name]!r} instead of {wanted[name]!r}" for name in wanted if there[name] != wanted[name]]:
+        raise InvalidInput(f"--start {folder}: of another shape than what is trained for this model: {'; '.join(others)}")
+    return network.float()
+
+
 def head_of(model: nn.Module) -> torch.Tensor:
     """`[vocab, d]`: the weights of a model's head."""
     return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]
@@ -113,8 +124,10 @@ class Objective(nn.Module):
         total = torch.zeros((), device=batch.tokens.device)
         with autocast(batch.tokens.device):
             for depth, (out, target) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
-                with torch.no_grad():
-                    law = (target.to(head.dtype) @ head.T).float().add_(shift).softmax(-1)
+                if depth == 0:
+                    with torch.no_grad():
+                        laws = (target.to(head.dtype) @ head.T).float().add_(shift).softmax(-1)
+                law = kept(laws, batch, depth)
                 feature = self.network.feature(out)
                 scores = (feature.to(head.dtype) @ head.T).float() + shift
                 each = -(law * scores.log_softmax(-1)).sum(-1)
@@ -122,6 +135,12 @@ class Objective(nn.Module):
                     each = each + distance * F.smooth_l1_loss(feature.float(), target.float(), reduction="none").mean(-1)
                 total = total + self.recipe.decay**depth * each.sum() / max(len(each), 1)
         return total
+
+
+def kept(laws: torch.Tensor, batch: Batch, depth: int) -> torch.Tensor:
+    """Of the target's laws at the rows of the first pass, those at the rows of the pass at `depth`: they are the same tokens' laws."""
+    rows = lasting(batch.answer, depth)
+    return laws if bool(rows.all()) else laws[rows]
 
 
 class Held(NamedTuple):
@@ -142,7 +161,9 @@ def hold_out(network: EagleHead, shards: Shards, chosen: Sequence[int], head: to
         batch = collate([shards[i]]).to(head.device)
         with autocast(head.device):
             for depth, (out, target) in enumerate(unroll(network, batch, depths)):
-                p = (target.to(head.dtype) @ head.T).float().softmax(-1)
+                if depth == 0:
+                    laws = (target.to(head.dtype) @ head.T).float().softmax(-1)
+                p = kept(laws, batch, depth)
                 scores = (network.feature(out).to(head.dtype) @ head.T).float()
                 q = scores.softmax(-1)
                 count[depth] += len(out)

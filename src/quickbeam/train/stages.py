@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from quickbeam import hub
-from quickbeam.draft.eagle import EagleConfig
+from quickbeam.draft.eagle import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.train import drafter, text
@@ -29,7 +29,7 @@ GIB = 2**30
 @dataclass(frozen=True)
 class Plan:
     """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of at most `length`, `slots` at a time, a
-    share `quote` of which are about a longer text."""
+    share `quote` of which are about a longer text. `start`: a drafter whose weights are the first."""
 
     model: str | None
     out: Path
@@ -38,6 +38,7 @@ class Plan:
     slots: int = 128
     length: int = 512
     quote: float = 0.15
+    start: Path | None = None
     recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
 
     @property
@@ -104,8 +105,10 @@ class DrafterTraining:
         train_memory = base + 2 * weights + 24 * parameters + activations + scores + check
         return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
 
-    def check_room(self) -> None:
-        """Raise `InvalidInput` where the disk has no room for what is still to be written."""
+    def check(self) -> None:
+        """Raise `InvalidInput` where the disk has no room for what is still to be written, or `start` is of another shape."""
+        if self.plan.start is not None:
+            self.network()
         self.plan.out.mkdir(parents=True, exist_ok=True)
         there = sum(f.stat().st_size for f in self.plan.out.rglob("*") if f.is_file())
         free = shutil.disk_usage(self.plan.out).free
@@ -162,7 +165,7 @@ class DrafterTraining:
         """Train on the text there is, and write the drafter and its card. Gives the model up: nothing else can follow."""
         plan = self.plan
         shards = Shards(plan.text)
-        network = drafter.new_network(self.model, self.config, plan.recipe.seed)
+        network = self.network()
         del self.model  # with its packed linears, and the keys and values of the text
         gc.collect()
         trainer = Trainer(network, self.head, shards, plan.recipe, plan.out, self.accelerator)
@@ -173,6 +176,12 @@ class DrafterTraining:
             (plan.out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
         return held
 
+    def network(self) -> EagleHead:
+        """What training begins with. Raises `InvalidInput` where `start` is of another shape."""
+        if self.plan.start is None:
+            return drafter.new_network(self.model, self.config, self.plan.recipe.seed)
+        return drafter.begun(self.model, self.config, self.plan.start)
+
     def command(self) -> str:
         """The command line that this training is."""
         plan, recipe, plain = self.plan, self.plan.recipe, drafter.Recipe()
@@ -181,6 +190,7 @@ class DrafterTraining:
         parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
         parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]
         parts += [f"--quote {plan.quote:g}"] if plan.quote != Plan.quote else []
+        parts += [f"--start {plan.start.name}"] if plan.start else []
         for name, value in asdict(recipe).items():
             if value != getattr(plain, name):
                 parts.append(f"--{name.replace('_', '-')} {value:g}")

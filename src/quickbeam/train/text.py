@@ -31,6 +31,18 @@ OPENERS = (
     "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract", "Imagine you are", "You are", "Pretend",
     "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it", "Should I", "I want to", "I have a",
     "Here is a", "Given the", "Complete this function:\n\ndef ", "def ", "What does this code do?\n\n", "Fix this code:\n\n", "In the",
+    "Translate into English: Die", "Translate this to English: Er", "Translate German to English: Das",
+    "What does this mean in English: Ich", "Translate into English: Il", "Translate this to English: El", "Translate English to German:",
+    "How would you say in French:",
+)  # fmt: skip
+
+# How documents begin. Ours.
+DOCUMENTS = (
+    "LONDON --", "NEW YORK --", "By Sarah", "By James", "The mayor of", "Police said", "A man was", "A woman from", "Scientists at",
+    "In 19", "On Monday,", "According to", "The company", "The president", "Once upon a time", "Chapter 1\n\n", "Dear", "Abstract:",
+    "The history of", "He was born in", "She is a", "Located in", "The film", "The team", "Researchers", "How to", "The average",
+    "There are several", "When I", "For many years", "Officials in", "The river", "The band", "Doctors", "The court", "Parents of",
+    "The novel", "During the war", "Der", "Die",
 )  # fmt: skip
 
 
@@ -53,23 +65,27 @@ QUOTES = (
     Quote("Answer by the documents below.\n\n", "\n\nQ:", True), Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
     Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True), Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
 )  # fmt: skip
-REMEMBERED, LEAST = 256, 32  # how many answers may be quoted, of more than so many tokens
+REMEMBERED, LEAST = 256, 32  # how many answers may be quoted, and documents, of more than so many tokens
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How text is written. A conversation holds at most `length` tokens, a user turn at most `question` beside what it quotes. Half of the
     answers are greedy, the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
-    there. `quote`: the share of conversations that begin with a text, made of earlier answers, that fills up to two thirds of `length`.
+    there. `quote`: the share of conversations that begin with a text, made of earlier answers or documents, that fills up to two thirds of
+    `length`; half as many documents are written, of at most `document` tokens.
     """
 
     length: int = 512
     question: int = 192
     quote: float = 0.15
     circle: int = 32
+    document: int = 256
     user_temperature: float = 0.9
+    document_temperature: float = 0.8  # higher, and small models write no sentences
     openers: Sequence[str] = OPENERS
     quotes: Sequence[Quote] = QUOTES
+    documents: Sequence[str] = DOCUMENTS
     seed: int = 0
 
 
@@ -81,6 +97,7 @@ class Template:
     reply: list[int]
     again: list[int]
     stops: frozenset[int]  # what ends a turn
+    raw: list[int] = field(default_factory=list)  # what stands before a text without a template
 
     @staticmethod
     def of(tokenizer: Any, eos_ids: set[int]) -> Template:
@@ -99,7 +116,7 @@ class Template:
         begin, reply, again = pieces
         if not begin or not reply:
             raise InvalidInput("the model's chat template says nothing before or after what users say: give --prompts FILE.jsonl")
-        return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}))
+        return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"]))
 
 
 class Circles:
@@ -126,6 +143,7 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
     answer: list[bool] = field(default_factory=list)
     answering: bool = False
+    document: bool = False  # no conversation
     spoken: int = 0  # tokens of the turn under way
     circles: Circles = field(default_factory=Circles)
 
@@ -151,7 +169,8 @@ class Writer:
         self._openers = [encode(opener) for opener in recipe.openers]
         self._quotes = [(encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes]
         self._between = encode("\n\n")  # passages
-        self._answers: deque[list[int]] = deque(maxlen=REMEMBERED)
+        self._documents = [encode(words) for words in recipe.documents]
+        self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))  # `_written`: documents
         self._prompts = None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
         if self._prompts is not None and not self._prompts:
             raise InvalidInput(f"every prompt is longer than {recipe.length} tokens: raise --length")
@@ -168,19 +187,24 @@ class Writer:
             self._next += 1
             return _Slot(ids[::-1], temperature, answering=True)
         assert self._template is not None
-        if self._answers and self._random.random() < self._recipe.quote:
+        kind, quote = self._random.random(), self._recipe.quote
+        if self._documents and quote <= kind < 1.5 * quote:
+            words = self._template.raw + self._random.choice(self._documents)
+            return _Slot(words[::-1], temperature, document=True)
+        if self._answers and kind < quote:
             words, complete = self._quote()
             reply = self._template.reply if complete else []
             return _Slot((self._template.begin + words + reply)[::-1], temperature, answering=complete)
         return _Slot((self._template.begin + self._opener())[::-1], temperature)
 
     def _quote(self) -> tuple[list[int], bool]:
-        """Words around a text, which is one earlier answer or several; whether nothing follows them."""
+        """Words around a text, which is one earlier answer or document, or several; whether nothing follows them."""
         before, after, open_end = self._random.choice(self._quotes)
         passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
-        for answer in self._random.sample(self._answers, len(self._answers)):
+        texts = self._written if self._written and self._random.random() < 2 / 3 else self._answers
+        for text in self._random.sample(texts, len(texts)):
             if len(passage) < room:
-                passage += (self._between if passage else []) + answer
+                passage += (self._between if passage else []) + text
         return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
@@ -238,6 +262,11 @@ class Writer:
         if slot.forced or full:
             return full
         ended = slot.spoken > 0 and slot.tokens[-1] in self._stops
+        if slot.document:
+            over = ended or slot.spoken >= self._recipe.document or slot.circles.run >= self._recipe.circle
+            if over and slot.spoken > LEAST:
+                self._written.append(slot.tokens[len(self._template.raw) if self._template else 0 : len(slot.tokens) - ended])
+            return over
         if slot.answering:
             if slot.circles.run >= self._recipe.circle:
                 return True
@@ -261,7 +290,7 @@ class Writer:
 
     def _choose(self, logits: torch.Tensor, slots: Sequence[_Slot | None]) -> list[int]:
         """The next token of every slot, by its temperature: one uniform number against the summed law."""
-        heat = torch.tensor([0.0 if s is None else s.temperature if s.answering else self._recipe.user_temperature for s in slots])
+        heat = torch.tensor([0.0 if slot is None else self._temperature(slot) for slot in slots])
         tokens = logits.argmax(-1)
         warm = heat.nonzero()[:, 0].to(logits.device)
         if len(warm):
@@ -269,3 +298,8 @@ class Writer:
             uniform = torch.rand(len(warm), 1, generator=self._generator, device=logits.device) * law[:, -1:]
             tokens[warm] = torch.searchsorted(law, uniform, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
         return tokens.tolist()
+
+    def _temperature(self, slot: _Slot) -> float:
+        if slot.document:
+            return self._recipe.document_temperature
+        return slot.temperature if slot.answering else self._recipe.user_temperature

@@ -82,3 +82,10 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
         hidden = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
         counts = ahead(batch.answer, depth + 2)
         yield Pass(hidden[counts], ahead(batch.hidden[..., -size:], depth + 1)[counts])
+
+
+def lasting(answer: torch.Tensor, depth: int) -> torch.Tensor:
+    """Which rows of `unroll`'s first pass the pass at `depth` has too, in the same order and for the same tokens: `[m]` bool. All of them,
+    but where an answer begins with a conversation. `answer`: the batch's."""
+    place = torch.arange(2, answer.shape[1], device=answer.device).expand(len(answer), -1)
+    return place[answer[:, 2:]] >= depth + 2
