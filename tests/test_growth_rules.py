@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, zipf_drafter
 from quickbeam.draft.base import Laws
 from quickbeam.grow import greedy
+from quickbeam.grow.chances import Printed
 from quickbeam.grow.draws import Draws, drawn, ranked
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.threshold import Threshold
@@ -107,7 +108,7 @@ def algorithm_1(
 @pytest.mark.parametrize(("seed", "max_depth"), [(0, 9), (1, 9), (2, 2)])
 def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> None:
     model = ToyModel(vocab=4, seed=seed)
-    policy, generator = Greedy(KnownDrafter(model.draft)), torch.Generator().manual_seed(seed)
+    policy, generator = Greedy(KnownDrafter(model.draft), Printed()), torch.Generator().manual_seed(seed)
     any_token = algorithm_1(model.draft, 4, max_depth, lambda node, residual: [t for t, r in enumerate(residual) if r > 0])
     exact = {nodes: chance for chance, nodes in any_token}
     assert len(exact) > 30
@@ -137,7 +138,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quickbeam.grow.drafted.drawn", draw_from)
-        tree = Greedy(KnownDrafter(model.draft)).grow(context_of([0], 1.0), size + 1, max_depth)
+        tree = Greedy(KnownDrafter(model.draft), Printed()).grow(context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 
 

@@ -21,6 +21,7 @@ from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.train_all import train_all
+from quickbeam.cli.trees import bench_trees
 from quickbeam.cli.vocabulary import bench_vocabulary
 from quickbeam.errors import InvalidInput, QuickbeamError
 
@@ -76,6 +77,7 @@ for command in (generate, chat, inspect, pull, models, demo):
 for measurement in (acceptance, drafting, heads):
     bench.commands.command()(measurement)
 bench.commands.command("vocabulary")(bench_vocabulary)
+bench.commands.command("trees")(bench_trees)
 app.add_typer(bench.commands, name="bench")
 train.commands.command("all")(train_all)
 app.add_typer(train.commands, name="train")

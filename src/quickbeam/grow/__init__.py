@@ -11,6 +11,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grow.base import NoDraft, TreePolicy
 from quickbeam.grow.branches import Branches
 from quickbeam.grow.chain import Chain
+from quickbeam.grow.chances import Printed
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.logitspec import LogitSpec
@@ -22,6 +23,7 @@ DRAFTER = "drafter"  # the source that needs a model
 SOURCES = ("ngram", "last_logits")  # the others
 DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
     "greedy": Greedy,
+    "greedy-printed": lambda drafter: Greedy(drafter, Printed()),
     "threshold": Threshold,
     "drafted-chain": lambda drafter: Branches(drafter, 1),
     "specinfer": lambda drafter: Branches(drafter, 3),

@@ -18,6 +18,7 @@ from quickbeam.draft.base import Laws
 from quickbeam.grow.wide import independent, likeliest
 
 ROUND = 16  # independent draws made at once
+TOP = 4  # of a law's likeliest tokens that its peaks are told by
 
 
 class Draws:
@@ -28,7 +29,7 @@ class Draws:
     worth `v * (1 - d)` and the child's first slot `v * d`.
 
     `tokens` and their `probabilities`. `law`: makes the `[vocab]` law that they are drawn from, where more is drawn with `generator`; both
-    `None` where the tokens are certain proposals, the most probable first.
+    `None` where the tokens are certain proposals, the most probable first. `top`: the law's largest probabilities by token, largest first.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Draws:
         probabilities: list[float],
         law: Callable[[], torch.Tensor] | None = None,
         generator: torch.Generator | None = None,
+        top: dict[int, float] | None = None,
     ) -> None:
         self._tokens, self._probabilities = tokens, probabilities
+        self._top = top or {}
         self._make_law, self._generator = law, generator
         self._left: list[float] = []  # before each draw and after the last, once asked for
 
@@ -58,6 +61,13 @@ class Draws:
                 self._left = _mass_left(self._probabilities)
             return self._left[i]
         return self._probabilities[i] if i < len(self._tokens) else 0.0
+
+    def peak(self, i: int) -> float:
+        """The largest probability that the token of draw i may have under its own law: that of the likeliest token not drawn before, as far
+        as the `TOP` likeliest tell. Draws 0 to i - 1 must have been asked for."""
+        left, drawn = self.worth(i), self._tokens[:i]
+        largest = next((value for token, value in self._top.items() if token not in drawn), min(self._top.values(), default=0.0))
+        return min(1.0, largest / left) if left > 0 else 1.0
 
     def draw(self, i: int) -> tuple[int, float] | None:
         """The i-th token and its probability before anything is struck out, or `None` where the law gives no further token."""
@@ -88,8 +98,11 @@ def _mass_left(probabilities: list[float]) -> list[float]:
 
 def drawn(laws: Laws, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
     """Draws from each law; more are made when asked for. `count`: about how many a node will need."""
-    found = independent(laws.values, min(count, ROUND), generator)
-    return [Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator) for i, row in enumerate(found)]
+    found, tops = independent(laws.values, min(count, ROUND), generator), likeliest(laws.values, TOP)
+    return [
+        Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator, dict(zip(laws.names(top[0]), top[1], strict=True)))
+        for i, (row, top) in enumerate(zip(found, tops, strict=True))
+    ]
 
 
 def ranked(laws: Laws, count: int, least: Sequence[float] | None = None) -> list[Draws]:

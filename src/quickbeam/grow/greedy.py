@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
+from itertools import zip_longest
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.prices import Prices
+from quickbeam.grow.chances import Chances, Measured
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.draws import Draws
 from quickbeam.grow.search import Candidate, Search
@@ -15,7 +17,9 @@ from quickbeam.tree import TokenTree
 FINDS = 2  # nodes that asking for one adds to a tree whose nodes have a price, or about so many: chosen on our own questions
 FRACTION = 0.2  # of the likeliest path's probability: best-first search asks for all paths down to this in one call
 
-Slot = tuple[float, int, int]  # minus its worth, the node, which child
+PEAK = 0.6  # the largest probability of a law that was not asked for yet: what drafters of good use have on average
+
+Slot = tuple[float, float, int, int]  # minus its worth, minus the probability that it is reached, the node, which child
 
 
 class Promises:
@@ -52,14 +56,19 @@ class Promises:
 
 class Greedy(DraftedPolicy):
     """Above temperature 0, Alg. 1: a heap of open slots; the best one is filled, which opens its sibling's slot and its child's. A slot
-    is worth the probability that it is reached, known before its token is. At temperature 0, best-first search (App. D.1): the tree
-    is the likeliest paths, by the product of their probabilities. Nodes stand in order of worth.
+    is worth the probability that it is reached, times that of its token being accepted, as far as that can be told before the token is
+    known. At temperature 0, best-first search (App. D.1): the tree is the likeliest paths, by the product of their probabilities. Nodes
+    stand in order of worth.
+
+    As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`chances.Printed`). That makes trees too wide:
+    a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `chances.Measured`, the
+    default, goes by what was accepted. Both choose a slot by what is known before its token is: that keeps sampling exact.
 
     The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law
-    that comes early changes nothing of the tree, as filling a slot never raises the worth of another.
+    that comes early changes nothing of the tree, as it is not looked at before its turn.
 
     - Alg. 1: when the best slot belongs to a node without a law, those nodes are asked for whose first slots are among the best of the
-      heap, as many as there are nodes left to add. What lies below is out of reach.
+      heap, as many as there are nodes left to add. Until a node's first slot is the best, it counts as one of a law of usual `PEAK`.
     - Best-first: of the likeliest paths found so far, as many as fit the budget, those are asked for that have no law yet and are at
       least `FRACTION` as likely as the best of these, until all have one.
 
@@ -69,13 +78,15 @@ class Greedy(DraftedPolicy):
 
     priced = True
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: Drafter, chances: Chances | None = None) -> None:
         super().__init__(drafter)
+        self.chances = chances or Measured()
+        self._drawn: dict[int, tuple[int, float]] = {}  # the drawn nodes of the last tree: their place and probability
         self.promises = Promises()
         self._last = (0.0, 0.0)  # what the last tree promised, and what it asked for
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        self._last = (0.0, 0.0)
+        self._last, self._drawn = (0.0, 0.0), {}
         if budget < 2 or max_depth < 1:
             return TokenTree(context.ids[-1])
         if context.temperature > 0:
@@ -85,27 +96,46 @@ class Greedy(DraftedPolicy):
         return self._best_first(context, budget - 1, max_depth)
 
     def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        for node, accepted in zip_longest(path, path[1:]):
+            for child in tree.children[node].values():
+                if child in self._drawn:
+                    self.chances.observe(*self._drawn[child], child == accepted)
+                if child == accepted:
+                    break
         if self._last[1]:
             self.promises.observe(len(path) - 1, *self._last)
 
     def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
         draws: dict[int, Draws] = {}
-        slots: list[Slot] = [(-1.0, 0, 0)]
+        seen: set[int] = set()  # nodes whose laws have had their turn
+        slots: list[Slot] = [(-self.chances.slot(0, PEAK), -1.0, 0, 0)]
         while slots and len(tree) < budget:
-            _, node, i = slots[0]
+            _, reached, node, i = slots[0]
             if node not in draws:
                 free = budget - len(tree)
-                due = [node for _, node, _ in sorted(slots)[:free] if node not in draws]
+                due = [node for _, _, node, _ in sorted(slots)[:free] if node not in draws]
                 draws.update(zip(due, self.ask(context, tree, due, free), strict=True))
+            if node not in seen:
+                seen.add(node)
+                heapreplace(slots, self._slot(-reached, draws[node], node, 0))
+                continue
             heappop(slots)
             new = self.add(tree, node, draws[node], i)
             if new is None:
                 continue
-            heappush(slots, (-tree.value[node] * draws[node].worth(i + 1), node, i + 1))
+            probability = draws[node].chance(i)
+            chance = self.chances.child(i, probability)
+            tree.value[new] = -reached * chance
+            self._drawn[new] = i, probability
+            heappush(slots, self._slot(-reached * (1 - chance), draws[node], node, i + 1))
             if tree.depth[new] < max_depth:
-                heappush(slots, (-tree.value[new], new, 0))
+                heappush(slots, (-tree.value[new] * self.chances.slot(0, PEAK), -tree.value[new], new, 0))
         return tree
+
+    def _slot(self, reached: float, draws: Draws, node: int, i: int) -> Slot:
+        """Slot i of `node`, which is reached with probability `reached`."""
+        return -reached * self.chances.slot(i, draws.peak(i)), -reached, node, i
 
     def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
         search = Search(self, context, size)

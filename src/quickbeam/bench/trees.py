@@ -1,0 +1,194 @@
+"""Tree policies on the same text: how many tokens a step their trees promise, with the chances of verification summed up, not drawn.
+
+Above temperature 0 every method writes a text of its own, and over some hundred steps texts differ more than trees do. Here all policies
+grow trees at the same places of the same plain answers, and the mean of what verification would accept of each tree is computed from the
+model's laws at its nodes. At temperature 0 it is what is accepted. Places are taken evenly from the text, while a method's own steps begin
+where its last draft ended, so that the figures are not quite a bench's MAT.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from math import sqrt
+from statistics import mean, stdev
+from typing import TYPE_CHECKING
+
+import torch
+
+from quickbeam.bench.questions import Question
+from quickbeam.bench.run import Skipped
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.errors import InvalidInput
+from quickbeam.grow import DRAFTED, make_policy
+from quickbeam.grow.base import TreePolicy
+from quickbeam.sampling import Sampler, SamplingParams, draw
+from quickbeam.tree import TokenTree
+from quickbeam.verify import verify_greedy, verify_sampled
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
+
+log = logging.getLogger(__name__)
+Item = tuple[str, int]  # a tree of `grow.DRAFTED`, and its budget
+
+
+def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
+    """The probability that verification (`verify.py`) accepts each node, the root with 1: the product down its path of
+
+        a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
+
+    for the place i that a node has among its siblings. `law(node)`: the target's, `[vocab]`.
+    """
+    chances = [1.0] + [0.0] * (len(tree) - 1)
+    for node, children in enumerate(tree.children):
+        if not children or not chances[node]:
+            continue
+        residual, left = law(node).double(), chances[node]
+        tokens = torch.tensor(list(children))
+        for i, (token, child) in enumerate(children.items()):
+            drafted = tree.law[child]
+            if drafted is None:
+                proposal = torch.zeros_like(residual).index_fill_(0, tokens[i : i + 1], 1.0)
+            else:
+                proposal = drafted.to(residual).index_fill(0, tokens[:i], 0.0)
+                proposal /= proposal.sum()
+            accepted = min(1.0, float(residual[token] / proposal[token]))
+            chances[child], left = left * accepted, left * (1 - accepted)
+            residual = (residual - proposal).clamp_(min=0.0)
+            if not (mass := float(residual.sum())) > 0:
+                break
+            residual /= mass
+    return chances
+
+
+@dataclass
+class Results:
+    """Tokens a step by item and temperature, one number a place of the text; places are the same for all items."""
+
+    tokens: dict[float, dict[Item, list[float]]]
+    prompts: int = 0
+    complete: bool = False
+    skipped: list[Skipped] = field(default_factory=list)
+
+    def places(self, temperature: float) -> int:
+        """Where all items were grown."""
+        return min(map(len, self.tokens[temperature].values()))
+
+    def drop_unfinished(self) -> None:
+        """Forget the place at which an interrupted run had grown some of the items only."""
+        for temperature, found in self.tokens.items():
+            count = self.places(temperature)
+            for numbers in found.values():
+                del numbers[count:]
+
+    def mean(self, temperature: float, item: Item) -> float:
+        return mean(self.tokens[temperature][item])
+
+    def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float]:
+        """The mean of `item` less that of `other`, and its standard error, place by place."""
+        both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
+        gaps = [a - b for a, b in both]
+        return mean(gaps), stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+
+
+def measure(
+    llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], items: Sequence[Item], every: int, results: Results
+) -> Iterator[None]:
+    """Answer the first turn of each question plainly with each of `params`, and grow the trees of all `items` at every `every`-th token,
+    filling `results`; yields after every answer. Policies learn from one answer for the next, apart by temperature.
+
+    A prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
+    """
+    drafter = llm.prepare("dyspec")
+    assert drafter is not None
+    learned = {request.temperature: {item: make_policy(("drafter",), item[0], drafter) for item in items} for request in params}
+    for number, question in enumerate(questions):
+        try:
+            for request in params:
+                seeded = request if request.seed is None else replace(request, seed=request.seed + number)
+                _answer(llm, drafter, question, seeded, learned[request.temperature], every, results.tokens[request.temperature])
+                yield
+            results.prompts += 1
+        except InvalidInput as error:
+            log.warning("question %s is left out: %s", question.question_id, error)
+            results.skipped.append(Skipped(question.question_id, 0, str(error)))
+    results.complete = True
+
+
+def _answer(
+    llm: LLM,
+    drafter: Drafter,
+    question: Question,
+    params: SamplingParams,
+    policies: dict[Item, TreePolicy],
+    every: int,
+    found: dict[Item, list[float]],
+) -> None:
+    target = llm.target
+    ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
+    drafter.check_length(len(ids), params.max_tokens)
+    if target.context_length is not None and len(ids) + params.max_tokens > target.context_length:
+        raise InvalidInput(f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the context of {target.context_length}")
+    llm.reset()
+    drafter.use(None)
+    generator, drafting = (torch.Generator().manual_seed((params.seed or 0) + salt) for salt in (0, 1))
+    sampler = Sampler(params, ids, target.vocab_size)
+
+    def choose(logits: torch.Tensor) -> int:
+        return sampler.best(logits) if params.greedy else draw(sampler.law(logits), generator)
+
+    logits = target.prefill(ids)
+    ids.append(choose(logits))
+    sampler.extend(ids[-1:])
+    drafter.reset(ids)
+    context = Context(ids, logits, params.temperature, drafting)
+    for step in range(params.max_tokens - 1):
+        if ids[-1] in llm.eos_ids:
+            break
+        if step % every == 0:
+            for item, policy in policies.items():
+                found[item].append(_tokens(llm, policy, context, item[1], sampler, generator))
+        root = TokenTree(ids[-1])
+        context.logits = target.verify(root)[0]
+        target.commit(root, [0])
+        ids.append(choose(context.logits))
+        sampler.extend(ids[-1:])
+        drafter.extend(ids[-1:])
+
+
+def _tokens(llm: LLM, policy: TreePolicy, context: Context, budget: int, sampler: Sampler, generator: torch.Generator) -> float:
+    """The mean of the tokens that a step with `policy`'s next tree emits here. The policy is told of one outcome."""
+    tree = policy.grow(context, budget, llm.target.depth_limit())
+    logits = llm.target.verify(tree)
+
+    def below(node: int) -> list[int]:
+        return [tree.token[i] for i in tree.path(node)[1:]]
+
+    if sampler.params.greedy:
+        path, _ = verify_greedy(tree, lambda node: sampler.best(logits[node], below(node)))
+        policy.verified(tree, path)
+        return float(len(path))
+    path, _ = verify_sampled(tree, lambda node: sampler.law(logits[node], below(node)), generator)
+    policy.verified(tree, path)
+    return sum(reached(tree, lambda node: sampler.law(logits[node], below(node))))
+
+
+def parse_trees(text: str) -> list[str]:
+    """Comma-separated names of `grow.DRAFTED`. Raises `InvalidInput` for others."""
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names or any(name not in DRAFTED for name in names):
+        raise InvalidInput(f"--trees {text!r}: must be of {', '.join(DRAFTED)}, comma-separated")
+    return names
+
+
+def parse_budgets(text: str) -> list[int]:
+    """Comma-separated numbers of nodes. Raises `InvalidInput` for others."""
+    try:
+        budgets = list(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        budgets = []
+    if not budgets or min(budgets) < 2:
+        raise InvalidInput(f"--budgets {text!r}: must be numbers of at least 2 nodes, comma-separated")
+    return budgets

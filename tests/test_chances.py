@@ -1,0 +1,88 @@
+"""What drawn children are worth: the paper's word, and what was accepted.
+
+pytest tests/test_chances.py
+"""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+
+import pytest
+import torch
+
+from drafters import KnownDrafter, context_of, toy_laws
+from quickbeam.bench.trees import reached
+from quickbeam.grow.chances import Chances, Measured, Printed
+from quickbeam.grow.greedy import Greedy
+from quickbeam.verify import verify_sampled
+from toy import ToyModel, path_tokens
+
+
+def test_before_anything_was_accepted_the_formula_counts() -> None:
+    chances = Measured()
+    for place in range(6):
+        for probability in (0.001, 0.05, 0.3, 0.77, 1.0):
+            assert chances.child(place, probability) == pytest.approx(Measured.usual(place, probability))
+            assert chances.slot(place, probability) == chances.child(place, probability)
+    assert Printed().child(3, 0.2) == 0.2 and Printed().slot(3, 0.2) == 1.0
+
+
+@pytest.mark.parametrize("truth", [0.02, 0.5, 0.97])
+def test_what_is_accepted_is_learned_where_it_was_seen(truth: float) -> None:
+    chances, rng = Measured(), random.Random(3)
+    for _ in range(4000):
+        chances.observe(1, rng.uniform(0.3, 0.6), rng.random() < truth)
+    assert mean(chances.child(1, x) for x in (0.31, 0.45, 0.59)) == pytest.approx(truth, abs=0.06)
+    assert chances.child(0, 0.45) == Measured.usual(0, 0.45) and chances.child(1, 0.2) == Measured.usual(1, 0.2)
+
+
+def test_policies_tell_what_had_its_turn() -> None:
+    """Children up to the accepted one, of the nodes on the path, with the probabilities that they were drawn with."""
+    model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
+    told: list[tuple[int, float, bool]] = []
+
+    class Told(Printed):
+        def observe(self, place: int, probability: float, accepted: bool) -> None:
+            told.append((place, probability, accepted))
+
+    policy, generator = Greedy(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
+    for _ in range(40):
+        tree = policy.grow(context_of([0], 1.0, generator), 9, 5)
+        path, _ = verify_sampled(tree, lambda node: model.target([0, *path_tokens(tree, node)]), generator)  # noqa: B023
+        told.clear()
+        policy.verified(tree, path)
+        expected = []
+        for node, following in zip(path, [*path[1:], None], strict=True):
+            left = 1.0
+            for place, (token, child) in enumerate(tree.children[node].items()):
+                probability = float(model.draft([0, *path_tokens(tree, node)])[token])
+                expected.append((place, pytest.approx(probability / left, rel=1e-3), child == following))
+                left -= probability
+                if child == following:
+                    break
+        assert told == expected
+
+
+def accepted(chances: Chances, temperature: float, budget: int) -> float:
+    """Tokens a step of many trees, after as many to learn from."""
+    found = []
+    for seed in range(4):
+        model = ToyModel(vocab=12, seed=seed, noise=1.3, zeros=0.0)
+        target, draft = toy_laws(model, temperature)
+        policy, generator, rng = Greedy(KnownDrafter(draft), chances), torch.Generator().manual_seed(seed), random.Random(seed)
+        for _ in range(150):
+            context = [rng.randrange(12) for _ in range(3)]
+            tree = policy.grow(context_of(context, temperature, generator), budget, 12)
+
+            def law(node: int) -> torch.Tensor:
+                return target([*context, *path_tokens(tree, node)])  # noqa: B023
+
+            found.append(sum(reached(tree, law)))
+            policy.verified(tree, verify_sampled(tree, law, generator)[0])
+    return mean(found)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(temperature: float) -> None:
+    assert accepted(Measured(), temperature, 12) > 1.02 * accepted(Printed(), temperature, 12)
