@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from quickbeam.target.store import KVStore
 
-SPLIT = 384  # positions; see `attend_grouped`
+SPLIT, WIDE_SPLIT = 384, 128  # positions; see `attend_grouped`
 BLOCK = 64  # a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes longer than the product
 
 
@@ -42,6 +42,7 @@ class Step:
     visible: torch.Tensor | None = None
     exact: bool = False
     base: int = 0
+    wide: bool = False  # see `attend_grouped`
     _masks: dict[tuple[str, int | None], torch.Tensor | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -53,7 +54,8 @@ class Step:
         self.store.reserve(self.end)
         self.rows = self.store.rows(range(self.start + self.base, self.start + total))
         self.tail = self.start & ~1 if self.store.pairwise else self.start  # rows before it are certain tokens only
-        self.split = self.start // SPLIT * SPLIT if self.exact else 0
+        self.every = cuts(self.wide)
+        self.split = self.start // self.every * self.every if self.exact else 0
         self.causal = self.visible is None
         if self.causal and total > 1:
             self.visible = torch.ones(self.n, total, dtype=torch.bool).tril_(self.base)
@@ -62,7 +64,7 @@ class Step:
         """The first row that any new token sees."""
         if window is None or self.start < window:
             return 0
-        block = SPLIT if self.exact else self.block
+        block = self.every if self.exact else self.block
         return (self.start - window + 1) // block * block
 
     def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
@@ -97,6 +99,11 @@ class Step:
         return window is not None and self.start + len(self.positions) > window
 
 
+def cuts(wide: bool) -> int:
+    """Sums of an exact step are cut at multiples of so many positions."""
+    return WIDE_SPLIT if wide else SPLIT
+
+
 Attend = Callable[[torch.Tensor, Step, Layer], torch.Tensor]
 
 
@@ -121,6 +128,9 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     the tokens' own order, whatever hidden keys lie between. Beyond 512 keys the kernels cut the sum at places that depend on the number
     of keys, so positions are cut here, at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of the
     weights is taken in float64, where order doesn't show after rounding. `exactness.py` checks all this on the machine at hand.
+
+    AMX keeps two sums a tile, of every other key, so that no layout gives an order. There (`step.wide`) the values behind the last cut are
+    added in float64, too, and cuts are closer.
     """
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
@@ -146,12 +156,11 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     if sinks is not None:
         total = total + (sinks - peak * scaling).exp()
     weight = weight.to(value.dtype)
-    cut = step.split
+    cut = max(step.split, first)
+    weight_behind, behind = weight[:, :, cut - first :], value[:, cut : step.end]
+    out = torch.bmm(weight_behind.double(), behind.double()) if step.wide else torch.bmm(weight_behind, behind)
     if cut > first:
-        out = torch.bmm(weight[:, :, : cut - first], value[:, first:cut]).float()
-        out = out + torch.bmm(weight[:, :, cut - first :], value[:, cut : step.end])
-    else:
-        out = torch.bmm(weight, value[:, first : step.end])
+        out = torch.bmm(weight[:, :, : cut - first], value[:, first:cut]).float() + out
     return ungroup((out / total).to(value.dtype), n)
 
 

@@ -7,17 +7,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from quickbeam.target.attention import SPLIT, Layer, Step, attend_grouped
-from quickbeam.target.linear import FastLinear
+from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
+from quickbeam.target.linear import WIDEST, FastLinear
 from quickbeam.target.store import KVStore, LayerShape
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
+FEW = 16  # rows a part: with fewer, weights would be read too often
 
 
 class Promise(NamedTuple):
@@ -25,36 +27,45 @@ class Promise(NamedTuple):
 
     rows: int  # the fewest rows that a forward needs for it, 1 or 2
     broken: tuple[str, ...]  # what breaks it, in words; empty where it is kept
+    wide: bool = False  # whether attention has to add the tree's values in float64 for it
+
+
+class Rows(NamedTuple):
+    """Between these numbers of rows, a product gives each row the same bits."""
+
+    least: int
+    most: int  # 0: at no number of use
 
 
 def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promise:
     """Look at every kind of product that a model of these modules makes in bfloat16 on this CPU.
 
-    Packed layers that need a second row to keep the promise are told so (`FastLinear.min_rows`).
+    Packed layers are told between which numbers of rows they keep the promise (`FastLinear.min_rows`, `max_rows`).
     """
     dims = sorted({dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)})
-    broken = [f"attention of {dim} dimensions a head" for dim in dims if not attention_is_order_free(dim)]
-    rows = 1 if all(attention_is_order_free(dim, alone=1) for dim in dims) else 2
+    wide = not all(attention_is_order_free(dim) for dim in dims)
+    broken = [f"attention of {dim} dimensions a head" for dim in dims if not attention_is_order_free(dim, wide=wide)]
+    rows = 1 if all(attention_is_order_free(dim, alone=1, wide=wide) for dim in dims) else 2
     for module in modules:
         if isinstance(module, FastLinear | nn.Linear | Conv1D):
             conv = isinstance(module, Conv1D)
             inputs, outputs = module.weight.shape if conv else (module.in_features, module.out_features)
             packed = isinstance(module, FastLinear) and module.packed
-            needed = rows_needed("conv" if conv else "packed" if packed else "plain", int(inputs), int(outputs))
-            if not needed:
+            found = rows_alike("conv" if conv else "packed" if packed else "plain", int(inputs), int(outputs))
+            if found.most < (FEW if isinstance(module, FastLinear) else WIDTHS[-1]):
                 broken.append(f"products of {inputs} inputs and {outputs} outputs")
             elif isinstance(module, FastLinear):
-                module.min_rows = needed
+                module.min_rows, module.max_rows = found.least, found.most if found.most < WIDTHS[-1] else WIDEST
             else:
-                rows = max(rows, needed)
+                rows = max(rows, found.least)
         elif any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
             broken.append(f"the products of {type(module).__name__} are not known")
-    return Promise(rows, tuple(dict.fromkeys(broken)))
+    return Promise(rows, tuple(dict.fromkeys(broken)), wide)
 
 
 @functools.cache
-def rows_needed(kind: str, inputs: int, outputs: int) -> int:
-    """1 where each row of such a product has the same bits at any number of rows, 2 where it has from two rows up, else 0.
+def rows_alike(kind: str, inputs: int, outputs: int) -> Rows:
+    """The numbers of rows, from one or two up, at which each row of such a product has the same bits.
 
     Weights come in pairs of opposites and inputs in pairs of equals, so that nothing but rounding is left of any sum.
     """
@@ -74,12 +85,13 @@ def rows_needed(kind: str, inputs: int, outputs: int) -> int:
     elif kind == "conv":
         transposed, none = linear.weight.t().contiguous(), torch.zeros(outputs, dtype=torch.bfloat16)
         product = functools.partial(torch.addmm, none, mat2=transposed)
-    whole = product(x)
 
-    def same(rows: int) -> bool:
-        return torch.equal(torch.cat([product(x[i : i + rows].contiguous()) for i in range(0, len(x), rows)]), whole)
+    def by(rows: int) -> torch.Tensor:
+        return torch.cat([product(x[i : i + rows].contiguous()) for i in range(0, len(x), rows)])
 
-    return (1 if same(1) else 2) if all(same(rows) for rows in WIDTHS) else 0
+    pairs = by(WIDTHS[0])
+    alike = list(takewhile(lambda rows: torch.equal(by(rows), pairs), WIDTHS))
+    return Rows(1 if torch.equal(by(1), pairs) else 2, alike[-1] if alike else 0)
 
 
 def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:
@@ -93,14 +105,14 @@ def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tenso
 
 
 @functools.cache
-def attention_is_order_free(dim: int, alone: int = 2, rounds: int = 24) -> bool:
+def attention_is_order_free(dim: int, alone: int = 2, wide: bool = False, rounds: int = 24) -> bool:
     """Whether a path scattered over a random tree attends with the same bits as one token at a time (in `alone` rows), at several lengths
-    of prefix."""
+    of prefix. `wide`: with values added in float64."""
     generator = torch.Generator().manual_seed(0)
-    layer = Layer(0, dim**-0.5)
+    layer, every = Layer(0, dim**-0.5), cuts(wide)
     for i in range(rounds):
-        prefix = int(torch.randint(8, 4 * SPLIT, (1,), generator=generator)) if i % 3 else 508 + 512 * (i % 2)  # kernels cut at 512
-        prefix -= max(0, prefix % SPLIT + 8 - SPLIT)  # the path may not cross a cut
+        prefix = int(torch.randint(8, 1536, (1,), generator=generator)) if i % 3 else 508 + 512 * (i % 2)  # kernels cut at 512
+        prefix -= max(0, prefix % every + 8 - every)  # the path may not cross a cut
         n, depth = 48, 8
         path = [0, *(torch.randperm(n - 1, generator=generator)[: depth - 1] + 1).sort().values.tolist()]
         keys = torch.randn(2, prefix + depth, dim, generator=generator).bfloat16() * (i % 2)  # without keys all weights are 1
@@ -109,7 +121,7 @@ def attention_is_order_free(dim: int, alone: int = 2, rounds: int = 24) -> bool:
         certain = _store(keys, values, prefix)
         single = []
         for d in range(depth):
-            step = Step(certain, torch.tensor([prefix + d] * alone), torch.eye(alone, dtype=torch.bool), exact=True)
+            step = Step(certain, torch.tensor([prefix + d] * alone), torch.eye(alone, dtype=torch.bool), exact=True, wide=wide)
             certain.write(0, step.rows, *(row[:, prefix + d, None].expand(-1, alone, -1) for row in (keys, values)))
             single.append(attend_grouped(query[d].expand(alone, -1, -1).contiguous(), step, layer)[0])
             certain.commit([0])
@@ -119,7 +131,7 @@ def attention_is_order_free(dim: int, alone: int = 2, rounds: int = 24) -> bool:
         visible = torch.eye(n, dtype=torch.bool)
         for d, node in enumerate(path):
             visible[node, path[: d + 1]] = True
-        step = Step(shared, prefix + at, visible, exact=True)
+        step = Step(shared, prefix + at, visible, exact=True, wide=wide)
         shared.write(0, step.rows, *(torch.randn(2, n, dim, generator=generator).bfloat16() for _ in range(2)))
         shared.write(0, step.rows[path], keys[:, prefix:], values[:, prefix:])
         queries = torch.randn(n, query.shape[1], dim, generator=generator).bfloat16()

@@ -15,6 +15,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 ROWS = 16  # how many rows at a time the packing is made for; it serves any number
+WIDEST = 128  # rows of a verification; longer parts of prompts are the same however the answer is decoded
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
@@ -45,15 +46,21 @@ class FastLinear(nn.Module):
             self.bias = torch.cat(
                 [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears]
             )
-        self.min_rows = 1  # 2 where a lone row takes another kernel, whose bits differ (`exactness.py`): it takes a copy along then
+        # Between these numbers of rows, each row has the same bits (`exactness.py`). A lone row takes a copy along where that needs two;
+        # more rows, up to `WIDEST`, go in parts.
+        self.min_rows, self.max_rows = 1, WIDEST
         packed = pack_weight(self.weight)
         self.packed = packed is not None
         if packed is not None:
             self.weight = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.min_rows > 1 and x.numel() == self.in_features:
+        rows = x.numel() // self.in_features
+        if rows < self.min_rows:
             return self._product(x.expand(*x.shape[:-2], 2, self.in_features).contiguous())[..., :1, :]
+        if self.max_rows < rows <= WIDEST:
+            parts = x.reshape(rows, self.in_features).tensor_split(-(-rows // self.max_rows))
+            return torch.cat([self._product(part) for part in parts]).view(*x.shape[:-1], self.out_features)
         return self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa, cuts
 from quickbeam.target.exactness import Promise, examine
 from quickbeam.target.interface import Features, check_layers, forward, install
 from quickbeam.target.lean import LeanModel
@@ -59,6 +59,7 @@ class Target:
             logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")
             self.exact = not promise.broken
             self._rows = promise.rows if self.exact else 1  # the fewest of a forward
+            self._wide = promise.wide and self.exact
             self.store = KVStore(shapes, self.dtype, self.device, pairwise=self.exact)
         self.ids: list[int] = []
         self._features: Features | None = None
@@ -90,8 +91,9 @@ class Target:
         if not self.exact:
             return 1 << 30
         root = self.store.length
-        cuts = [root, *(root - window + 1 for window in self._windows if root >= window)]
-        return min(SPLIT - 1 - cut % SPLIT for cut in cuts)
+        places = [root, *(root - window + 1 for window in self._windows if root >= window)]
+        every = cuts(self._wide)
+        return min(every - 1 - place % every for place in places)
 
     def _forward(self, ids: Sequence[int], step: Step, attend: Attend, last: bool) -> torch.Tensor:
         tokens = torch.tensor(ids, dtype=torch.int64, device=self.device)
@@ -184,7 +186,7 @@ class Target:
         if n < self._rows:  # kernels that treat a single row differently: a lone token takes a mirror image along
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + start
-        step = Step(self.store, positions, visible, self.exact, base)
+        step = Step(self.store, positions, visible, self.exact, base, self._wide)
         logits = self._forward(tokens[base:], step, self._verify, last=False)[: n - base]
         if (hidden := self._hidden()) is not None:
             self._drafted = torch.cat([self._drafted[:base], hidden[: n - base]]) if base else hidden

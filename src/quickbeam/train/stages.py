@@ -7,7 +7,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -168,7 +168,9 @@ class DrafterTraining:
         network = self.network()
         del self.model  # with its packed linears, and the keys and values of the text
         gc.collect()
-        trainer = Trainer(network, self.head, shards, plan.recipe, plan.out, self.accelerator)
+        # Hidden states lead the way of a beginner only.
+        recipe = replace(plan.recipe, regression=0.0) if plan.start else plan.recipe
+        trainer = Trainer(network, self.head, shards, recipe, plan.out, self.accelerator)
         held = trainer.run(report)
         if self.accelerator.is_main_process:
             (plan.out / "README.md").write_text(self.card(shards, trainer, held))
