@@ -50,10 +50,10 @@ def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expec
     done = wrong = 0
     while done < len(tokens):
         tree, path = TokenTree(tokens[done]), [0]
-        deepest = min(below(9), target.depth_limit(), len(tokens) - done - 1)
+        deepest, most = min(below(9), target.depth_limit(), len(tokens) - done - 1), below(40)
         for token in tokens[done + 1 : done + 1 + deepest]:
             parent = path[-1]
-            for _ in range(below(4)):
+            for _ in range(below(4) if len(tree) < most else 0):
                 other = below(VOCAB)
                 if other != token and tree.child(parent, other) is None:
                     tree.add(tree.add(parent, other, "noise"), below(VOCAB), "noise")
@@ -78,11 +78,9 @@ def test_every_layout_gives_the_same_bits_across_a_cut(name: str) -> None:
 def test_the_embedded_model_gives_the_same_bits(smollm2) -> None:
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=True)
-    text = "In the beginning there was a small model that answered slowly, so its friends drafted ahead and it only had to agree. " * 20
+    text = "In the beginning there was a small model that answered slowly, so its friends drafted ahead and it only had to agree. " * 50
     ids = tokenizer(text)["input_ids"]
-    for begin in (37, 2 * SPLIT - 20):
-        if begin + 40 > len(ids):
-            continue
+    for begin in (37, 2 * SPLIT - 20, 1100):
         prompt, tokens = ids[:begin], ids[begin : begin + 40]
         expected = one_at_a_time(target, prompt, tokens)
         assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
@@ -92,9 +90,9 @@ def test_the_usual_attention_does_not_keep_the_bits(smollm2) -> None:
     """What the exact path is for: the same comparison without it sees differences."""
     model, _ = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=False)
-    ids = torch.randint(VOCAB, (80,), generator=torch.Generator().manual_seed(0)).tolist()
-    expected = one_at_a_time(target, ids[:40], ids[40:])
-    assert rows_that_differ(target, ids[:40], ids[40:], expected, 0) > 0
+    ids = torch.randint(VOCAB, (1140,), generator=torch.Generator().manual_seed(0)).tolist()
+    expected = one_at_a_time(target, ids[:1100], ids[1100:])
+    assert sum(rows_that_differ(target, ids[:1100], ids[1100:], expected, seed) for seed in range(3)) > 0
 
 
 def test_sums_in_float64_have_no_order() -> None:

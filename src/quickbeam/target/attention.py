@@ -130,7 +130,8 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     weights is taken in float64, where order doesn't show after rounding. `exactness.py` checks all this on the machine at hand.
 
     AMX keeps two sums a tile, of every other key, so that no layout gives an order. There (`step.wide`) the values behind the last cut are
-    added in float64, too, and cuts are closer.
+    added in float64, too, and cuts are closer. What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum depends
+    on the number of queries.
     """
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
@@ -159,8 +160,9 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     cut = max(step.split, first)
     weight_behind, behind = weight[:, :, cut - first :], value[:, cut : step.end]
     out = torch.bmm(weight_behind.double(), behind.double()) if step.wide else torch.bmm(weight_behind, behind)
-    if cut > first:
-        out = torch.bmm(weight[:, :, : cut - first], value[:, first:cut]).float() + out
+    for begin in range(first, cut, SPLIT if step.wide else max(cut, 1)):
+        end = min(begin + SPLIT, cut) if step.wide else cut
+        out = torch.bmm(weight[:, :, begin - first : end - first], value[:, begin:end]).float() + out
     return ungroup((out / total).to(value.dtype), n)
 
 

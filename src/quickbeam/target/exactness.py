@@ -113,7 +113,7 @@ def attention_is_order_free(dim: int, alone: int = 2, wide: bool = False, rounds
     for i in range(rounds):
         prefix = int(torch.randint(8, 1536, (1,), generator=generator)) if i % 3 else 508 + 512 * (i % 2)  # kernels cut at 512
         prefix -= max(0, prefix % every + 8 - every)  # the path may not cross a cut
-        n, depth = 48, 8
+        n, depth = (48, 16, 13, 24, 9)[i % 5], 8  # kernels are chosen by the number of rows
         path = [0, *(torch.randperm(n - 1, generator=generator)[: depth - 1] + 1).sort().values.tolist()]
         keys = torch.randn(2, prefix + depth, dim, generator=generator).bfloat16() * (i % 2)  # without keys all weights are 1
         values = cancelling(2 * dim, prefix + depth, generator).view(2, dim, -1).transpose(1, 2)
