@@ -47,10 +47,10 @@ def test_generate_streams_text_and_then_statistics(run):
     result = run("generate", "hello")
     assert (result.exit_code, result.stdout) == (0, "one two\n")
     assert result.stderr == (
-        "[logitspec] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted\n"
+        "[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted\n"
     )
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
-    assert (kind, model, method) == ("load", None, "logitspec")
+    assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
     assert options == {"dtype": "bfloat16"} | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact"))
     assert (call, messages) == ("chat", [("user", "hello")])
@@ -102,7 +102,7 @@ def test_json_is_the_completion_and_nothing_else(run):
     result = run("generate", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     record = json.loads(result.stdout)
-    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == ("one two", "stop", "fake", "logitspec")
+    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == ("one two", "stop", "fake", "auto")
     assert record["sources"] == {"ngram": {"drafted": 8, "accepted": 3}}
 
 
@@ -134,7 +134,7 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--nonsense"], ["--nonsense"]),
         (["gnerate"], ["gnerate"]),
         (["pull", "nope"], ["unknown embedded model 'nope'", "smollm2-135m"]),
-        (["generate", "hi", "--drafter", "small"], ["--drafter small", "'logitspec' drafts without a model", "dyspec"]),
+        (["generate", "hi", "--method", "pld", "--drafter", "small"], ["--drafter small", "'pld' drafts without a model", "dyspec"]),
         (["chat", "--min-p", "2"], ["min_p=2.0"]),
         (["demo", "--method", "nope"], ["unknown method 'nope'"]),
     ],
@@ -208,13 +208,12 @@ def test_demo_sets_both_answers_side_by_side(run):
 @pytest.mark.parametrize(
     ("options", "methods"),
     [
-        ((), ("logitspec", "dynaspec")),
-        (("--model", "other"), ("logitspec", "logitspec")),
-        (("--model", "other", "--drafter", "small"), ("dyspec", "dyspec")),
+        ((), ("auto", "auto")),
+        (("--model", "other"), ("auto", "auto")),
         (("--method", "chain"), ("chain", "chain")),
     ],
 )
-def test_demo_takes_what_suits_the_prompt(run, options, methods):
+def test_demo_takes_the_method_that_is_asked_for(run, options, methods):
     result = run("demo", *options)
     assert result.exit_code == 0, result.stderr
     assert [result.stdout.count(f" {method} ") for method in dict.fromkeys(methods)] == [methods.count(m) for m in dict.fromkeys(methods)]
@@ -254,7 +253,7 @@ def test_a_real_ctrl_c():
         rest, said = process.communicate(timeout=30)
     assert process.returncode == 130
     assert begun == "one two more more mo" and rest.endswith("\n")
-    assert said.startswith("[logitspec]") and "(interrupted)" in said
+    assert said.startswith("[auto]") and "(interrupted)" in said
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -202,7 +202,7 @@ def test_a_measured_budget_counts_the_time_of_drafting(toy_folder: str, drafter_
     assert llm._budgets == {} and llm._cost is None  # the preset's own
     answer = llm.generate("abc abc", SHORT, method=method, budget=0)
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
-    if method in ("dyspec", "frspec", "dynaspec"):  # at temperature 0 these heed prices
+    if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):  # at temperature 0 these heed prices
         market = llm._markets[Setting(method, "full", None)]
         assert llm._budgets == {} and len(market._calls) > 0 < market.call
         llm.generate("abc abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), method=method, budget=0)
@@ -258,7 +258,7 @@ def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:
 
 
 def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder: str, drafter_folder: str) -> None:
-    llm = LLM(toy_folder, dtype="float32", drafter=drafter_folder)
+    llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
     assert llm._drafter is None and llm.prepare("pld") is None
     assert llm.prepare("dyspec") is llm.prepare("dyspec-threshold") is llm._drafter is not None

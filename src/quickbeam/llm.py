@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.loading import load_drafter
-from quickbeam.draft.vocabulary import make_shortlist
+from quickbeam.draft.vocabulary import is_routed, make_shortlist
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.market import Market
@@ -20,7 +20,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grow import DRAFTER, make_policy
 from quickbeam.grow.base import TreePolicy
-from quickbeam.presets import check_vocab, preset
+from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
@@ -110,7 +110,7 @@ class LLM:
     def __init__(
         self,
         model: str | None = None,
-        method: str = "logitspec",
+        method: str = "auto",
         *,
         dtype: str = "bfloat16",
         device: str | None = None,
@@ -122,7 +122,9 @@ class LLM:
         fast: bool = True,
         progress: Any = None,
     ) -> None:
-        chosen, drafter = preset(method), drafter or hub.shipped_drafter(model)
+        drafter = drafter or hub.shipped_drafter(model)
+        method = stand_in(method, drafter is not None)
+        chosen = preset(method)
         if drafter is None:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         check_vocab(vocab or chosen.vocab)
@@ -141,6 +143,7 @@ class LLM:
         self._conversation: list[Message] = []  # whose tokens the target holds
         self._drafter_name, self._fast, self._progress = drafter, fast, progress
         self._drafter: Drafter | None = None
+        self._routed = False  # it comes with a router
         self.prepare(method)
 
     def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
@@ -150,11 +153,16 @@ class LLM:
             return None
         if self._drafter is None:
             self._drafter = load_drafter(self._drafter_name, self.target, self.tokenizer, fast=self._fast, progress=self._progress)
+            self._routed = is_routed(self._drafter)
         self._shortlist(self._drafter, self._setting(method, vocab, shortlist))
         return self._drafter
 
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
-        return Setting(method, vocab or self.vocab or preset(method).vocab, self.shortlist if shortlist is None else shortlist)
+        """Of a method whose drafter, if it has one, is loaded."""
+        vocab = vocab or self.vocab or preset(method).vocab
+        if vocab == ROUTED:
+            vocab = "router" if self._routed else "full"
+        return Setting(method, vocab, self.shortlist if shortlist is None else shortlist)
 
     def _shortlist(self, drafter: Drafter, setting: Setting) -> Shortlist | None:
         key = setting.vocab, setting.shortlist
@@ -232,13 +240,13 @@ class LLM:
         keep: int,
         observer: Observer | None,
     ) -> Stream:
-        params, name = params or SamplingParams(), method or self.method
+        params, name = params or SamplingParams(), stand_in(method or self.method, self._drafter_name is not None)
         chosen = preset(name)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         self._conversation = []
+        drafter = self.prepare(name, options.get("vocab"), options.get("shortlist"))
         setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
-        drafter = self.prepare(*setting)
         policy = make_policy(chosen.sources, chosen.tree, drafter)
         if params.seed is None or params.greedy:
             policy = self._policies.setdefault(setting, policy)

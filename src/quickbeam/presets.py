@@ -6,19 +6,21 @@ from dataclasses import dataclass
 
 from quickbeam.errors import InvalidInput
 
+ROUTED = "routed"  # `router` where the drafter has one, else `full`
 VOCABS = ("full", "frequency", "context", "clusters", "router")  # what of the vocabulary a drafter scores (`draft/vocabulary.py`)
 
 
 @dataclass(frozen=True)
 class Preset:
     """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model.
-    `vocab`: what the drafter scores, one of `VOCABS`."""
+    `vocab`: what the drafter scores, one of `VOCABS`, or `ROUTED`. `without`: the preset that stands in where no drafter is at hand."""
 
     sources: tuple[str, ...]
     tree: str
     budget: int
     summary: str
     vocab: str = "full"
+    without: str | None = None
 
 
 PRESETS: dict[str, Preset] = {
@@ -41,6 +43,14 @@ PRESETS: dict[str, Preset] = {
     "eagle2": Preset(("drafter",), "eagle2", 16, "EAGLE-2's tree: a drafter's likeliest tokens, the likeliest paths of all layers kept"),
     "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
     "dynaspec": Preset(("drafter",), "greedy", 16, "DynaSpec: DySpec's tree, the drafter scoring only what a router picks", "router"),
+    "auto": Preset(
+        ("ngram", "drafter"),
+        "merged",
+        0,
+        "one tree of n-grams and what a drafter says, each where it promises more than its time; LogitSpec where there is no drafter",
+        ROUTED,
+        without="logitspec",
+    ),
 }
 
 
@@ -51,9 +61,14 @@ def preset(method: str) -> Preset:
     return PRESETS[method]
 
 
+def stand_in(method: str, drafter: bool) -> str:
+    """The preset to use where there is, or is not, a drafter. Raises as `preset` does."""
+    return method if drafter else preset(method).without or method
+
+
 def check_vocab(vocab: str, size: int | None = None) -> None:
     """Raise `InvalidInput` for a word that is not of `VOCABS`, and for a size where all of the vocabulary is scored."""
-    if vocab not in VOCABS:
+    if vocab not in (*VOCABS, ROUTED):
         raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
     if vocab == "full" and size is not None:
         raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")

@@ -51,6 +51,10 @@ class MethodItem:
     def drafts_with_a_model(self) -> bool:
         return self.method == "hf-assisted" or (not self.is_peer and "drafter" in PRESETS[self.method].sources)
 
+    @property
+    def needs_a_drafter(self) -> bool:
+        return self.drafts_with_a_model and (self.is_peer or PRESETS[self.method].without is None)
+
 
 def parse_budget(text: str) -> int:
     """`auto` (0) or a number of nodes a step, the root included. Raises `InvalidInput`."""
@@ -84,7 +88,7 @@ def parse_methods(
     names = [item.name for item in items]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"--methods: {twice!r} is given twice")
-    drafted = [item for item in items if item.drafts_with_a_model and (item.is_peer or shipped_drafter(model) is None)]
+    drafted = [item for item in items if item.needs_a_drafter and (item.is_peer or shipped_drafter(model) is None)]
     if drafter is None and drafted:
         what = (
             "smaller model with the same vocabulary"

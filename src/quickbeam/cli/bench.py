@@ -52,7 +52,7 @@ def bench(
             help=f"Comma-separated NAME[:BUDGET][+SWITCH]. Names: {', '.join([*PRESETS, *PEERS])}; switches: {', '.join(SWITCHES)}. "
             "Example: ar,logitspec:16,logitspec:64,ar+exact,hf.",
         ),
-    ] = "ar,pld,logitspec",
+    ] = "ar,pld,logitspec,auto",
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
     ] = None,

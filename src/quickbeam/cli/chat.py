@@ -17,7 +17,7 @@ HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows 
 
 def chat(
     model: options.Model = None,
-    method: options.Method = "logitspec",
+    method: options.Method = "auto",
     max_tokens: options.MaxTokens = 512,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

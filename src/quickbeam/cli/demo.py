@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Column, Table
@@ -15,17 +13,15 @@ from rich.text import Text
 from quickbeam.cli import options
 from quickbeam.cli.common import load, stderr
 from quickbeam.engine.result import Completion
-from quickbeam.hub import shipped_drafter
 from quickbeam.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question, and the method that suits it where the model's drafter is at hand."""
+    """A question."""
 
     title: str
     prompt: str
-    method: str
 
 
 EDIT = """Rename the function area to rectangle_area in this code. Print the whole code.
@@ -46,16 +42,14 @@ print(area(3, 4))
 print(total_area([(3, 4), (5, 6)]))
 ```"""
 EXAMPLES = (
-    Example("an edit, whose answer repeats the question", EDIT, "logitspec"),
-    Example("an open question", "Why is the sky blue? Explain it in a few sentences.", "dynaspec"),
+    Example("an edit, whose answer repeats the question", EDIT),
+    Example("an open question", "Why is the sky blue? Explain it in a few sentences."),
 )
 
 
 def demo(
     model: options.Model = None,
-    method: Annotated[
-        str | None, typer.Option("--method", help="One for both prompts. Default: what suits each, by what the model has a drafter for.")
-    ] = None,
+    method: options.Method = "auto",
     drafter: options.Drafter = None,
     max_tokens: options.MaxTokens = 160,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
@@ -63,20 +57,17 @@ def demo(
 ) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     params = SamplingParams(max_tokens=max_tokens)
-    if method is None and (drafter is not None or shipped_drafter(model) is None):
-        method = "logitspec" if drafter is None else "dyspec"
-    chosen = [method or example.method for example in EXAMPLES]
-    llm = load(model, chosen[-1], dtype, device, 0 if method is None else None, drafter=drafter)
+    llm = load(model, method, dtype, device, drafter=drafter)
     out, progress = Console(highlight=False), stderr()
 
     def answer(name: str, prompt: str, params: SamplingParams) -> Completion:
         with progress.status(f"answering with {name}") if progress.is_terminal else ExitStack():
             return llm.chat([{"role": "user", "content": prompt}], params, method=name)
 
-    for name in dict.fromkeys(["ar", *chosen]):
+    for name in ("ar", method):
         answer(name, "Say hello.", SamplingParams(max_tokens=min(16, max_tokens)))  # warm-up
-    for example, name in zip(EXAMPLES, chosen, strict=True):
-        rounds = [[answer(one, example.prompt, params) for one in ("ar", name)] for _ in range(2)]
+    for example in EXAMPLES:
+        rounds = [[answer(one, example.prompt, params) for one in ("ar", method)] for _ in range(2)]
         # Of the two rounds the faster one counts: a machine has other things to do as well.
         plain, fast = (min(answers, key=lambda completion: completion.statistics.seconds) for answers in zip(*rounds, strict=True))
         out.rule(example.title)

@@ -22,7 +22,7 @@ from quickbeam.sampling import SamplingParams
 def generate(
     prompt: Annotated[str, typer.Argument(help="The text to answer; - reads standard input.")],
     model: options.Model = None,
-    method: options.AnyMethod = "logitspec",
+    method: options.AnyMethod = "auto",
     max_tokens: options.MaxTokens = 256,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,

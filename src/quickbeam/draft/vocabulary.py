@@ -52,6 +52,13 @@ def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | Non
     return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
 
 
+def is_routed(drafter: Drafter) -> bool:
+    """Whether `drafter` comes with a router for its vocabulary."""
+    if not isinstance(drafter, EagleDrafter) or drafter.network.config.own_head or drafter.folder is None:
+        return False
+    return Artefact.there(drafter.folder) and Artefact.load(drafter.folder).router is not None
+
+
 def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
     folder = drafter.folder
     if folder is None or not Artefact.there(folder):

@@ -15,6 +15,7 @@ from quickbeam.grow.chances import Printed
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.logitspec import LogitSpec
+from quickbeam.grow.merged import Merged
 from quickbeam.grow.sequoia import Sequoia
 from quickbeam.grow.threshold import Threshold
 from quickbeam.grow.topk import TopK
@@ -35,6 +36,7 @@ TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
     "chain": ("ngram",),
     "logitspec": ("ngram", "last_logits"),
     **dict.fromkeys(DRAFTED, (DRAFTER,)),
+    "merged": ("ngram", DRAFTER),
 }
 
 
@@ -55,10 +57,10 @@ def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | Non
     if usable and not preset_sources:
         raise InvalidInput(f"tree {tree!r} needs a source; give it {' or '.join(usable)}")
 
-    if tree in DRAFTED:
+    if DRAFTER in preset_sources:
         if drafter is None:
             raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
-        return DRAFTED[tree](drafter)
+        return DRAFTED[tree](drafter) if tree in DRAFTED else Merged(drafter, Ngram())
     ngram = Ngram() if "ngram" in preset_sources else None
     last_logits = LastLogits() if "last_logits" in preset_sources else None
     if tree == "chain" and ngram is not None:

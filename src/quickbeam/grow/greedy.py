@@ -103,7 +103,7 @@ class Greedy(DraftedPolicy):
                 if child == accepted:
                     break
         if self._last[1]:
-            self.promises.observe(len(path) - 1, *self._last)
+            self.promises.observe(self._accepted(path), *self._last)
 
     def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
@@ -147,20 +147,31 @@ class Greedy(DraftedPolicy):
 
     def _worthwhile(self, context: Context, prices: Prices, size: int, max_depth: int) -> TokenTree:
         truth, gain, asked, finds = self.promises.truth, self.promises.gain, 0.0, FINDS * prices.node(1)
-        search = Search(self, context, size, floor=prices.node(1) / truth)
+        search = self._search(context, size, prices.node(1) / truth, max_depth)
         due, trial = [search.root], prices.trial
-        while due and (trial or sum(max(0.0, -one.cost * gain - finds) for one in due) > prices.call):
+        while due and (trial or sum(max(0.0, search.worth(one) * gain - finds) for one in due) > prices.call):
             trial = False
             search.expand(due)
-            asked -= sum(one.cost for one in due)
+            asked += sum(search.worth(one) for one in due)
             search.best = [one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)]
             due = open_ends(search, size, max_depth)
-        self._last = -sum(one.cost for one in search.best), asked
+        self._last = -sum(one.cost for one in search.drafted), asked
+        return self._planted(search)
+
+    def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
+        return Search(self, context, size, floor)
+
+    def _planted(self, search: Search) -> TokenTree:
         return search.tree()
+
+    def _accepted(self, path: Sequence[int]) -> int:
+        """How many tokens of the drafter were accepted."""
+        return len(path) - 1
 
 
 def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:
     """The paths to be asked for next."""
     # Where all places are taken, nothing below the last can get one.
-    due = [one for one in search.best[: size - 1] if one.number not in search.expanded and one.depth < max_depth]
+    expanded = search.expanded
+    due = [one for one in search.best[: size - 1] if one.number not in expanded and one.parent in expanded and one.depth < max_depth]
     return [one for one in due if one.cost <= FRACTION * due[0].cost]

@@ -17,6 +17,7 @@ class Candidate(NamedTuple):
     parent: int  # its number
     token: int
     depth: int
+    source: str
 
 
 class Search:
@@ -32,7 +33,7 @@ class Search:
         self._policy, self._context, self._size, self._floor = policy, context, size, floor
         self._seen = TokenTree(context.ids[-1])
         self._numbers = 1  # given out so far
-        self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0)
+        self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0, "root")
 
     def expand(self, due: Sequence[Candidate], width: int | None = None) -> None:
         """Ask the drafter once, for the `width` likeliest tokens after each of `due`: the root first, later any of `best`."""
@@ -41,21 +42,43 @@ class Search:
             if one is not self.root:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
         laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
-        worst = min(-self._floor, self.best[-1].cost if len(self.best) == self._size else 0.0)
+        worst = self.worst
         least = [ROUNDING * worst / one.cost for one in due]  # what a probability must be above for its path to get in
-        fresh = list[Candidate]()
-        for one, row in zip(due, likeliest(laws.values, min(width or self._size, self._size), least), strict=True):
-            for token, probability in zip(laws.names(row[0]), row[1], strict=True):
-                cost = one.cost * probability
-                if cost >= worst:
-                    break
-                fresh.append(Candidate(cost, self._numbers, one.number, token, one.depth + 1))
-                self._numbers += 1
-        self.best = sorted(self.best + fresh)[: self._size]
+        rows = likeliest(laws.values, min(width or self._size, self._size), least)
+        for one, row in zip(due, rows, strict=True):
+            self.take(one, list(zip(laws.names(row[0]), row[1], strict=True)), worst)
+        self.best = sorted(self.best)[: self._size]
+
+    @property
+    def worst(self) -> float:
+        """What a path must cost less than to get in."""
+        return min(-self._floor, self.best[-1].cost if len(self.best) == self._size else 0.0)
+
+    def worth(self, one: Candidate) -> float:
+        """The probability that asking about `one` tells something: that it is reached."""
+        return -one.cost
+
+    @property
+    def drafted(self) -> list[Candidate]:
+        """Those of `best` that are the drafter's."""
+        return self.best
+
+    def take(self, one: Candidate, children: list[tuple[int, float]], worst: float) -> None:
+        """The drafter gives these tokens and their probabilities, the likeliest first, after `one`."""
+        for token, probability in children:
+            if one.cost * probability >= worst:
+                break
+            self.best.append(self.new(one, token, probability, self._policy.drafter.name))
+
+    def new(self, parent: Candidate, token: int, probability: float, source: str) -> Candidate:
+        """A candidate with the next number."""
+        self._numbers += 1
+        return Candidate(parent.cost * probability, self._numbers - 1, parent.number, token, parent.depth + 1, source)
 
     def tree(self) -> TokenTree:
-        """The root and `best`, in order of worth."""
+        """The root and `best`, in order of worth; `place` then says which node a candidate is."""
         tree, place = TokenTree(self._context.ids[-1]), {0: 0}
+        self.place = place
         for one in self.best:
-            place[one.number] = tree.add(place[one.parent], one.token, self._policy.drafter.name, -one.cost)
+            place[one.number] = tree.add(place[one.parent], one.token, one.source, -one.cost)
         return tree

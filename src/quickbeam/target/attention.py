@@ -130,8 +130,8 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     weights is taken in float64, where order doesn't show after rounding. `exactness.py` checks all this on the machine at hand.
 
     AMX keeps two sums a tile, of every other key, so that no layout gives an order. There (`step.wide`) the values behind the last cut are
-    added in float64, too, and cuts are closer. What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum depends
-    on the number of queries.
+    added in float64, too, and cuts are closer. What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum
+    depends on the number of queries.
     """
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]

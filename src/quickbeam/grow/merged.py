@@ -1,0 +1,146 @@
+"""One tree of two sources: what the text so far repeats, and what a drafter says. Each has the nodes where it promises more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.prices import Prices
+from quickbeam.draft.retrieval import Ngram
+from quickbeam.grow.drafted import DraftedPolicy
+from quickbeam.grow.greedy import Greedy
+from quickbeam.grow.search import Candidate, Search
+from quickbeam.tree import TokenTree
+
+LONGEST = 16  # tokens of a continuation at most
+SURE = 2  # tokens that a guessed path must have in common with the text to be continued from it
+
+
+class Repeats:
+    """How often the text goes on as it did before, by how many tokens it has been repeating itself for: at first as it was in answers to
+    our own questions, then by what came true."""
+
+    USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
+    TRUST = 8.0  # observations that these count for
+    MEMORY = 256  # observations of a class after which one has lost most of its weight
+
+    def __init__(self) -> None:
+        self._right = [self.TRUST * chance for chance in self.USUAL]
+        self._count = [self.TRUST] * len(self.USUAL)
+
+    def chance(self, length: int) -> float:
+        """That the next token is the one that followed then."""
+        i = self._class(length)
+        return min(0.99, self._right[i] / self._count[i])
+
+    def observe(self, length: int, right: bool) -> None:
+        i, keep = self._class(length), 1 - 1 / self.MEMORY
+        self._right[i] = keep * self._right[i] + right
+        self._count[i] = keep * self._count[i] + 1
+
+    def _class(self, length: int) -> int:
+        return min(max(length, 1).bit_length(), len(self.USUAL)) - 1
+
+
+class MergedSearch(Search):
+    """A search in which continuations of the text take part: paths that cost no call.
+
+    Where a drafter is asked about a node that has one, the two are one child of chance 1 - (1 - q)(1 - a), q being its probability and a
+    the continuation's chance, and the drafter's other tokens share what is left.
+    """
+
+    def __init__(
+        self, policy: DraftedPolicy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats
+    ) -> None:
+        super().__init__(policy, context, size, floor)
+        self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
+        self.chances: dict[int, float] = {}  # by number of its parent: that it is right
+        self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
+        self._tails = {0: tuple(context.ids[-ngram.max_n :])}
+        self._ngram, self._repeats, self._max_depth = ngram, repeats, max_depth
+        if match := ngram.match(self._tails[0]):
+            self._continue(self.root, ngram.continuation(match, LONGEST), ngram.extent(match, LONGEST))
+
+    def expand(self, due: Sequence[Candidate], width: int | None = None) -> None:
+        super().expand(due, width)
+        for one in [one for one in self.best if one.number not in self._tails]:
+            tail = self._tails[one.number] = (*self._tails[one.parent], one.token)[-self._ngram.max_n :]
+            match = self._ngram.match(tail)
+            if match and match.length >= SURE:
+                guessed = tail[-min(one.depth, len(tail)) :]
+                self._continue(one, self._ngram.continuation(match, LONGEST, guessed), match.length)
+
+    def worth(self, one: Candidate) -> float:
+        return -one.cost * (1 - self.chances.get(one.number, 0.0))
+
+    @property
+    def drafted(self) -> list[Candidate]:
+        return [one for one in self.best if one.number not in self.lengths]
+
+    def take(self, one: Candidate, children: list[tuple[int, float]], worst: float) -> None:
+        chain = self._chains.get(one.number)
+        if chain is None:
+            return super().take(one, children, worst)
+        chance, token = self.chances[one.number], chain[0].token
+        probability = min(dict(children).get(token, 0.0), 1 - 1e-6)
+        both = 1 - (1 - probability) * (1 - chance)
+        below = {candidate.number for candidate in chain}
+        self.best = [found._replace(cost=found.cost * both / chance) if found.number in below else found for found in self.best]
+        rest = (1 - both) / (1 - probability)
+        super().take(one, [(other, p * rest) for other, p in children if other != token], worst)
+
+    def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
+        """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may get in."""
+        worst, chain, above = self.worst, list[Candidate](), one
+        for i, token in enumerate(tokens[: self._max_depth - one.depth]):
+            chance = self._repeats.chance(length + i)
+            if above.cost * chance >= worst:
+                break
+            self.chances[above.number] = chance
+            above = self.new(above, token, chance, self._ngram.name)
+            self.lengths[above.number] = length + i
+            self._tails[above.number] = (*self._tails[above.parent], token)[-self._ngram.max_n :]
+            chain.append(above)
+        for i, candidate in enumerate(chain):
+            self._chains[candidate.parent] = chain[i:]
+        self.best = sorted(self.best + chain)[: self._size]
+
+
+class Merged(Greedy):
+    """At temperature 0, `Greedy`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
+    source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
+    long, the drafter is not asked at all. Above temperature 0 the drafter drafts alone, as `Greedy` does.
+    """
+
+    def __init__(self, drafter: Drafter, ngram: Ngram) -> None:
+        super().__init__(drafter)
+        self.sources = (drafter, ngram)
+        self.ngram, self.repeats = ngram, Repeats()
+        self._lengths: dict[int, int] = {}  # of the last tree: nodes that continue the text, and for how long it repeated itself before
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        self._lengths = {}
+        return super().grow(context, budget, max_depth)
+
+    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        for node, following in zip(path, [*path[1:], None], strict=True):
+            for child in tree.children[node].values():
+                if child in self._lengths:
+                    self.repeats.observe(self._lengths[child], child == following)
+        super().verified(tree, path)
+
+    def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
+        free = Prices([1, size + 1], [0.0, 0.0], -1.0)
+        return self._worthwhile(context, free, size, max_depth)
+
+    def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
+        return MergedSearch(self, context, size, floor, max_depth, self.ngram, self.repeats)
+
+    def _planted(self, search: Search) -> TokenTree:
+        assert isinstance(search, MergedSearch)
+        tree, place = search.tree(), search.place
+        self._lengths = {place[number]: length for number, length in search.lengths.items() if number in place}
+        return tree
+
+    def _accepted(self, path: Sequence[int]) -> int:
+        return sum(node not in self._lengths for node in path[1:])

@@ -1,0 +1,176 @@
+"""One tree of what the text repeats and what a drafter says.
+
+pytest tests/test_merged.py
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from drafters import KnownDrafter, context_of, paths, zipf_drafter
+from models import VOCAB, tiny
+from quickbeam import LLM, SamplingParams
+from quickbeam.draft.prices import Prices
+from quickbeam.draft.retrieval import Ngram
+from quickbeam.engine.budget import CostModel
+from quickbeam.engine.loop import Generation
+from quickbeam.engine.market import Market
+from quickbeam.engine.text import Output
+from quickbeam.grow import make_policy
+from quickbeam.grow.greedy import Greedy
+from quickbeam.grow.merged import LONGEST, Merged, Repeats
+from quickbeam.llm import Setting
+from quickbeam.target.target import Target
+from quickbeam.verify import verify_greedy
+from toy import ToyModel, path_tokens
+
+
+class Letters:
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(97 + i % 26) for i in ids)
+
+
+def merged(drafter: KnownDrafter, ids: list[int]) -> Merged:
+    policy = Merged(drafter, Ngram())
+    policy.ngram.reset(ids)
+    return policy
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(1, 40), st.integers(0, 9), st.lists(st.integers(0, 7), min_size=1))
+def test_every_tree_keeps_the_contract(seed: int, vocab: int, budget: int, max_depth: int, text: list[int]) -> None:
+    model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
+    drafter = KnownDrafter(model.draft)
+    policy = merged(drafter, ids)
+    tree = policy.grow(context_of(ids, 0.0), budget, max_depth)
+    assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
+    assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(law is not None for law in tree.law)
+    for node in range(1, len(tree)):
+        assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
+    for children, value in zip(tree.children, tree.value, strict=True):
+        assert sum(tree.value[child] for child in children.values()) <= value + 1e-6
+    assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
+
+
+def test_without_repeats_the_tree_is_the_drafters() -> None:
+    ids = [7, 3]
+    both, alone = merged(zipf_drafter(), ids), Greedy(zipf_drafter())
+    for budget in (2, 9, 30):
+        trees = [policy.grow(context_of(ids, 0.0), budget, 12) for policy in (both, alone)]
+        assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(trees[1].value)
+
+
+def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() -> None:
+    law = torch.tensor([0.1, 0.5, 0.3, 0.1])
+    ids = [0, 2, 3, 0]  # 0 was followed by 2
+    policy = merged(KnownDrafter(lambda context: law), ids)
+    chance = policy.repeats.chance(1)
+    tree = policy.grow(context_of(ids, 0.0), 5, 1)
+    found = {token: tree.value[child] for token, child in tree.children[0].items()}
+    both = 1 - (1 - 0.3) * (1 - chance)
+    assert found == pytest.approx({2: both, 1: 0.5 * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7})
+    assert tree.source[tree.children[0][2]] == "ngram" and tree.source[tree.children[0][1]] == "drafter"
+
+
+def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
+    period = [5, 9, 2, 7, 1, 8, 3]
+    ids = period * 4
+    policy = merged(zipf_drafter(20), ids)
+    context = context_of(ids, 0.0)
+    context.prices = Prices([1, 64], [0.0, 63 * 0.01], 0.3)
+    tree = policy.grow(context, 64, 12)
+    assert policy.calls == 0 and path_tokens(tree, len(tree) - 1) == (period * 2)[:12]
+    context = context_of([1, 2, 3, 4], 0.0)
+    context.prices = Prices([1, 64], [0.0, 63 * 0.01], 0.3)
+    policy.ngram.reset([1, 2, 3, 4])
+    policy.grow(context, 64, 12)
+    assert policy.calls > 0
+
+
+def test_likely_paths_are_continued_from_the_text() -> None:
+    """The drafter is sure of one token; what followed it earlier hangs below it without a further call."""
+    law = torch.full((30,), 0.001)
+    law[4] = 1 - 0.029
+    text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
+    ids = [*text[:-1], 20, 1]
+    policy = merged(KnownDrafter(lambda context: law), ids)
+    context = context_of(ids, 0.0)
+    context.prices = Prices([1, 64], [0.0, 63 * 0.02], 0.75)
+    tree = policy.grow(context, 64, 9)
+    assert (4, 11, 12) in paths(tree) and policy.calls <= 1
+
+
+def test_how_often_the_text_repeats_itself_is_learned() -> None:
+    repeats = Repeats()
+    assert [repeats.chance(length) for length in (1, 2, 3, 4, 8, 16, 99)] == pytest.approx([0.25, 0.45, 0.45, 0.65, 0.8, 0.9, 0.9])
+    rng = random.Random(0)
+    for _ in range(2000):
+        repeats.observe(5, rng.random() < 0.1)
+    assert repeats.chance(4) == pytest.approx(0.1, abs=0.06) and repeats.chance(3) == pytest.approx(0.45)
+
+
+def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() -> None:
+    period = [5, 9, 2, 7]
+    ids = period * 3
+    policy = merged(zipf_drafter(20), ids)
+    policy.repeats = repeats = Repeats()
+    told: list[tuple[int, bool]] = []
+    repeats.observe = lambda length, right: told.append((length, right))  # type: ignore[method-assign]
+    promised: list[int] = []
+    policy.promises.observe = lambda accepted, *_: promised.append(accepted)  # type: ignore[method-assign]
+    tree = policy.grow(context_of(ids, 0.0), 12, 8)
+    chain = (period * 3)[:8]
+    following = {tuple(chain[:i]): chain[i] for i in range(3)}
+    path, _ = verify_greedy(tree, lambda node: following.get(tuple(path_tokens(tree, node)), 19))
+    policy.verified(tree, path)
+    assert len(path) == 4 and told[:3] == [(8, True), (9, True), (10, True)] and all(not right for _, right in told[3:])
+    assert promised == [0]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 7, 24, "market"])
+def test_output_is_plain_decodings(budget: int | str) -> None:
+    """A text that goes in circles now and then, a drafter that is right now and then."""
+    target, params = Target(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
+    model = ToyModel(VOCAB, 3)
+    prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
+
+    def answer(policy: object, nodes: object) -> list[int]:
+        target.reset()
+        output = Output(Letters(), params, ())
+        for _ in Generation(target, policy, output, prompt, params, nodes):  # type: ignore[arg-type]
+            pass
+        return output.token_ids
+
+    plain = answer(make_policy((), "none"), 1)
+
+    def law(context: list[int]) -> torch.Tensor:
+        if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(plain):
+            return torch.nn.functional.one_hot(torch.tensor(plain[len(context) - len(prompt)]), VOCAB) * 0.8 + 0.2 / VOCAB
+        return model.draft(context)
+
+    nodes = Market(CostModel({1: 1.0, 64: 2.0}), 64) if budget == "market" else budget
+    policy = Merged(KnownDrafter(law), Ngram())
+    assert answer(policy, nodes) == plain
+
+
+def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
+    short = SamplingParams(max_tokens=12, ignore_eos=True)
+    alone = LLM(toy_folder, dtype="float32")
+    answer = alone.generate("abc abc", short)
+    assert alone.method == answer.method == "logitspec"
+    both = LLM(toy_folder, dtype="float32", drafter=toy_folder)
+    drafted = both.generate("abc abc", short)
+    assert drafted.method == "auto" and drafted.token_ids == answer.token_ids
+    assert set(both._markets) == {Setting("auto", "full", None)}  # a smaller model has no router
+    assert both.generate("abc abc", SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)).method == "auto"
+
+
+def test_continuations_are_not_endless() -> None:
+    ids = [1] * 40
+    policy = merged(zipf_drafter(20), ids)
+    assert max(policy.grow(context_of(ids, 0.0), 64, 60).depth) <= 2 * LONGEST
