@@ -13,7 +13,7 @@ from quickbeam.draft.base import Context
 from quickbeam.draft.logits import LastLogits
 from quickbeam.draft.retrieval import Ngram
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED, SOURCES, TREES, make_policy
+from quickbeam.grow import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
 from quickbeam.grow.base import NoDraft, TreePolicy
 from quickbeam.grow.chain import Chain, graft
 from quickbeam.grow.logitspec import LogitSpec, branch_length
@@ -150,7 +150,7 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(
 
 @pytest.mark.parametrize("ids", [[3], [3, 3], [3, 4]])
 @pytest.mark.parametrize("budget", [1, 2, 3, 64])
-@pytest.mark.parametrize("tree", [tree for tree in TREES if tree not in DRAFTED])
+@pytest.mark.parametrize("tree", [tree for tree, usable in TREES.items() if DRAFTER not in usable])
 def test_shortest_prompts_and_tiny_budgets(ids: list[int], budget: int, tree: str) -> None:
     context = Context(ids, logits_in_order([ids[-1], 9, 8], 10))
     grew = grown(context, budget, 32, TREES[tree], tree)
@@ -339,12 +339,14 @@ def test_make_policy(sources: tuple[str, ...], tree: str, kind: type[TreePolicy]
 @pytest.mark.parametrize(
     ("sources", "tree", "message"),
     [
-        (("ngram",), "oak", f"unknown tree 'oak'; known: none, chain, logitspec, {', '.join(DRAFTED)}"),
+        (("ngram",), "oak", f"unknown tree 'oak'; known: none, chain, logitspec, {', '.join(DRAFTED)}, merged"),
         (("gram",), "chain", "unknown source 'gram'; known: ngram, last_logits, drafter"),
         ((), "chain", "tree 'chain' needs a source; give it ngram"),
         (("last_logits",), "chain", "tree 'chain' can't use source 'last_logits'; give it ngram"),
         ((), "logitspec", "tree 'logitspec' needs a source; give it ngram or last_logits"),
         (("drafter",), "greedy", "tree 'greedy' drafts with a model: name one with --drafter"),
+        (("ngram", "drafter"), "merged", "tree 'merged' drafts with a model: name one with --drafter"),
+        (("ngram",), "merged", "tree 'merged' needs the source 'drafter'"),
         (("ngram",), "none", "tree 'none' can't use source 'ngram'; give it no sources"),
     ],
 )

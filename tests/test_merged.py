@@ -170,6 +170,12 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     assert both.generate("abc abc", SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)).method == "auto"
 
 
+def test_either_source_of_the_tree_can_be_left_out() -> None:
+    assert type(make_policy(("drafter",), "merged", zipf_drafter())) is Greedy
+    both = make_policy(("drafter", "ngram"), "merged", zipf_drafter())
+    assert type(both) is Merged and [source.name for source in both.sources] == ["drafter", "ngram"]
+
+
 def test_continuations_are_not_endless() -> None:
     ids = [1] * 40
     policy = merged(zipf_drafter(20), ids)

@@ -57,11 +57,13 @@ def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | Non
     if usable and not preset_sources:
         raise InvalidInput(f"tree {tree!r} needs a source; give it {' or '.join(usable)}")
 
-    if DRAFTER in preset_sources:
+    ngram = Ngram() if "ngram" in preset_sources else None
+    if DRAFTER in usable:
+        if DRAFTER not in preset_sources:
+            raise InvalidInput(f"tree {tree!r} needs the source {DRAFTER!r}")
         if drafter is None:
             raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
-        return DRAFTED[tree](drafter) if tree in DRAFTED else Merged(drafter, Ngram())
-    ngram = Ngram() if "ngram" in preset_sources else None
+        return DRAFTED[tree](drafter) if tree in DRAFTED else Merged(drafter, ngram) if ngram else Greedy(drafter)
     last_logits = LastLogits() if "last_logits" in preset_sources else None
     if tree == "chain" and ngram is not None:
         return Chain(ngram)
