@@ -13,9 +13,9 @@ import torch
 
 from drafters import KnownDrafter, context_of, toy_laws
 from quickbeam.bench.trees import reached
-from quickbeam.grow.chances import Chances, Measured, Printed
+from quickbeam.grow.chances import Chances, Likeliest, Measured, Printed
 from quickbeam.grow.greedy import Greedy
-from quickbeam.verify import verify_sampled
+from quickbeam.verify import verify_greedy, verify_sampled
 from toy import ToyModel, path_tokens
 
 
@@ -62,6 +62,29 @@ def test_policies_tell_what_had_its_turn() -> None:
                 if child == following:
                     break
         assert told == expected
+
+
+def test_certain_children_are_told_apart_by_their_rank() -> None:
+    """All children of the nodes on the path, those after the accepted one too: the target could have said any of them."""
+    model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
+    told: list[tuple[int, float, bool]] = []
+
+    class Told(Printed):
+        def observe(self, place: int, probability: float, accepted: bool) -> None:
+            told.append((place, probability, accepted))
+
+    policy = Greedy(KnownDrafter(model.draft), Told())
+    tree = policy.grow(context_of([0], 0.0), 20, 5)
+    path, _ = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    policy.verified(tree, path)
+    expected = []
+    for node, following in zip(path, [*path[1:], None], strict=True):
+        law = model.draft([0, *path_tokens(tree, node)])
+        ranking = law.argsort(descending=True).tolist()
+        expected += [(ranking.index(token), float(law[token]), child == following) for token, child in tree.children[node].items()]
+    assert len(path) > 1 and told == expected
+    assert Likeliest.usual(0, 0.5) > 0.5 and Likeliest.usual(1, 0.3) == 0.3 and Likeliest.usual(0, 1.0) == 1.0
+    assert all(p <= Likeliest.usual(0, p) <= Likeliest.LIFT * p for p in (0.001, 0.1, 0.5, 0.9, 1.0))
 
 
 def accepted(chances: Chances, temperature: float, budget: int) -> float:

@@ -160,7 +160,7 @@ def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int,
     model = ToyModel(vocab=4, seed=seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(greedy, "FRACTION", fraction)  # how many laws a call asks for changes nothing
-        tree = Greedy(KnownDrafter(model.draft)).grow(context_of([0], 0.0), size + 1, max_depth)
+        tree = Greedy(KnownDrafter(model.draft), Printed()).grow(context_of([0], 0.0), size + 1, max_depth)
     assert paths(tree) == tuple(path for _, path in all_paths(model.draft, max_depth, 0.0)[:size])
 
 

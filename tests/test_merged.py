@@ -22,6 +22,7 @@ from quickbeam.engine.loop import Generation
 from quickbeam.engine.market import Market
 from quickbeam.engine.text import Output
 from quickbeam.grow import make_policy
+from quickbeam.grow.chances import Likeliest, Printed
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.merged import LONGEST, Merged, Repeats
 from quickbeam.llm import Setting
@@ -47,6 +48,7 @@ def test_every_tree_keeps_the_contract(seed: int, vocab: int, budget: int, max_d
     model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
     drafter = KnownDrafter(model.draft)
     policy = merged(drafter, ids)
+    policy.likeliest = Printed()
     tree = policy.grow(context_of(ids, 0.0), budget, max_depth)
     assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
     assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(law is not None for law in tree.law)
@@ -73,7 +75,8 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
     tree = policy.grow(context_of(ids, 0.0), 5, 1)
     found = {token: tree.value[child] for token, child in tree.children[0].items()}
     both = 1 - (1 - 0.3) * (1 - chance)
-    assert found == pytest.approx({2: both, 1: 0.5 * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7})
+    first = Likeliest.usual(0, 0.5)
+    assert found == pytest.approx({2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7})
     assert tree.source[tree.children[0][2]] == "ngram" and tree.source[tree.children[0][1]] == "drafter"
 
 
@@ -123,7 +126,9 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
     repeats.observe = lambda length, right: told.append((length, right))  # type: ignore[method-assign]
     promised: list[int] = []
     policy.promises.observe = lambda accepted, *_: promised.append(accepted)  # type: ignore[method-assign]
-    tree = policy.grow(context_of(ids, 0.0), 12, 8)
+    context = context_of(ids, 0.0)
+    context.prices = Prices([1, 12], [0.0, 0.0], -1.0)
+    tree = policy.grow(context, 12, 8)
     chain = (period * 3)[:8]
     following = {tuple(chain[:i]): chain[i] for i in range(3)}
     path, _ = verify_greedy(tree, lambda node: following.get(tuple(path_tokens(tree, node)), 19))

@@ -15,6 +15,7 @@ from drafters import KnownDrafter, context_of, zipf_drafter
 from quickbeam.draft.prices import Prices
 from quickbeam.engine.budget import CostModel
 from quickbeam.engine.market import Market
+from quickbeam.grow.chances import Printed
 from quickbeam.grow.greedy import Greedy
 from quickbeam.tree import TokenTree
 from toy import path_tokens
@@ -91,7 +92,7 @@ def flat(node: float, call: float = 0.0, nodes: int = 64, trial: bool = False) -
 
 @pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])
 def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
-    policy, drafter = Greedy(zipf_drafter()), zipf_drafter()
+    policy, drafter = Greedy(zipf_drafter(), Printed()), zipf_drafter()
     context = context_of([3], 0.0)
     context.prices = flat(node)
     tree = policy.grow(context, 64, 20)
@@ -113,7 +114,7 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
 
 
 def test_what_promises_too_little_is_not_asked_for() -> None:
-    policy = Greedy(zipf_drafter())
+    policy = Greedy(zipf_drafter(), Printed())
     context, calls = context_of([0], 0.0), []
     for call in (0.0, 0.05, 0.2, 0.5, 0.7):
         context.prices = flat(0.02, call)
@@ -131,7 +132,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
 
 @pytest.mark.parametrize("promised", [0.0, 0.5])
 def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
-    policy, context = Greedy(zipf_drafter()), context_of([0], 0.0)
+    policy, context = Greedy(zipf_drafter(), Printed()), context_of([0], 0.0)
     for _ in range(60_000):
         policy.promises.observe(0, promised, 1.0)
     assert 0 < policy.promises.truth <= 1

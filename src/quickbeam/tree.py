@@ -10,9 +10,9 @@ class TokenTree:
 
     Node 0 is the root: a token that is already emitted but whose KV row the target has not computed. Parallel lists hold a node's
     `token`, `parent` (always an earlier node; -1 for the root), `depth` (0 for the root), `source` (who proposed it), `value` (the
-    estimated probability that it is reached) and `law`: for a drawn node the `[vocab]` law `q` it was drawn from, before its earlier
-    siblings are struck out; `None` for a certain proposal (retrieval, logits), whose law is the point mass on its token.
-    Children keep the order they were proposed in, and siblings never share a token.
+    estimated probability that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node the `[vocab]` law
+    `q` it was drawn from, before its earlier siblings are struck out; `None` for a certain proposal (retrieval, logits), whose law is the
+    point mass on its token. Children keep the order they were proposed in, and siblings never share a token.
     """
 
     def __init__(self, root: int) -> None:
@@ -21,14 +21,18 @@ class TokenTree:
         self.depth = [0]
         self.source = ["root"]
         self.value = [1.0]
+        self.probability = [1.0]
         self.law: list[torch.Tensor | None] = [None]
         self.children: list[dict[int, int]] = [{}]  # by token, in the order of proposal
 
     def __len__(self) -> int:
         return len(self.token)
 
-    def add(self, parent: int, token: int, source: str, value: float = 0.0, law: torch.Tensor | None = None) -> int:
-        """Append a node and return its index. Raises `ValueError` for a parent that is not there or a duplicate sibling."""
+    def add(
+        self, parent: int, token: int, source: str, value: float = 0.0, law: torch.Tensor | None = None, probability: float | None = None
+    ) -> int:
+        """Append a node and return its index. Without a `probability` it is `value` over the parent's. Raises `ValueError` for a parent
+        that is not there or a duplicate sibling."""
         if not 0 <= parent < len(self.token):
             raise ValueError(f"parent {parent} is not a node of this tree of {len(self.token)}")
         if token in self.children[parent]:
@@ -39,6 +43,9 @@ class TokenTree:
         self.depth.append(self.depth[parent] + 1)
         self.source.append(source)
         self.value.append(value)
+        if probability is None:
+            probability = value / self.value[parent] if self.value[parent] else 0.0
+        self.probability.append(probability)
         self.law.append(law)
         self.children.append({})
         self.children[parent][token] = node

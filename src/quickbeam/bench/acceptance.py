@@ -48,13 +48,12 @@ def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
     are the likeliest tokens, it is made alike of the drafter's law at temperature 1, so that the curves compare: the probability of
     the child's token where none of its earlier siblings' is right.
 
-    Certain children have `value[child] = value[parent] * probability`, before anything is struck out; draws have their law. What is left
-    once siblings are struck out is summed over the law where the tree keeps it (draws), as 1 less nearly 1 would be mostly rounding.
+    The tree holds what the drafter said, before anything is struck out. What is left once siblings are struck out is summed over the law
+    where the tree keeps it (draws), as 1 less nearly 1 would be mostly rounding.
     """
     earlier, left = list[int](), 1.0
     for token, child in tree.children[node].items():
-        law = tree.law[child]
-        probability = tree.value[child] / tree.value[node] if law is None else float(law[token])
+        law, probability = tree.law[child], tree.probability[child]
         if law is not None and earlier:
             left = float(law.index_fill(0, torch.tensor(earlier, device=law.device), 0.0).sum(dtype=torch.float64))
         yield min(1.0, probability / left) if left > 0 else 1.0

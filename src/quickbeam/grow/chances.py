@@ -1,4 +1,4 @@
-"""How likely it is that a drawn child is accepted, which is not how likely the drafter drew it."""
+"""How likely it is that a child is accepted, which is not how likely the drafter says its token is."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from bisect import bisect_right
 
 
 class Chances(ABC):
-    """What Alg. 1 of DySpec takes for the chance that a child is accepted, and for the worth of a place that no token was drawn for yet.
+    """What DySpec takes for the chance that a child is accepted, and for the worth of a place that no token was drawn for yet.
 
-    `place` counts a node's children from 0. `probability` is the child's under the law that it was drawn from: earlier siblings struck out,
-    the rest renormalised.
+    `place` counts a node's children from 0. `probability` is the child's: of a draw under the law that it was drawn from, earlier siblings
+    struck out, the rest renormalised; of a certain child (temperature 0) as the drafter gives it. `LIFT`: no chance is more than so many
+    times the probability of a certain child.
     """
+
+    LIFT = 1.0
 
     @abstractmethod
     def child(self, place: int, probability: float) -> float:
-        """That a drawn child is accepted, once its parent is and its earlier siblings are rejected."""
+        """That a child is accepted, once its parent is; of a draw, once its earlier siblings are rejected, too."""
 
     @abstractmethod
     def slot(self, place: int, peak: float) -> float:
@@ -37,7 +40,7 @@ class Printed(Chances):
 
 
 class Measured(Chances):
-    """By the child's place and its probability, from what was accepted so far.
+    """Of draws: by the child's place and its probability, from what was accepted so far.
 
     A draw is accepted with min(1, target / draft probability): rare ones of a flat law are accepted about as often as its likely ones.
     And where the first child was rejected, what is left of the target's law lies where the drafter does not look: the second child
@@ -74,3 +77,14 @@ class Measured(Chances):
 
     def _cell(self, place: int, probability: float) -> int:
         return min(place, self.PLACES - 1) * (len(self.EDGES) + 1) + bisect_right(self.EDGES, probability)
+
+
+class Likeliest(Measured):
+    """Of certain children at temperature 0, the drafter's likeliest tokens. Its law is of what the target might say, and what the target
+    does say is the likeliest of that: so the first child is right more often than it is likely. Made and corrected as `Measured` is."""
+
+    LIFT = 1.4
+
+    @staticmethod
+    def usual(place: int, probability: float) -> float:
+        return probability if place else 1 - (1 - probability) ** Likeliest.LIFT

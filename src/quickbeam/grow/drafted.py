@@ -54,4 +54,4 @@ class DraftedPolicy(TreePolicy):
         if draw is None:
             return None
         token, probability = draw
-        return tree.add(node, token, self.drafter.name, tree.value[node] * probability, draws.law)
+        return tree.add(node, token, self.drafter.name, tree.value[node] * probability, draws.law, probability)

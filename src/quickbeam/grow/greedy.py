@@ -8,7 +8,7 @@ from itertools import zip_longest
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.prices import Prices
-from quickbeam.grow.chances import Chances, Measured
+from quickbeam.grow.chances import Chances, Likeliest, Measured
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.draws import Draws
 from quickbeam.grow.search import Candidate, Search
@@ -57,12 +57,13 @@ class Promises:
 class Greedy(DraftedPolicy):
     """Above temperature 0, Alg. 1: a heap of open slots; the best one is filled, which opens its sibling's slot and its child's. A slot
     is worth the probability that it is reached, times that of its token being accepted, as far as that can be told before the token is
-    known. At temperature 0, best-first search (App. D.1): the tree is the likeliest paths, by the product of their probabilities. Nodes
-    stand in order of worth.
+    known. At temperature 0, best-first search (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand
+    in order of worth.
 
     As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`chances.Printed`). That makes trees too wide:
     a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `chances.Measured`, the
-    default, goes by what was accepted. Both choose a slot by what is known before its token is: that keeps sampling exact.
+    default, goes by what was accepted, and `chances.Likeliest` does at temperature 0. Slots are chosen by what is known before their
+    tokens are: that keeps sampling exact.
 
     The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law
     that comes early changes nothing of the tree, as it is not looked at before its turn.
@@ -80,13 +81,15 @@ class Greedy(DraftedPolicy):
 
     def __init__(self, drafter: Drafter, chances: Chances | None = None) -> None:
         super().__init__(drafter)
-        self.chances = chances or Measured()
+        self.chances = chances or Measured()  # of draws
+        self.likeliest = chances or Likeliest()  # of certain children
         self._drawn: dict[int, tuple[int, float]] = {}  # the drawn nodes of the last tree: their place and probability
+        self._certain: dict[int, tuple[int, float]] = {}  # or the certain ones
         self.promises = Promises()
         self._last = (0.0, 0.0)  # what the last tree promised, and what it asked for
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        self._last, self._drawn = (0.0, 0.0), {}
+        self._last, self._drawn, self._certain = (0.0, 0.0), {}, {}
         if budget < 2 or max_depth < 1:
             return TokenTree(context.ids[-1])
         if context.temperature > 0:
@@ -98,10 +101,12 @@ class Greedy(DraftedPolicy):
     def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
-                if child in self._drawn:
+                if child in self._certain:
+                    self.likeliest.observe(*self._certain[child], child == accepted)
+                elif child in self._drawn:
                     self.chances.observe(*self._drawn[child], child == accepted)
-                if child == accepted:
-                    break
+                    if child == accepted:  # later ones had no turn
+                        break
         if self._last[1]:
             self.promises.observe(self._accepted(path), *self._last)
 
@@ -138,12 +143,12 @@ class Greedy(DraftedPolicy):
         return -reached * self.chances.slot(i, draws.peak(i)), -reached, node, i
 
     def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
-        search = Search(self, context, size)
+        search = self._search(context, size, 0.0, max_depth)
         due = [search.root]
         while due:
             search.expand(due)
             due = open_ends(search, size, max_depth)
-        return search.tree()
+        return self._planted(search)
 
     def _worthwhile(self, context: Context, prices: Prices, size: int, max_depth: int) -> TokenTree:
         truth, gain, asked, finds = self.promises.truth, self.promises.gain, 0.0, FINDS * prices.node(1)
@@ -159,10 +164,12 @@ class Greedy(DraftedPolicy):
         return self._planted(search)
 
     def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
-        return Search(self, context, size, floor)
+        return Search(self, context, size, floor, self.likeliest)
 
     def _planted(self, search: Search) -> TokenTree:
-        return search.tree()
+        tree = search.tree()
+        self._certain = search.said()
+        return tree
 
     def _accepted(self, path: Sequence[int]) -> int:
         """How many tokens of the drafter were accepted."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quickbeam.draft.base import Context, Drafter
-from quickbeam.draft.prices import Prices
 from quickbeam.draft.retrieval import Ngram
-from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.search import Candidate, Search
 from quickbeam.tree import TokenTree
@@ -50,9 +48,9 @@ class MergedSearch(Search):
     """
 
     def __init__(
-        self, policy: DraftedPolicy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats
+        self, policy: Greedy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats
     ) -> None:
-        super().__init__(policy, context, size, floor)
+        super().__init__(policy, context, size, floor, policy.likeliest)
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
         self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
@@ -81,13 +79,13 @@ class MergedSearch(Search):
         chain = self._chains.get(one.number)
         if chain is None:
             return super().take(one, children, worst)
-        chance, token = self.chances[one.number], chain[0].token
-        probability = min(dict(children).get(token, 0.0), 1 - 1e-6)
-        both = 1 - (1 - probability) * (1 - chance)
+        repeats, token = self.chances[one.number], chain[0].token
+        said = min(dict(children).get(token, 0.0), 1 - 1e-6)
+        both = 1 - (1 - said) * (1 - repeats)
         below = {candidate.number for candidate in chain}
-        self.best = [found._replace(cost=found.cost * both / chance) if found.number in below else found for found in self.best]
-        rest = (1 - both) / (1 - probability)
-        super().take(one, [(other, p * rest) for other, p in children if other != token], worst)
+        self.best = [found._replace(cost=found.cost * both / repeats) if found.number in below else found for found in self.best]
+        rest = (1 - both) / (1 - said)
+        super().take(one, [(other, chance * rest) for other, chance in children if other != token], worst)
 
     def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
         """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may get in."""
@@ -129,16 +127,12 @@ class Merged(Greedy):
                     self.repeats.observe(self._lengths[child], child == following)
         super().verified(tree, path)
 
-    def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
-        free = Prices([1, size + 1], [0.0, 0.0], -1.0)
-        return self._worthwhile(context, free, size, max_depth)
-
     def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
         return MergedSearch(self, context, size, floor, max_depth, self.ngram, self.repeats)
 
     def _planted(self, search: Search) -> TokenTree:
         assert isinstance(search, MergedSearch)
-        tree, place = search.tree(), search.place
+        tree, place = super()._planted(search), search.place
         self._lengths = {place[number]: length for number, length in search.lengths.items() if number in place}
         return tree
 

@@ -6,9 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quickbeam.draft.base import Context
+from quickbeam.grow.chances import Chances, Printed
 from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.grow.wide import ROUNDING, likeliest
 from quickbeam.tree import TokenTree
+
+PLAIN = Printed()
 
 
 class Candidate(NamedTuple):
@@ -24,11 +27,13 @@ class Search:
     """The `size` likeliest paths among those found so far, in `best`; `expand` finds their children.
 
     `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. Paths that are
-    no likelier than `floor` are left out.
+    no likelier than `floor` are left out. `chances`: how likely a child is, by its place among the likeliest and its probability.
     """
 
-    def __init__(self, policy: DraftedPolicy, context: Context, size: int, floor: float = 0.0) -> None:
+    def __init__(self, policy: DraftedPolicy, context: Context, size: int, floor: float = 0.0, chances: Chances = PLAIN) -> None:
         self.best: list[Candidate] = []
+        self._chances = chances
+        self._said: dict[tuple[int, int], tuple[int, float]] = {}  # by parent's number and token: place and probability
         self.expanded = {0: 0}  # by number: where a candidate is in the drafter's tree
         self._policy, self._context, self._size, self._floor = policy, context, size, floor
         self._seen = TokenTree(context.ids[-1])
@@ -43,10 +48,15 @@ class Search:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
         laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
         worst = self.worst
-        least = [ROUNDING * worst / one.cost for one in due]  # what a probability must be above for its path to get in
+        bar = ROUNDING * worst / self._chances.LIFT
+        least = [bar / one.cost for one in due]  # what a probability must be above for its path to get in
         rows = likeliest(laws.values, min(width or self._size, self._size), least)
         for one, row in zip(due, rows, strict=True):
-            self.take(one, list(zip(laws.names(row[0]), row[1], strict=True)), worst)
+            children = []
+            for rank, (token, probability) in enumerate(zip(laws.names(row[0]), row[1], strict=True)):
+                self._said[one.number, token] = rank, probability
+                children.append((token, self._chances.child(rank, probability)))
+            self.take(one, children, worst)
         self.best = sorted(self.best)[: self._size]
 
     @property
@@ -64,21 +74,27 @@ class Search:
         return self.best
 
     def take(self, one: Candidate, children: list[tuple[int, float]], worst: float) -> None:
-        """The drafter gives these tokens and their probabilities, the likeliest first, after `one`."""
-        for token, probability in children:
-            if one.cost * probability >= worst:
+        """The drafter gives these tokens and their chances, the likeliest first, after `one`."""
+        for token, chance in children:
+            if one.cost * chance >= worst:
                 break
-            self.best.append(self.new(one, token, probability, self._policy.drafter.name))
+            self.best.append(self.new(one, token, chance, self._policy.drafter.name))
 
-    def new(self, parent: Candidate, token: int, probability: float, source: str) -> Candidate:
+    def new(self, parent: Candidate, token: int, chance: float, source: str) -> Candidate:
         """A candidate with the next number."""
         self._numbers += 1
-        return Candidate(parent.cost * probability, self._numbers - 1, parent.number, token, parent.depth + 1, source)
+        return Candidate(parent.cost * chance, self._numbers - 1, parent.number, token, parent.depth + 1, source)
 
     def tree(self) -> TokenTree:
         """The root and `best`, in order of worth; `place` then says which node a candidate is."""
         tree, place = TokenTree(self._context.ids[-1]), {0: 0}
         self.place = place
         for one in self.best:
-            place[one.number] = tree.add(place[one.parent], one.token, one.source, -one.cost)
+            _, probability = self._said.get((one.parent, one.token), (0, None))
+            place[one.number] = tree.add(place[one.parent], one.token, one.source, -one.cost, probability=probability)
         return tree
+
+    def said(self) -> dict[int, tuple[int, float]]:
+        """By node of the tree that was made: its place among its parent's likeliest children, and the drafter's probability."""
+        both = ((self.place[one.number], self._said.get((one.parent, one.token))) for one in self.best)
+        return {node: found for node, found in both if found is not None}
