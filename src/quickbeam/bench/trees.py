@@ -46,7 +46,7 @@ def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
         if not children or not chances[node]:
             continue
         residual, left = law(node).double(), chances[node]
-        tokens = torch.tensor(list(children))
+        tokens = torch.tensor(list(children), device=residual.device)
         for i, (token, child) in enumerate(children.items()):
             drafted = tree.law[child]
             if drafted is None:
@@ -87,7 +87,8 @@ class Results:
         return mean(self.tokens[temperature][item])
 
     def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float]:
-        """The mean of `item` less that of `other`, and its standard error, place by place."""
+        """The mean of `item` less that of `other`, and its standard error, place by place. Places of one answer are alike, so that the true
+        error is rather larger."""
         both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
         gaps = [a - b for a, b in both]
         return mean(gaps), stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else 0.0

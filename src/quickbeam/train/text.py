@@ -31,7 +31,7 @@ OPENERS = (
     "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract", "Imagine you are", "You are", "Pretend",
     "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it", "Should I", "I want to", "I have a",
     "Here is a", "Given the", "Complete this function:\n\ndef ", "def ", "What does this code do?\n\n", "Fix this code:\n\n", "In the",
-    "Translate into English: Die", "Translate this to English: Er", "Translate German to English: Das",
+    "Translate into English: Die", "Translate this to English: Er",
     "What does this mean in English: Ich", "Translate into English: Il", "Translate this to English: El", "Translate English to German:",
     "How would you say in French:",
 )  # fmt: skip
