@@ -95,6 +95,15 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> No
     assert policy.calls > 0
 
 
+def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() -> None:
+    ids = [5, 9, 2, 7, 1, 8, 3] * 4
+    policy = merged(zipf_drafter(20), ids)
+    context = context_of(ids, 0.0)
+    context.prices = Prices([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0], 5.0)
+    tree = policy.grow(context, 64, 12)
+    assert policy.calls == 0 and len(tree) == 4
+
+
 def test_likely_paths_are_continued_from_the_text() -> None:
     """The drafter is sure of one token; what followed it earlier hangs below it without a further call."""
     law = torch.full((30,), 0.001)

@@ -17,7 +17,7 @@ from drafters import context_of, zipf_drafter
 from quickbeam.draft.base import Laws
 from quickbeam.grow import DRAFTED, wide
 from quickbeam.grow.draws import drawn
-from quickbeam.grow.wide import independent, independent_plain, likeliest, likeliest_plain
+from quickbeam.grow.wide import CHUNK, independent, independent_plain, likeliest, likeliest_plain, peaks
 from quickbeam.tree import TokenTree
 from toy import chi_square
 
@@ -111,6 +111,29 @@ def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(make: Callable[..., 
         order = [draws.draw(i) for i in range(len(holders))]
         assert sorted(token for token, _ in order) == holders and draws.draw(len(holders)) is None
         assert [draws.worth(i) for i in range(3)] == pytest.approx([1.0, 1 - order[0][1], 1 - order[0][1] - order[1][1]], abs=1e-6)
+
+
+def test_peaks_are_the_largest_that_share_no_chunk() -> None:
+    vocab = 100 * CHUNK
+    laws = peaked(3, vocab, 5)
+    for law, found in zip(laws, peaks(laws, 4), strict=True):
+        best: dict[int, float] = {}
+        for token in law.argsort(descending=True).tolist():
+            best.setdefault(token % 100, float(law[token]))
+        assert found == list(best.values())[:4]
+    few = peaked(2, 5, 5)
+    assert peaks(few, 4) == few.topk(4).values.tolist()
+
+
+def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
+    law = torch.zeros(1, 100 * CHUNK)
+    law[0, [7, 300, 41, 2222]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    for seed in range(20):
+        (draws,) = drawn(Laws(law), torch.Generator().manual_seed(seed))
+        found = [draws.draw(i) for i in range(4)]
+        for i in range(4):
+            rest = [p for _, p in found[i:]]
+            assert draws.peak(i) == pytest.approx(max(rest) / sum(rest), rel=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])

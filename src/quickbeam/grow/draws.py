@@ -9,13 +9,13 @@ i is the i-th most probable token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate
 
 import torch
 
 from quickbeam.draft.base import Laws
-from quickbeam.grow.wide import independent, likeliest
+from quickbeam.grow.wide import independent, likeliest, peaks
 
 ROUND = 16  # independent draws made at once
 TOP = 4  # of a law's likeliest tokens that its peaks are told by
@@ -29,7 +29,7 @@ class Draws:
     worth `v * (1 - d)` and the child's first slot `v * d`.
 
     `tokens` and their `probabilities`. `law`: makes the `[vocab]` law that they are drawn from, where more is drawn with `generator`; both
-    `None` where the tokens are certain proposals, the most probable first. `top`: the law's largest probabilities by token, largest first.
+    `None` where the tokens are certain proposals, the most probable first. `tops`: gives the law's largest probabilities, largest first.
     """
 
     def __init__(
@@ -38,10 +38,10 @@ class Draws:
         probabilities: list[float],
         law: Callable[[], torch.Tensor] | None = None,
         generator: torch.Generator | None = None,
-        top: dict[int, float] | None = None,
+        tops: Callable[[], list[float]] = list,
     ) -> None:
         self._tokens, self._probabilities = tokens, probabilities
-        self._top = top or {}
+        self._tops = tops
         self._make_law, self._generator = law, generator
         self._left: list[float] = []  # before each draw and after the last, once asked for
 
@@ -65,8 +65,8 @@ class Draws:
     def peak(self, i: int) -> float:
         """The largest probability that the token of draw i may have under its own law: that of the likeliest token not drawn before, as far
         as the `TOP` likeliest tell. Draws 0 to i - 1 must have been asked for."""
-        left, drawn = self.worth(i), self._tokens[:i]
-        largest = next((value for token, value in self._top.items() if token not in drawn), min(self._top.values(), default=0.0))
+        left, drawn, tops = self.worth(i), self._probabilities[:i], self._tops()
+        largest = next((value for value in tops if value not in drawn), min(tops, default=0.0))
         return min(1.0, largest / left) if left > 0 else 1.0
 
     def draw(self, i: int) -> tuple[int, float] | None:
@@ -98,10 +98,11 @@ def _mass_left(probabilities: list[float]) -> list[float]:
 
 def drawn(laws: Laws, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
     """Draws from each law; more are made when asked for. `count`: about how many a node will need."""
-    found, tops = independent(laws.values, min(count, ROUND), generator), likeliest(laws.values, TOP)
+    rows = independent(laws.values, min(count, ROUND), generator)
+    tops = cache(lambda: peaks(laws.values, TOP))  # by those who want them
     return [
-        Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator, dict(zip(laws.names(top[0]), top[1], strict=True)))
-        for i, (row, top) in enumerate(zip(found, tops, strict=True))
+        Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator, lambda i=i: tops()[i])  # type: ignore[misc]
+        for i, row in enumerate(rows)
     ]
 
 

@@ -158,8 +158,9 @@ class Greedy(DraftedPolicy):
             trial = False
             search.expand(due)
             asked += sum(search.worth(one) for one in due)
-            search.best = [one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)]
+            search.best = worth_their_price(search.best, prices, truth)
             due = open_ends(search, size, max_depth)
+        search.best = worth_their_price(search.best, prices, truth)  # there may be paths that took no call
         self._last = -sum(one.cost for one in search.drafted), asked
         return self._planted(search)
 
@@ -174,6 +175,11 @@ class Greedy(DraftedPolicy):
     def _accepted(self, path: Sequence[int]) -> int:
         """How many tokens of the drafter were accepted."""
         return len(path) - 1
+
+
+def worth_their_price(best: Sequence[Candidate], prices: Prices, truth: float) -> list[Candidate]:
+    """Those of the paths, the likeliest first, that promise more than the next node costs. `truth`: how much of it comes true."""
+    return [one for nodes, one in enumerate(best, 1) if -one.cost * truth > prices.node(nodes)]
 
 
 def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:

@@ -6,9 +6,9 @@ plain ways are for other devices, and the reference.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -53,26 +53,41 @@ def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = No
     if bars.min(initial=1) * HITS < 1:
         np.maximum(bars, _low(laws, count), out=bars)
     spots = (values >= bars[:, None]).ravel().nonzero()[0]
-    rows, tokens = np.divmod(spots, vocab)
-    found = values[rows, tokens]
-    order = np.lexsort((-found, rows))  # which is stable
-    ends = [0, *np.bincount(rows, minlength=size).cumsum().tolist()]
-    both = tokens[order].tolist(), found[order].tolist()
-    spans = [slice(start, min(end, start + count)) for start, end in pairwise(ends)]
-    return [(both[0][span], both[1][span]) for span in spans]
+    found, tokens = values.ravel()[spots].tolist(), spots.tolist()
+    result, start = [], 0
+    for row in range(size):  # the spots of a row stand together, lowest ids first; sorting is stable
+        end = bisect_left(tokens, (row + 1) * vocab, start)
+        best = sorted(range(start, end), key=found.__getitem__, reverse=True)[:count]
+        result.append(([tokens[i] - row * vocab for i in best], [found[i] for i in best]))
+        start = end
+    return result
+
+
+def peaks(laws: torch.Tensor, count: int) -> list[list[float]]:
+    """The `count` largest values of each of `[m, vocab]` laws, about: of those that share a chunk the largest counts."""
+    maxima = _maxima(laws, count)
+    return (laws if maxima is None else maxima).topk(min(count, laws.shape[-1])).values.tolist()
 
 
 def _low(laws: torch.Tensor, count: int) -> Array:
-    """`[m]`: what at least `count` values of each row reach, or 0: the `count`-th largest of its chunks' maxima. A chunk takes every C-th
-    token, C the number of chunks, so that all maxima are found side by side."""
+    """`[m]`: what at least `count` values of each row reach, or 0: the `count`-th largest of its chunks' maxima."""
+    maxima = _maxima(laws, count)
+    if maxima is None:
+        return laws.topk(min(count, laws.shape[-1])).values[:, -1].numpy()
+    place = maxima.shape[1] - count
+    low: Array = np.partition(maxima.numpy(), place)[:, place]
+    return low
+
+
+def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
+    """`[m, chunks]`: the largest value of each chunk, `None` where there are too few tokens for twice `count` chunks. A chunk takes every
+    C-th token, C the number of chunks, so that all maxima are found side by side; tokens left over at the end are in none."""
     size, vocab = laws.shape
     depth = min(CHUNK, vocab // (2 * count))
     if depth < 2:
-        return laws.topk(min(count, vocab)).values[:, -1].numpy()
+        return None
     chunks = vocab // depth
-    peaks = laws[:, : depth * chunks].reshape(size, depth, chunks).amax(1).numpy()
-    low: Array = np.partition(peaks, chunks - count)[:, chunks - count]
-    return low
+    return laws[:, : depth * chunks].reshape(size, depth, chunks).amax(1)
 
 
 def independent_plain(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
