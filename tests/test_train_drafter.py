@@ -165,12 +165,23 @@ def test_steps_look_further_ahead_as_the_run_goes_on_and_hidden_states_lead_at_f
     assert [recipe.ahead(done) for done in (0, 0.49, 0.5, 0.69, 0.71, 0.95, 1)] == [1, 1, 2, 2, 3, 3, 3]
     batch, losses = collate(conversations(2)), []
     for done in (0.0, 0.25, 0.49, 0.5):
-        objective = drafter.Objective(network(), drafter.Recipe(depths=1, regression=4, lead=0.5))
+        objective = drafter.Objective(network(), drafter.Recipe(depths=1, regression=4, lead=0.5, whole=0))
         losses.append(float(objective(batch, HEAD, torch.zeros(VOCAB), done).detach()))
     with torch.no_grad(), drafter.autocast(torch.device("cpu")):
         (step,) = unroll(network(), batch, 1)
         distance = float(torch.nn.functional.smooth_l1_loss(network().feature(step.out).float(), step.target.float()))
     assert losses[0] - losses[3] == pytest.approx(4 * distance, rel=0.02) and losses[1] - losses[3] == pytest.approx(2 * distance, rel=0.02)
+
+
+def test_all_tokens_count_at_first_and_then_answers_only() -> None:
+    batch = collate(conversations(3))
+    everything = batch.whole()
+    lengths = [len(c.tokens) for c in conversations(3)]
+    assert everything.answer.sum(1).tolist() == lengths and len(set(lengths)) > 1
+    assert batch.answer.sum() < everything.answer.sum()
+    objective = drafter.Objective(network(), drafter.Recipe(depths=1, regression=0, whole=0.5))
+    losses = [float(objective(b, HEAD, torch.zeros(VOCAB), done).detach()) for b in (batch, everything) for done in (0.4, 0.5)]
+    assert losses[0] == losses[2] == losses[3] != losses[1]
 
 
 def test_what_goes_wrong_is_named(shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

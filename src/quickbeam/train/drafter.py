@@ -28,7 +28,8 @@ class Recipe:
     the one before.
     The learning rate rises over `warmup` steps, stays, and falls to zero over the last `cooldown` of the run. The loss is the cross-entropy
     with the target's law over `loss_vocab` tokens (`LossVocabulary`), plus `regression` times the smooth L1 distance to the target's hidden
-    state, which leads the way while the law is still far off: its weight falls to zero over the first `lead` of the run.
+    state, which leads the way while the law is still far off: its weight falls to zero over the first `lead` of the run. In the first
+    `whole` of the run every token counts, what users say too: text is dear, and theirs teaches what answers don't hold. Then answers only.
     """
 
     epochs: float = 6
@@ -41,6 +42,7 @@ class Recipe:
     loss_vocab: int = 8192
     regression: float = 10.0
     lead: float = 0.5
+    whole: float = 0.5
     clip: float = 1.0
     seed: int = 0
 
@@ -122,6 +124,7 @@ class Objective(nn.Module):
         `done`: how much of the run is over."""
         distance = self.recipe.regression * max(0.0, 1 - done / max(self.recipe.lead, 1e-9))
         total = torch.zeros((), device=batch.tokens.device)
+        batch = batch.whole() if done < self.recipe.whole else batch
         with autocast(batch.tokens.device):
             for depth, (out, target) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
                 if depth == 0:

@@ -135,7 +135,9 @@ class DrafterTraining:
         template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
         prompts = None if plan.prompts is None else [self._encode(messages) for messages in read_prompts(plan.prompts)][rank::processes]
         shards = ShardWriter(plan.text, f"text{rank}")
-        recipe = text.Recipe(length=plan.length, quote=plan.quote, seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank)
+        question = min(text.Recipe.question, plan.length // 3)
+        seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
+        recipe = text.Recipe(length=plan.length, question=question, quote=plan.quote, seed=seed)
         decoder = BatchDecoder(self.model, plan.slots, plan.length, self.layers)
         writer = text.Writer(decoder, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
         began, fresh = time.perf_counter(), 0

@@ -24,8 +24,9 @@ Message = dict[str, str]
 OPENERS = (
     "Write a", "Write a short story about", "Write an email", "Write a Python function", "Write a program that", "Explain", "Explain how",
     "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did", "Where is", "Which", "Can you", "Give me",
-    "List", "Name three", "Describe", "Compare", "Translate to English:", "Translate the following sentence from German to English:",
-    "Translate to French:", "Summarize the following article:\n\n", "Summarize:\n", "Give a summary of this text:\n\n", "Rewrite",
+    "List", "Name three", "Describe", "Compare", "Translate to English:", "Translate the following sentence from Spanish to English:",
+    "Translate to French:", "Summarize the following article:\n\n", "Sum up what follows.\n\n", "Give a summary of this text:\n\n",
+    "Rewrite",
     "Correct the mistakes in this text:", "Continue this story:", "Answer the question using the text below.\n\n", "Passage:", "Document:",
     "Read the text and answer the question.\n\n", "Solve", "Calculate", "If a", "A train", "There are", "John has", "Maria buys",
     "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract", "Imagine you are", "You are", "Pretend",

@@ -13,14 +13,21 @@ from quickbeam.train.shards import Conversation
 
 
 class Batch(NamedTuple):
-    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]` bool, `hidden` `[b, n, L * d]`."""
+    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]` bool, `hidden` `[b, n, L * d]`, `lengths`
+    `[b]` int64 without the padding."""
 
     tokens: torch.Tensor
     answer: torch.Tensor
     hidden: torch.Tensor
+    lengths: torch.Tensor
 
     def to(self, device: torch.device) -> Batch:
-        return Batch(self.tokens.to(device), self.answer.to(device), self.hidden.to(device))
+        return Batch(*(column.to(device) for column in self))
+
+    def whole(self) -> Batch:
+        """The same with all tokens as answers, but for the padding."""
+        places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return self._replace(answer=places < self.lengths[:, None])
 
 
 def collate(conversations: Sequence[Conversation]) -> Batch:
@@ -30,7 +37,7 @@ def collate(conversations: Sequence[Conversation]) -> Batch:
         torch.stack([F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, longest - len(tensor))) for tensor in column])
         for column in ([c.tokens for c in conversations], [c.answer for c in conversations], [c.hidden for c in conversations])
     )
-    return Batch(tokens.long(), answer, hidden)
+    return Batch(tokens.long(), answer, hidden, torch.tensor([len(c.tokens) for c in conversations]))
 
 
 class _Unrolled:
