@@ -46,9 +46,7 @@ def refused(result, code: int, *words: str) -> None:
 def test_generate_streams_text_and_then_statistics(run):
     result = run("generate", "hello")
     assert (result.exit_code, result.stdout) == (0, "one two\n")
-    assert result.stderr == (
-        "[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted\n"
-    )
+    assert result.stderr == ("[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted\n")
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None

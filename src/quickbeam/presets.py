@@ -30,9 +30,7 @@ PRESETS: dict[str, Preset] = {
         ("ngram", "last_logits"), "logitspec", 0, "LogitSpec: the last logits guess the token after next, n-grams continue both"
     ),
     "dyspec": Preset(("drafter",), "greedy", 16, "DySpec: a tree grown from a drafter, always at the place most likely to be reached"),
-    "dyspec-printed": Preset(
-        ("drafter",), "greedy-printed", 16, "DySpec as printed: draft probability is taken for acceptance"
-    ),
+    "dyspec-printed": Preset(("drafter",), "greedy-printed", 16, "DySpec as printed: draft probability is taken for acceptance"),
     "dyspec-threshold": Preset(
         ("drafter",), "threshold", 16, "DySpec with fewer calls of the drafter: layer by layer, every place that is likely enough"
     ),

@@ -47,9 +47,7 @@ class MergedSearch(Search):
     the continuation's chance, and the drafter's other tokens share what is left.
     """
 
-    def __init__(
-        self, policy: Greedy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats
-    ) -> None:
+    def __init__(self, policy: Greedy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
         super().__init__(policy, context, size, floor, policy.likeliest)
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
