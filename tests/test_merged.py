@@ -6,15 +6,17 @@ pytest tests/test_merged.py
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import KnownDrafter, context_of, paths, zipf_drafter
+from drafters import KnownDrafter, context_of, paths, toy_laws, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
+from quickbeam.draft.base import Laws
 from quickbeam.draft.prices import Prices
 from quickbeam.draft.retrieval import Ngram
 from quickbeam.engine.budget import CostModel
@@ -23,12 +25,14 @@ from quickbeam.engine.market import Market
 from quickbeam.engine.text import Output
 from quickbeam.grow import make_policy
 from quickbeam.grow.chances import Likeliest, Printed
+from quickbeam.grow.draws import Draws, drawn
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.merged import LONGEST, Merged, Repeats
 from quickbeam.llm import Setting
 from quickbeam.target.target import Target
-from quickbeam.verify import verify_greedy
-from toy import ToyModel, path_tokens
+from quickbeam.tree import TokenTree
+from quickbeam.verify import Verdict, verify_greedy, verify_sampled
+from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 
 
 class Letters:
@@ -188,6 +192,96 @@ def test_either_source_of_the_tree_can_be_left_out() -> None:
     assert type(make_policy(("drafter",), "merged", zipf_drafter())) is Greedy
     both = make_policy(("drafter", "ngram"), "merged", zipf_drafter())
     assert type(both) is Merged and [source.name for source in both.sources] == ["drafter", "ngram"]
+
+
+PAST = [0, 1, 2, 3, 0, 1, 2, 0, 3, 1, 2, 3, 0, 1, 2, 3]  # what an answer may repeat
+
+
+def sampled(temperature: float, count: int, budget: int = 7) -> tuple[float, Merged, int]:
+    """The p-value of two sampled tokens after [0] having the target's law, the policy, and how many trees had children of both kinds."""
+    model = ToyModel(vocab=4, seed=5, noise=1.2)
+    target, law = toy_laws(model, temperature)
+    policy, generator, mixed = Merged(KnownDrafter(law), Ngram()), torch.Generator().manual_seed(1), 0
+
+    def grow(ids: list[int], rng: random.Random) -> TokenTree:
+        policy.ngram.reset([*PAST, *ids])
+        return policy.grow(context_of(ids, temperature, generator), budget, 5)
+
+    def verify(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator) -> Verdict:
+        nonlocal mixed
+        verdict = verify_sampled(tree, law, generator)
+        policy.verified(tree, verdict.path)
+        mixed += any(len({tree.source[child] for child in children.values()}) == 2 for children in tree.children)
+        return verdict
+
+    counts = sample_sequences(model, grow, verify, count, 2, 1, target)
+    return chi_square(counts, exact_law(target, model.vocab, 2)), policy, mixed
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_output_has_the_targets_law(temperature: float) -> None:
+    """Continuations before draws, by chances that are learned on the way."""
+    p, policy, mixed = sampled(temperature, 4000)
+    assert p > 1e-3 and mixed > 500
+    assert policy.sampled_repeats.chance(2) != Repeats().chance(2) and policy.repeats.chance(2) == Repeats().chance(2)
+
+
+def test_draws_behind_a_continuation_that_are_not_drawn_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    without = Draws.without
+
+    def likeliest_first(self: Draws, token: int) -> Draws:
+        found = without(self, token)
+        order = sorted(range(len(found._tokens)), key=found._probabilities.__getitem__, reverse=True)
+        found._tokens, found._probabilities = ([values[i] for i in order] for values in (found._tokens, found._probabilities))
+        return found
+
+    monkeypatch.setattr(Draws, "without", likeliest_first)
+    assert sampled(1.0, 4000)[0] < 1e-6
+
+
+def test_continuations_of_a_sampled_text_come_first_and_their_token_is_not_drawn() -> None:
+    ids = [5, 9, 2, 7, 1, 8, 3] * 4
+    policy = merged(zipf_drafter(20), ids)
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        tree = policy.grow(context_of(ids, 1.0, generator), 24, 12)
+        for node, children in enumerate(tree.children):
+            kinds = [tree.source[child] for child in children.values()]
+            assert "ngram" not in kinds[1:]
+            for child in children.values():
+                assert (tree.law[child] is None) == (tree.source[child] == "ngram")
+                assert tree.value[child] <= tree.value[node]
+        assert next(iter(tree.children[0])) == 5
+    told: list[tuple[int, bool]] = []
+    policy.sampled_repeats.observe = lambda length, right: told.append((length, right))  # type: ignore[method-assign]
+    first = tree.children[0][5]
+    policy.verified(tree, [0, first])
+    second = tree.children[first].get(9)
+    assert told == [(16, True)] + ([(17, False)] if second is not None and tree.source[second] == "ngram" else [])
+
+
+def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
+    short, long = [1, 2, 3, 4, 1, 2], [5, 9, 2, 7, 1, 8, 3] * 3
+    assert [merged(zipf_drafter(20), ids).situation(context_of(ids, 1.0)) for ids in (short, long)] == [3, 4]
+
+
+def test_continuations_that_seldom_come_true_are_not_tried_first() -> None:
+    ids = [5, 9, 2, 7, 1, 8, 3] * 4
+    policy = merged(zipf_drafter(20), ids)
+    for _ in range(500):
+        policy.sampled_repeats.observe(16, False)
+    tree = policy.grow(context_of(ids, 1.0, torch.Generator()), 24, 12)
+    assert tree.source[next(iter(tree.children[0].values()))] == "drafter"
+
+
+def test_a_law_without_a_token_is_drawn_from_until_nothing_is_left() -> None:
+    law = torch.tensor([[0.5, 0.25, 0.125, 0.125, 0.0]])
+    (draws,) = drawn(Laws(law), torch.Generator().manual_seed(0))
+    rest = draws.without(0)
+    found = [rest.draw(i) for i in range(4)]
+    assert sorted(token for token, _ in found[:3]) == [1, 2, 3] and found[3] is None
+    assert rest.chance(0) == pytest.approx(found[0][1] / 0.5) and rest.worth(0) == 0.5 and rest.peak(0) == pytest.approx(0.5)
+    assert draws.worth(0) == 1.0
 
 
 def test_continuations_are_not_endless() -> None:

@@ -9,6 +9,7 @@ i is the i-th most probable token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import cache, cached_property, partial
 from itertools import accumulate
 
@@ -44,11 +45,24 @@ class Draws:
         self._tops = tops
         self._make_law, self._generator = law, generator
         self._left: list[float] = []  # before each draw and after the last, once asked for
+        self._struck: list[int] = []  # tokens that are no draws
+        self._whole = 1.0  # what of the law can be drawn
 
     @cached_property
     def law(self) -> torch.Tensor | None:
         """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
         return None if self._make_law is None else self._make_law()
+
+    def without(self, token: int) -> Draws:
+        """The draws where a certain child has `token`: that much is struck out of the law."""
+        assert self.law is not None
+        rest = [(other, value) for other, value in zip(self._tokens, self._probabilities, strict=True) if other != token]
+        found = copy(self)
+        found._tokens, found._probabilities = [other for other, _ in rest], [value for _, value in rest]
+        found._struck, taken, tops = [*self._struck, token], float(self.law[token]), self._tops
+        found._whole, found._left = max(0.0, self._whole - taken), []
+        found._tops = lambda: [value for value in tops() if value != taken]
+        return found
 
     def worth(self, i: int) -> float:
         """The probability that slot i is reached once the node is; 0 where there is none.
@@ -58,7 +72,7 @@ class Draws:
         """
         if self._generator is not None:
             if len(self._left) <= len(self._tokens):
-                self._left = _mass_left(self._probabilities)
+                self._left = self._mass_left(len(self._tokens))
             return self._left[i]
         return self._probabilities[i] if i < len(self._tokens) else 0.0
 
@@ -79,21 +93,20 @@ class Draws:
 
     def chance(self, i: int) -> float:
         """d: the probability of token i under its own law, with the earlier ones struck out and renormalised."""
-        left = _mass_left(self._probabilities[:i])[-1]
+        left = self._mass_left(i)[-1]
         return min(1.0, self._probabilities[i] / left) if left > 0 else 1.0
 
     def _draw_more(self, generator: torch.Generator) -> None:
         assert self.law is not None
         rest = self.law.clone()
-        rest[self._tokens] = 0.0
+        rest[[*self._tokens, *self._struck]] = 0.0
         ((tokens, probabilities),) = independent(rest[None], ROUND, generator)
         self._tokens += tokens
         self._probabilities += probabilities
 
-
-def _mass_left(probabilities: list[float]) -> list[float]:
-    """What of a law is not drawn yet, before each draw and after the last."""
-    return list(accumulate(probabilities, lambda left, p: max(0.0, left - p), initial=1.0))
+    def _mass_left(self, count: int) -> list[float]:
+        """What of the law is not drawn yet, before each of the first `count` draws and after them."""
+        return list(accumulate(self._probabilities[:count], lambda left, p: max(0.0, left - p), initial=self._whole))
 
 
 def drawn(laws: Laws, generator: torch.Generator, count: int = ROUND) -> list[Draws]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.retrieval import Ngram
-from quickbeam.grow.greedy import Greedy
+from quickbeam.grow.greedy import PEAK, Greedy, Sure
 from quickbeam.grow.search import Candidate, Search
 from quickbeam.tree import TokenTree
 
 LONGEST = 16  # tokens of a continuation at most
+LONG = 8  # tokens of repetition that make another situation: much comes true, without a call
 SURE = 2  # tokens that a guessed path must have in common with the text to be continued from it
 
 
@@ -102,27 +104,44 @@ class MergedSearch(Search):
         self.best = sorted(self.best + chain)[: self._size]
 
 
+class Chain(NamedTuple):
+    """Tokens that continue the text, which has been repeating itself for `length` tokens before them."""
+
+    tokens: Sequence[int]
+    length: int
+
+
 class Merged(Greedy):
     """At temperature 0, `Greedy`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
     source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
-    long, the drafter is not asked at all. Above temperature 0 the drafter drafts alone, as `Greedy` does.
+    long, the drafter is not asked at all.
+
+    Above temperature 0 a continuation is a certain child that is tried before its node's draws, which are then drawn from the drafter's law
+    with its token struck out. With a its chance and s_0, s_1 those of a first and a second draw, it is worth its node where
+    a + (1 - a) s_0 >= s_0 + (1 - s_0) s_1, that is a >= s_1. All of that is known before a draw of that node is: sampling stays exact.
     """
 
     def __init__(self, drafter: Drafter, ngram: Ngram) -> None:
         super().__init__(drafter)
         self.sources = (drafter, ngram)
-        self.ngram, self.repeats = ngram, Repeats()
+        self.ngram, self.repeats, self.sampled_repeats = ngram, Repeats(), Repeats()  # at temperature 0, and above
+        self._chains: dict[int, Chain] = {}  # above temperature 0: what may follow a node
         self._lengths: dict[int, int] = {}  # of the last tree: nodes that continue the text, and for how long it repeated itself before
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        self._lengths = {}
+        self._lengths, self._chains = {}, {}
         return super().grow(context, budget, max_depth)
 
+    def situation(self, context: Context) -> int:
+        match = self.ngram.match(context.ids[-self.ngram.max_n :])
+        return 4 if match and self.ngram.extent(match, LONG) == LONG else super().situation(context)
+
     def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        repeats = self.sampled_repeats if self._chains else self.repeats
         for node, following in zip(path, [*path[1:], None], strict=True):
             for child in tree.children[node].values():
                 if child in self._lengths:
-                    self.repeats.observe(self._lengths[child], child == following)
+                    repeats.observe(self._lengths[child], child == following)
         super().verified(tree, path)
 
     def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
@@ -133,6 +152,31 @@ class Merged(Greedy):
         tree, place = super()._planted(search), search.place
         self._lengths = {place[number]: length for number, length in search.lengths.items() if number in place}
         return tree
+
+    def _sure(self, context: Context, tree: TokenTree, node: int) -> Sure | None:
+        chain = self._chains.get(node) or self._found(context, tree, node)
+        if chain is None or not chain.tokens:
+            return None
+        chance = self.sampled_repeats.chance(chain.length)
+        if chance < self.chances.slot(1, PEAK):
+            return None
+        self._chains[node] = chain
+        return Sure(chain.tokens[0], self.ngram.name, chance)
+
+    def _found(self, context: Context, tree: TokenTree, node: int) -> Chain | None:
+        """How the text went on after what stands down to `node`."""
+        guessed = [tree.token[one] for one in tree.path(node)[1:]]
+        tail = [*context.ids[-self.ngram.max_n :], *guessed][-self.ngram.max_n :]
+        match = self.ngram.match(tail)
+        if match is None or (guessed and match.length < SURE):
+            return None
+        length = match.length if guessed else self.ngram.extent(match, LONGEST)
+        return Chain(self.ngram.continuation(match, LONGEST, guessed), length)
+
+    def _placed(self, tree: TokenTree, node: int) -> None:
+        tokens, length = self._chains[tree.parent[node]]
+        self._lengths[node] = length
+        self._chains[node] = Chain(tokens[1:], length + 1)
 
     def _accepted(self, path: Sequence[int]) -> int:
         return sum(node not in self._lengths for node in path[1:])
