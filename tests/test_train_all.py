@@ -32,6 +32,13 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(toy_folde
     again = CliRunner().invoke(app, arguments)
     assert again.exit_code == 0 and "2 of 4" not in again.output and (out / "router.json").stat().st_mtime_ns == made
 
+    (tmp_path / "nothing").mkdir()
+    refused = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "nothing")])
+    assert refused.exit_code == 2 and "is not a drafter" in " ".join(refused.output.split())
+    further = [*arguments, "--out", str(tmp_path / "more"), "--start", str(out), "--quote", "0.3"]
+    assert CliRunner().invoke(app, further).exit_code == 0
+    assert "--quote 0.3 --start out" in (tmp_path / "more" / "README.md").read_text()
+
     llm = LLM(toy_folder, "dynaspec", dtype="float32", drafter=str(out), shortlist=256)
     params = SamplingParams(max_tokens=16, ignore_eos=True)
     answer = llm.generate("abc", params)

@@ -23,6 +23,8 @@ def train_all(
     epochs: Annotated[float, typer.Option("--epochs", min=0.01, help="Times the drafter is trained on the text.")] = 6,
     length: Annotated[int, typer.Option("--length", min=32, help="Longest conversation, in tokens.")] = 512,
     slots: Annotated[int, typer.Option("--slots", min=1, help="Conversations written at a time.")] = 128,
+    quote: Annotated[float, typer.Option("--quote", min=0, max=1, help="Share of conversations about a longer text.")] = 0.15,
+    start: Annotated[Path | None, typer.Option("--start", help="Begin with the weights of this drafter (a folder).")] = None,
     rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the drafter that the router is trained on.")] = 200_000,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Questions of the bench at the end.")] = 12,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer of the bench.")] = 64,
@@ -35,7 +37,7 @@ def train_all(
     """
     console = stderr()
     console.print("1 of 4: the drafter")
-    train.drafter(out, model, tokens, prompts, epochs, length=length, slots=slots, seed=seed)
+    train.drafter(out, model, tokens, prompts, epochs, length=length, slots=slots, quote=quote, start=start, seed=seed)
     from accelerate import PartialState
 
     if not PartialState().is_main_process:  # several train the drafter; the rest is one's work
