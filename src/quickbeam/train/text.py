@@ -20,7 +20,8 @@ from quickbeam.train.shards import Conversation
 
 Message = dict[str, str]
 
-# How half of the questions begin, so that the text covers what users ask for and not only what the model likes to ask. Ours.
+# How half of the questions begin, so that the text covers what users ask for and not only what the model likes to ask. Ours: whoever
+# adds one sees to it that no benchmark that we measure with words its questions so.
 OPENERS = (
     "Write a", "Write a short story about", "Write an email", "Write a Python function", "Write a program that", "Explain", "Explain how",
     "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did", "Where is", "Which", "Can you", "Give me",
