@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,11 @@ import pytest
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at most
 
 from quickbeam import hub
+
+
+# A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
