@@ -12,7 +12,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at m
 
 from quickbeam import hub
 
-
 # A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
