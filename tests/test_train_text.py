@@ -186,13 +186,19 @@ def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monke
     monkeypatch.setattr(text, "LEAST", 3)
     writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
     before, opening = chat.encode("aaa "), chat.encode("zzz")
-    begin, quoted = chat.template.begin, 0
-    for tokens, answer, _, _ in itertools.islice(writer, 80):
+    raw, begin, quoted, documents = chat.template.raw, chat.template.begin, 0, list[list[int]]()
+    for tokens, answer, hidden, temperature in itertools.islice(writer, 80):
         ids = tokens.tolist()
-        assert ids[: len(begin)] == begin and answer.any()  # a document is no conversation
+        if ids[: len(raw + opening)] == raw + opening:  # trained on as they are: all but how they begin is the model's own
+            documents.append(ids[len(raw) :])
+            assert answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))] and temperature == text.Recipe.document_temperature
+            torch.testing.assert_close(hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4)
+            continue
+        assert ids[: len(begin)] == begin and answer.any()
         asked = ids[len(begin) :]
         quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
-    assert quoted > 5 and len(writer._written) > 5
+    assert quoted > 5 and len(writer._written) > 5 and len(documents) >= len(writer._written)
+    assert all(words in [ids[: len(words)] for ids in documents] for words in writer._written)
     for words in writer._written:
         assert words[: len(opening)] == opening and len(words) <= len(opening) + 20
         assert not chat.template.stops & set(words[:-1])

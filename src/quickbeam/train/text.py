@@ -145,7 +145,7 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)
     answer: list[bool] = field(default_factory=list)
     answering: bool = False
-    document: bool = False  # no conversation
+    document: bool = False  # all of it but how it begins is an answer, to nothing
     spoken: int = 0  # tokens of the turn under way
     circles: Circles = field(default_factory=Circles)
 
@@ -192,7 +192,7 @@ class Writer:
         kind, quote = self._random.random(), self._recipe.quote
         if self._documents and quote <= kind < 1.5 * quote:
             words = self._template.raw + self._random.choice(self._documents)
-            return _Slot(words[::-1], temperature, document=True)
+            return _Slot(words[::-1], self._recipe.document_temperature, answering=True, document=True)
         if self._answers and kind < quote:
             words, complete = self._quote()
             reply = self._template.reply if complete else []
@@ -302,6 +302,4 @@ class Writer:
         return tokens.tolist()
 
     def _temperature(self, slot: _Slot) -> float:
-        if slot.document:
-            return self._recipe.document_temperature
         return slot.temperature if slot.answering else self._recipe.user_temperature
