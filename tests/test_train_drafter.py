@@ -83,6 +83,16 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law_at_every_depth() -> 
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)
 
 
+def test_the_losss_gradient_is_that_of_its_formula() -> None:
+    generator = torch.Generator().manual_seed(4)
+    features, shift = torch.randn(7, D, generator=generator, requires_grad=True), torch.randn(VOCAB, generator=generator)
+    laws, weights = torch.randn(7, VOCAB, generator=generator).softmax(-1), torch.randn(7, generator=generator)
+    plain = -(laws * (features @ HEAD.T + shift).log_softmax(-1)).sum(-1)
+    own = drafter.CrossEntropy.apply(features, HEAD, shift, *drafter.mean_rows(laws, HEAD, shift))
+    torch.testing.assert_close(own, plain)
+    torch.testing.assert_close(*(torch.autograd.grad(each @ weights, features)[0] for each in (own, plain)))
+
+
 def test_answers_from_the_first_token_on_have_fewer_rows_in_later_passes() -> None:
     """What the target said is looked up in the first pass: the same as asking it at each."""
     early = [conversation._replace(answer=torch.arange(len(conversation.tokens)) >= i) for i, conversation in enumerate(conversations(3))]

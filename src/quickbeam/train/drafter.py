@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -120,8 +120,8 @@ class Objective(nn.Module):
         self.network, self.recipe = network, recipe
 
     def forward(self, batch: Batch, head: torch.Tensor, shift: torch.Tensor, done: float = 1.0) -> torch.Tensor:
-        """Cross-entropy in nats, summed over depths by weight. `head` `[s, d]`: the head's rows of the loss's tokens; `shift` `[s]`;
-        `done`: how much of the run is over."""
+        """Cross-entropy in nats, summed over depths by weight. `head` `[s, d]`: the head's rows of the loss's tokens, without a gradient;
+        `shift` `[s]`; `done`: how much of the run is over."""
         distance = self.recipe.regression * max(0.0, 1 - done / max(self.recipe.lead, 1e-9))
         total = torch.zeros((), device=batch.tokens.device)
         batch = batch.whole() if done < self.recipe.whole else batch
@@ -129,21 +129,52 @@ class Objective(nn.Module):
             for depth, (out, target) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
                 if depth == 0:
                     with torch.no_grad():
-                        laws = (target.to(head.dtype) @ head.T).float().add_(shift).softmax(-1)
-                law = kept(laws, batch, depth)
+                        laws = F.linear(target.to(head.dtype), head, shift.to(head.dtype)).float().softmax(-1)
+                        rows, offsets = mean_rows(laws, head, shift)
+                row, offset = (kept(known, batch, depth) for known in (rows, offsets))
                 feature = self.network.feature(out)
-                scores = (feature.to(head.dtype) @ head.T).float() + shift
-                each = -(law * scores.log_softmax(-1)).sum(-1)
+                each: torch.Tensor = CrossEntropy.apply(feature.to(head.dtype), head, shift, row, offset)  # type: ignore[no-untyped-call]
                 if distance:
                     each = each + distance * F.smooth_l1_loss(feature.float(), target.float(), reduction="none").mean(-1)
                 total = total + self.recipe.decay**depth * each.sum() / max(len(each), 1)
         return total
 
 
-def kept(laws: torch.Tensor, batch: Batch, depth: int) -> torch.Tensor:
-    """Of the target's laws at the rows of the first pass, those at the rows of the pass at `depth`: they are the same tokens' laws."""
+def mean_rows(laws: torch.Tensor, head: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `laws` `[m, s]`, all that a cross-entropy with them needs: the means of the rows of `head` `[s, d]`, `[m, d]` float32, and of
+    `shift` `[s]`, `[m]`."""
+    return (laws.to(head.dtype) @ head).float(), laws @ shift
+
+
+class CrossEntropy(torch.autograd.Function):
+    """`[m]`, nats: between laws p and the softmax q of the scores z = `features @ head.T + shift` `[m, s]`.
+
+    -sum(p log q) is log(sum(exp z)) less the mean of z under p, and that mean needs no more than the `mean_rows` of p, which are the same
+    at every depth. The gradient is the mean row under q less that under p. So `[m, s]` is gone through a few times only, of which a
+    training on a CPU mostly consists, and nothing of it is kept. Only `features` have a gradient.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, features: torch.Tensor, head: torch.Tensor, shift: torch.Tensor, row: torch.Tensor, offset: torch.Tensor
+    ) -> torch.Tensor:
+        scores = F.linear(features, head, shift.to(head.dtype))
+        law = scores.softmax(-1)
+        total = scores.amax(-1).float() - law.amax(-1).float().log()
+        if ctx.needs_input_grad[0]:
+            ctx.save_for_backward((law @ head).float() - row)
+        return total - (features.float() * row).sum(-1) - offset
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (difference,) = ctx.saved_tensors
+        return difference * grads[0][:, None], None, None, None, None
+
+
+def kept(known: torch.Tensor, batch: Batch, depth: int) -> torch.Tensor:
+    """Of what is known of the tokens at the rows of the first pass, that at the rows of the pass at `depth`: they are the same tokens."""
     rows = lasting(batch.answer, depth)
-    return laws if bool(rows.all()) else laws[rows]
+    return known if bool(rows.all()) else known[rows]
 
 
 class Held(NamedTuple):

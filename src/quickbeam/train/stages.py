@@ -100,7 +100,7 @@ class DrafterTraining:
         parameters = config.hidden_size * (len(config.layers) * config.target_size + width + 2 * config.hidden_size)
         longest = max(recipe.batch, plan.length)
         activations = longest * recipe.depths * (6 * width + 3 * recipe.loss_vocab) * 4 + longest * row * 4
-        scores = plan.length * recipe.depths * plan.length * recipe.depths * max(1, longest // plan.length)
+        scores = 4 * config.heads * longest * (plan.length + recipe.depths) * (recipe.depths + 2)
         check = 6 * plan.length * config.vocab_size * 4
         train_memory = base + 2 * weights + 24 * parameters + activations + scores + check
         return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)

@@ -67,7 +67,7 @@ class Trainer:
         self._vocabulary = LossVocabulary(shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index)
         self.step = self.seen = self.round = 0
         self.seconds = 0.0
-        optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01)
+        optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
         self._objective, self._optimizer = accelerator.prepare(Objective(network.to(self._device), recipe), optimizer)
         self._resume()
 

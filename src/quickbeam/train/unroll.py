@@ -48,18 +48,31 @@ class _Unrolled:
         self._values: list[torch.Tensor] = []
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        n, shared = query.shape[1], query.shape[2] // key.shape[2]
+        shared = query.shape[2] // key.shape[2]
         query, key, value = (x.to(value.dtype).transpose(1, 2) for x in (query, key, value))
         self._keys.append(key.repeat_interleave(shared, 1))
         self._values.append(value.repeat_interleave(shared, 1))
         if len(self._keys) == 1:
             out = F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
         else:
-            causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
-            own = torch.eye(n, dtype=torch.bool, device=query.device)
-            seen = torch.cat([causal, *[own] * (len(self._keys) - 1)], 1)
-            out = F.scaled_dot_product_attention(query, torch.cat(self._keys, 2), torch.cat(self._values, 2), attn_mask=seen)
+            out = self._later(query)
         return out.transpose(1, 2).flatten(2)
+
+    def _later(self, query: torch.Tensor) -> torch.Tensor:
+        """`[b, heads, n, head_dim]` of queries of a later pass. By hand: a mask over the keys of all passes has almost nothing to show of
+        each later one, and a kernel that reads it takes as long for them as for the first."""
+        n = query.shape[2]
+        with torch.autocast(query.device.type, enabled=False):
+            query = query.float() * query.shape[-1] ** -0.5
+            first, *later = (key.float() for key in self._keys)
+            causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
+            scores = (query @ first.transpose(2, 3)).masked_fill(~causal, float("-inf"))
+            law = torch.cat([scores, *[(query * key).sum(-1, keepdim=True) for key in later]], -1).softmax(-1)
+            first, *later = (value.float() for value in self._values)
+            out = law[..., :n] @ first
+            for i, value in enumerate(later, n):
+                out = out + law[..., i : i + 1] * value
+        return out.to(self._values[0].dtype)
 
 
 def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
