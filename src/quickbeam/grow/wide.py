@@ -6,7 +6,7 @@ plain ways are for other devices, and the reference.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -17,7 +17,8 @@ import torch
 
 CHUNK = 64
 ROUNDING = 1 - 1e-6  # what to take a bound times, so that float32 doesn't round it up
-HITS = 1000  # tokens of a law that a bar may leave
+BARS = (1e-5, 1e-7, 0.0)  # what the likeliest tokens of a law are mostly above: on our own questions, 16 are in 98 of 100 laws above the first
+MANY = 4  # times as many tokens as are wanted, and a partition is faster than sorting them
 FEW = 4  # draws that are faster found one by one
 Array = npt.NDArray[Any]
 Row = tuple[list[int], list[float]]  # tokens, and their probabilities
@@ -39,44 +40,35 @@ def likeliest_plain(laws: torch.Tensor, count: int, least: Sequence[float] | Non
 def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
     """`likeliest_plain`, faster on a CPU, and in a tie the lowest id first. `least` counts as rounded to float32.
 
-    Reads a row for what is above a bar, and sorts the little that is. Where `least` gives no bar that is high enough, the row's chunks do.
+    Reads a row for what is above a bar, and sorts the little that is. Where `least` gives no bar that is high enough, the first of `BARS`
+    does that leaves `count` tokens.
     """
-    size, vocab = laws.shape
     if laws.device.type != "cpu":
         return likeliest_plain(laws, count, least)
-    values = laws.numpy()
-    bars = np.nextafter(np.zeros(size, np.float32) if least is None else np.array(least, np.float32), np.float32(2))
-    if count == 1:
-        best = values.argmax(1)
-        found = values[np.arange(size), best]
-        return [([token], [p]) if good else ([], []) for token, p, good in zip(best.tolist(), found.tolist(), found >= bars, strict=True)]
-    if bars.min(initial=1) * HITS < 1:
-        np.maximum(bars, _low(laws, count), out=bars)
-    spots = (values >= bars[:, None]).ravel().nonzero()[0]
-    found, tokens = values.ravel()[spots].tolist(), spots.tolist()
-    result, start = [], 0
-    for row in range(size):  # the spots of a row stand together, lowest ids first; sorting is stable
-        end = bisect_left(tokens, (row + 1) * vocab, start)
-        best = sorted(range(start, end), key=found.__getitem__, reverse=True)[:count]
-        result.append(([tokens[i] - row * vocab for i in best], [found[i] for i in best]))
-        start = end
-    return result
+    rows = []
+    for law, floor in zip(laws.numpy(), least or [0.0] * len(laws), strict=True):
+        if count == 1:
+            best = int(law.argmax())
+            rows.append(([best], [float(law[best])]) if law[best] > floor else ([], []))
+            continue
+        for bar in BARS:
+            spots = (law > max(bar, floor)).nonzero()[0]
+            if len(spots) >= count or bar <= floor:
+                break
+        found = law[spots]
+        if len(found) > MANY * count:
+            kept = found >= np.partition(found, -count)[-count]
+            spots, found = spots[kept], found[kept]
+        tokens, values = spots.tolist(), found.tolist()
+        order = sorted(range(len(tokens)), key=values.__getitem__, reverse=True)[:count]  # stable: of equals, the lowest id stays first
+        rows.append(([tokens[i] for i in order], [values[i] for i in order]))
+    return rows
 
 
 def peaks(laws: torch.Tensor, count: int) -> list[list[float]]:
     """The `count` largest values of each of `[m, vocab]` laws, about: of those that share a chunk the largest counts."""
     maxima = _maxima(laws, count)
     return (laws if maxima is None else maxima).topk(min(count, laws.shape[-1])).values.tolist()
-
-
-def _low(laws: torch.Tensor, count: int) -> Array:
-    """`[m]`: what at least `count` values of each row reach, or 0: the `count`-th largest of its chunks' maxima."""
-    maxima = _maxima(laws, count)
-    if maxima is None:
-        return laws.topk(min(count, laws.shape[-1])).values[:, -1].numpy()
-    place = maxima.shape[1] - count
-    low: Array = np.partition(maxima.numpy(), place)[:, place]
-    return low
 
 
 def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
