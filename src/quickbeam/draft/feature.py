@@ -14,7 +14,7 @@ from quickbeam.draft.eagle import EagleHead
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
 from quickbeam.shortlist.shortlist import Routed, Shortlist
-from quickbeam.target.attention import Attend, Layer, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import Target
@@ -51,7 +51,8 @@ class EagleDrafter(Drafter):
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         self.store = KVStore([shape], target.dtype, target.device)
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
-        self._attend: Attend = attend_plain if not fast else attend_grouped if target.device.type == "cpu" else attend_sdpa
+        # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits that `attend_grouped` keeps.
+        self._attend: Attend = attend_sdpa if fast else attend_plain
         self._ids: list[int] = []  # row j stands for the first j + 2 of them
         self._tree: TokenTree | None = None  # being grown
         self._out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
