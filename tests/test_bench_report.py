@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from fake_runner import FakeRunner, measured, questions_of, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.run import Results
+from quickbeam.bench.summary import summaries
 from quickbeam.cli import bench as command
 from quickbeam.errors import InvalidInput, QuickbeamError
 
@@ -48,13 +49,15 @@ def test_tables_show_figures_and_the_reference():
 
 def test_calls_of_a_drafter_are_shown_where_there_are_any():
     runners = two_methods()
-    assert "drafter ms" not in rendered(measured(runners, questions_of("x")))
+    assert all(words not in rendered(measured(runners, questions_of("x"))) for words in ("drafter ms", "call of the drafter"))
     name = "dyspec-threshold:16"
     runners[name] = FakeRunner(name, runners["ar"].calls)
     runners[name].reply = replace(runners[name].reply, drafter_calls=12, drafter_seconds=0.25)
     results = measured(runners, questions_of("x"))
     lines = rendered(results).splitlines()
-    row = [line for line in lines if name in line][-1]
+    (row,) = [line for line in lines if name in line and "125.00" in line]
+    spare = summaries(results)[name].break_even_ms
+    assert f"{name}: a call of the drafter took 20.83 ms; as fast as ar at {spare:.2f} ms" in lines
     assert row.split("│")[6:9] == ["   125.00 ", "      62.50 ", "  3.00 "] and max(map(len, lines)) <= 120
     content = report.record(results, {}, "m", {})
     assert content["methods"][name]["drafter_ms"] == 62.5 and content["trials"][0]["answers"][name]["drafter_calls"] == 12

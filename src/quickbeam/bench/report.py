@@ -134,6 +134,10 @@ def footer(results: Results) -> list[str]:
     ]
     if results.sampled:
         lines.append("tokens are sampled: outputs are not compared")
+    for name, summary in summaries(results).items():
+        if summary.drafter_calls and summary.drafter_ms is not None and summary.break_even_ms is not None:
+            took, could = summary.drafter_ms / summary.drafter_calls, max(0.0, summary.break_even_ms)
+            lines.append(f"{name}: a call of the drafter took {took:.2f} ms; as fast as {reference} at {could:.2f} ms")
     for name, count in Counter(difference.method for difference in results.differences).items():
         gaps = [difference.gap for difference in results.differences if difference.method == name]
         lines.append(

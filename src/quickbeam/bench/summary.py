@@ -22,6 +22,8 @@ class Summary:
     - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
     - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`; `head_ms`: what of that grows with the
       vocabulary scored (routing, the head, its softmax).
+    - `break_even_ms`: what one call of the drafter could take before the method were no faster than the reference, all else being equal;
+      below zero where calls for nothing would be too dear.
     - `shortlist`: tokens scored in a call, on average; `recall`: the share of the text's tokens that were scored where they were drafted
       for, None where all of the vocabulary was.
     """
@@ -38,6 +40,7 @@ class Summary:
     overhead_ms: float | None
     drafter_calls: float | None
     drafter_ms: float | None
+    break_even_ms: float | None = None
     head_ms: float | None = None
     shortlist: float | None = None
     recall: float | None = None
@@ -50,7 +53,9 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
     tokens, steps, seconds = _totals(answers)
     heads = [answer.head for answer in answers]
     draft, verify = _sum(answer.draft_seconds for answer in answers), _sum(answer.verify_seconds for answer in answers)
+    calls, calling = _sum(answer.drafter_calls for answer in answers), _sum(answer.drafter_seconds for answer in answers)
     pace, reference_pace = _ratio(seconds, tokens), _ratio(_totals(expected)[2], _totals(expected)[0])
+    spare = None if reference_pace is None else tokens * reference_pace - seconds  # seconds that the reference would take longer
     return Summary(
         prompts=len(trials),
         tokens=tokens,
@@ -62,8 +67,9 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
         draft_ms=_ratio(draft, steps, 1000),
         verify_ms=_ratio(verify, steps, 1000),
         overhead_ms=None if draft is None or verify is None else _ratio(seconds - draft - verify, steps, 1000),
-        drafter_calls=_ratio(_sum(answer.drafter_calls for answer in answers), steps),
-        drafter_ms=_ratio(_sum(answer.drafter_seconds for answer in answers), steps, 1000),
+        drafter_calls=_ratio(calls, steps),
+        drafter_ms=_ratio(calling, steps, 1000),
+        break_even_ms=None if spare is None or calling is None else _ratio(spare + calling, calls, 1000),
         head_ms=_ratio(_sum(head.seconds if head else None for head in heads), steps, 1000),
         shortlist=_ratio(_sum(head.tokens if head else None for head in heads), _sum(head.calls if head else None for head in heads)),
         recall=_ratio(_sum(head.held if head else None for head in heads), _sum(head.wanted if head else None for head in heads)),
