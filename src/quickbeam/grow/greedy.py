@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from heapq import heappop, heappush, heapreplace
 from itertools import zip_longest
-from typing import NamedTuple
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.prices import Prices
 from quickbeam.grow.chances import Chances, Likeliest, Measured
 from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.draws import Draws
 from quickbeam.grow.search import Candidate, Search
+from quickbeam.grow.slots import Slots
 from quickbeam.tree import TokenTree
 
 FINDS = 2  # nodes that asking for one adds to a tree whose nodes have a price, or about so many: chosen on our own questions
 FRACTION = 0.2  # of the likeliest path's probability: best-first search asks for all paths down to this in one call
-
-PEAK = 0.6  # the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on our own questions, 0.33 at 1)
-
-FIRST = -1  # the place of a certain child that is tried before all draws
-
-Slot = tuple[float, float, int, int]  # minus its worth, minus the probability that it is reached, the node, which child
-
-
-class Sure(NamedTuple):
-    """A certain child to be tried before all draws of its node: its token, who proposes it, how likely it is accepted."""
-
-    token: int
-    source: str
-    chance: float
 
 
 class Promises:
@@ -66,10 +50,8 @@ class Promises:
 
 
 class Greedy(DraftedPolicy):
-    """Above temperature 0, Alg. 1: a heap of open slots; the best one is filled, which opens its sibling's slot and its child's. A slot
-    is worth the probability that it is reached, times that of its token being accepted, as far as that can be told before the token is
-    known. At temperature 0, best-first search (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand
-    in order of worth.
+    """Above temperature 0, Alg. 1: a heap of open slots, the best of which is filled (`Slots`). At temperature 0, best-first search
+    (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand in order of worth.
 
     As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`chances.Printed`). That makes trees too wide:
     a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `chances.Measured`, the
@@ -122,74 +104,10 @@ class Greedy(DraftedPolicy):
             self.promises.observe(self._accepted(path), *self._last)
 
     def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        tree = TokenTree(context.ids[-1])
-        draws: dict[int, Draws] = {}
-        sure: dict[int, Sure] = {}
-        seen: set[int] = set()  # nodes whose laws have had their turn
-        slots: list[Slot] = []
-
-        def open_slot(node: int) -> None:
-            reached = tree.value[node]
-            if (one := self._sure(context, tree, node)) is not None:
-                sure[node] = one
-                slot = max(one.chance, (1 - one.chance) * self.chances.slot(0, PEAK))  # the draws wait behind it
-                heappush(slots, (-reached * slot, -reached, node, FIRST))
-            else:
-                heappush(slots, (-reached * self.chances.slot(0, PEAK), -reached, node, 0))
-
-        open_slot(0)
-        while slots and len(tree) < budget:
-            _, reached, node, i = slots[0]
-            if i == FIRST:
-                token, source, chance = sure[node]
-                new = tree.add(node, token, source, -reached * chance)
-                self._placed(tree, new)
-                left = -reached * (1 - chance)
-                heapreplace(slots, (-left * self.chances.slot(0, PEAK), -left, node, 0))
-                if tree.depth[new] < max_depth:
-                    open_slot(new)
-                continue
-            if node not in draws:
-                free = budget - len(tree)
-                tops = [top for _, _, top, place in sorted(slots)[:free] if top not in draws and place != FIRST]
-                due = list(dict.fromkeys(self._askable(tree, top, draws) for top in tops))
-                for one, found in zip(due, self.ask(context, tree, due, free), strict=True):
-                    draws[one] = found.without(sure[one].token) if one in sure else found
-                continue
-            if node not in seen:
-                seen.add(node)
-                heapreplace(slots, self._slot(-reached, draws[node], node, 0))
-                continue
-            heappop(slots)
-            drawn = self.add(tree, node, draws[node], i)
-            if drawn is None:
-                continue
-            probability = draws[node].chance(i)
-            chance = self.chances.child(i, probability)
-            tree.value[drawn] = -reached * chance
-            self._drawn[drawn] = i, probability
-            heappush(slots, self._slot(-reached * (1 - chance), draws[node], node, i + 1))
-            if tree.depth[drawn] < max_depth:
-                open_slot(drawn)
+        slots = Slots(self, context, budget, max_depth, self.chances)
+        tree = slots.fill()
+        self._drawn = slots.drawn
         return tree
-
-    @staticmethod
-    def _askable(tree: TokenTree, node: int, draws: dict[int, Draws]) -> int:
-        """The topmost node on the way to `node` that was not asked for: the drafter goes from parent to child."""
-        while node and tree.parent[node] not in draws:
-            node = tree.parent[node]
-        return node
-
-    def _sure(self, context: Context, tree: TokenTree, node: int) -> Sure | None:
-        """What to try before the draws of a new node, by the tokens down to it."""
-        return None
-
-    def _placed(self, tree: TokenTree, node: int) -> None:
-        """Its parent's `Sure` became this node."""
-
-    def _slot(self, reached: float, draws: Draws, node: int, i: int) -> Slot:
-        """Slot i of `node`, which is reached with probability `reached`."""
-        return -reached * self.chances.slot(i, draws.peak(i)), -reached, node, i
 
     def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
         search = self._search(context, size, 0.0, max_depth)

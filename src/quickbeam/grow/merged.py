@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.retrieval import Ngram
-from quickbeam.grow.greedy import PEAK, Greedy, Sure
+from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.search import Candidate, Search
+from quickbeam.grow.slots import PEAK, Slots, Sure
 from quickbeam.tree import TokenTree
 
 LONGEST = 16  # tokens of a continuation at most
@@ -111,6 +112,42 @@ class Chain(NamedTuple):
     length: int
 
 
+class MergedSlots(Slots):
+    """Slots in which a continuation of the text is tried before the draws of its node. `lengths`: by node that continues the text, how long
+    it had repeated itself before."""
+
+    def __init__(self, policy: Greedy, context: Context, budget: int, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
+        super().__init__(policy, context, budget, max_depth, policy.chances)
+        self.lengths: dict[int, int] = {}
+        self._chains: dict[int, Chain] = {}  # what may follow a node
+        self._ngram, self._repeats = ngram, repeats
+
+    def sure(self, node: int) -> Sure | None:
+        chain = self._chains.get(node) or self._found(node)
+        if chain is None or not chain.tokens:
+            return None
+        chance = self._repeats.chance(chain.length)
+        if chance < self._chances.slot(1, PEAK):
+            return None
+        self._chains[node] = chain
+        return Sure(chain.tokens[0], self._ngram.name, chance)
+
+    def placed(self, node: int) -> None:
+        tokens, length = self._chains[self.tree.parent[node]]
+        self.lengths[node] = length
+        self._chains[node] = Chain(tokens[1:], length + 1)
+
+    def _found(self, node: int) -> Chain | None:
+        """How the text went on after what stands down to `node`."""
+        guessed = [self.tree.token[one] for one in self.tree.path(node)[1:]]
+        tail = [*self._context.ids[-self._ngram.max_n :], *guessed][-self._ngram.max_n :]
+        match = self._ngram.match(tail)
+        if match is None or (guessed and match.length < SURE):
+            return None
+        length = match.length if guessed else self._ngram.extent(match, LONGEST)
+        return Chain(self._ngram.continuation(match, LONGEST, guessed), length)
+
+
 class Merged(Greedy):
     """At temperature 0, `Greedy`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
     source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
@@ -125,11 +162,11 @@ class Merged(Greedy):
         super().__init__(drafter)
         self.sources = (drafter, ngram)
         self.ngram, self.repeats, self.sampled_repeats = ngram, Repeats(), Repeats()  # at temperature 0, and above
-        self._chains: dict[int, Chain] = {}  # above temperature 0: what may follow a node
+        self._observed = self.repeats  # those of the last tree
         self._lengths: dict[int, int] = {}  # of the last tree: nodes that continue the text, and for how long it repeated itself before
 
     def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        self._lengths, self._chains = {}, {}
+        self._lengths, self._observed = {}, self.sampled_repeats if context.temperature > 0 else self.repeats
         return super().grow(context, budget, max_depth)
 
     def situation(self, context: Context) -> int:
@@ -137,11 +174,10 @@ class Merged(Greedy):
         return 4 if match and self.ngram.extent(match, LONG) == LONG else super().situation(context)
 
     def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
-        repeats = self.sampled_repeats if self._chains else self.repeats
         for node, following in zip(path, [*path[1:], None], strict=True):
             for child in tree.children[node].values():
                 if child in self._lengths:
-                    repeats.observe(self._lengths[child], child == following)
+                    self._observed.observe(self._lengths[child], child == following)
         super().verified(tree, path)
 
     def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
@@ -153,30 +189,11 @@ class Merged(Greedy):
         self._lengths = {place[number]: length for number, length in search.lengths.items() if number in place}
         return tree
 
-    def _sure(self, context: Context, tree: TokenTree, node: int) -> Sure | None:
-        chain = self._chains.get(node) or self._found(context, tree, node)
-        if chain is None or not chain.tokens:
-            return None
-        chance = self.sampled_repeats.chance(chain.length)
-        if chance < self.chances.slot(1, PEAK):
-            return None
-        self._chains[node] = chain
-        return Sure(chain.tokens[0], self.ngram.name, chance)
-
-    def _found(self, context: Context, tree: TokenTree, node: int) -> Chain | None:
-        """How the text went on after what stands down to `node`."""
-        guessed = [tree.token[one] for one in tree.path(node)[1:]]
-        tail = [*context.ids[-self.ngram.max_n :], *guessed][-self.ngram.max_n :]
-        match = self.ngram.match(tail)
-        if match is None or (guessed and match.length < SURE):
-            return None
-        length = match.length if guessed else self.ngram.extent(match, LONGEST)
-        return Chain(self.ngram.continuation(match, LONGEST, guessed), length)
-
-    def _placed(self, tree: TokenTree, node: int) -> None:
-        tokens, length = self._chains[tree.parent[node]]
-        self._lengths[node] = length
-        self._chains[node] = Chain(tokens[1:], length + 1)
+    def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        slots = MergedSlots(self, context, budget, max_depth, self.ngram, self.sampled_repeats)
+        tree = slots.fill()
+        self._drawn, self._lengths = slots.drawn, slots.lengths
+        return tree
 
     def _accepted(self, path: Sequence[int]) -> int:
         return sum(node not in self._lengths for node in path[1:])
