@@ -40,10 +40,10 @@ class Summary:
     overhead_ms: float | None
     drafter_calls: float | None
     drafter_ms: float | None
-    break_even_ms: float | None = None
     head_ms: float | None = None
     shortlist: float | None = None
     recall: float | None = None
+    break_even_ms: float | None = None
 
 
 def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: bool) -> Summary:
