@@ -16,8 +16,8 @@ FIRST = -1  # the place of a certain child that is tried before all draws
 
 
 class Slot(NamedTuple):
-    worth: float  # less than zero: the best sort first
-    reached: float  # minus the probability of that
+    cost: float  # minus its worth: the best sort first
+    missed: float  # minus the probability that it is reached
     node: int
     place: int  # which child
 
@@ -53,14 +53,14 @@ class Slots:
         while self._heap and len(self.tree) < self._budget:
             _, _, node, place = slot = self._heap[0]
             if place == FIRST:
-                self._place(slot)
+                self._fill_sure(slot)
             elif node not in self._draws:
                 self._ask()
             elif node not in self._seen:  # its law is there: now it is known what its first draw is worth
                 self._seen.add(node)
-                heapreplace(self._heap, self._slot(-slot.reached, node, 0))
+                heapreplace(self._heap, self._slot(-slot.missed, node, 0))
             else:
-                self._draw(heappop(self._heap))
+                self._fill_draw(heappop(self._heap))
         return self.tree
 
     def sure(self, node: int) -> Sure | None:
@@ -83,12 +83,12 @@ class Slots:
             worth = max(sure.chance, (1 - sure.chance) * first)  # the draws wait behind it
             heappush(self._heap, Slot(-reached * worth, -reached, node, FIRST))
 
-    def _place(self, slot: Slot) -> None:
+    def _fill_sure(self, slot: Slot) -> None:
         """Fill the slot of a certain child."""
         token, source, chance = self._sure[slot.node]
-        new = self.tree.add(slot.node, token, source, -slot.reached * chance)
+        new = self.tree.add(slot.node, token, source, -slot.missed * chance)
         self.placed(new)
-        left = -slot.reached * (1 - chance)
+        left = -slot.missed * (1 - chance)
         heapreplace(self._heap, Slot(-left * self._chances.slot(0, PEAK), -left, slot.node, 0))
         self._open(new)
 
@@ -106,7 +106,7 @@ class Slots:
             node = self.tree.parent[node]
         return node
 
-    def _draw(self, slot: Slot) -> None:
+    def _fill_draw(self, slot: Slot) -> None:
         """Fill the slot of a draw."""
         draws = self._draws[slot.node]
         new = self._policy.add(self.tree, slot.node, draws, slot.place)
@@ -114,9 +114,9 @@ class Slots:
             return
         probability = draws.chance(slot.place)
         chance = self._chances.child(slot.place, probability)
-        self.tree.value[new] = -slot.reached * chance
+        self.tree.value[new] = -slot.missed * chance
         self.drawn[new] = slot.place, probability
-        heappush(self._heap, self._slot(-slot.reached * (1 - chance), slot.node, slot.place + 1))
+        heappush(self._heap, self._slot(-slot.missed * (1 - chance), slot.node, slot.place + 1))
         self._open(new)
 
     def _slot(self, reached: float, node: int, place: int) -> Slot:

@@ -205,7 +205,7 @@ class DrafterTraining:
         name = self.plan.model or hub.DEFAULT
         rows = "\n".join(f"| {i} | {a:.3f} | {o:.3f} |" for i, (a, o) in enumerate(zip(held.agreement, held.overlap, strict=True), 1))
         parameters = sum(p.numel() for p in trainer.network.parameters()) / 1e6
-        source = f"answers to the prompts of {self.plan.prompts.name}" if self.plan.prompts else "questions and answers"
+        source = f"answers to the prompts of {self.plan.prompts.name}" if self.plan.prompts else "questions, answers and documents"
         return f"""# A feature drafter for {name}
 
 One decoder layer of {parameters:.1f} M parameters that reads hidden states of {name} (after layers

@@ -75,7 +75,7 @@ class Recipe:
     """How text is written. A conversation holds at most `length` tokens, a user turn at most `question` beside what it quotes. Half of the
     answers are greedy, the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
     there. `quote`: the share of conversations that begin with a text, made of earlier answers or documents, that fills up to two thirds of
-    `length`; half as many documents are written, of at most `document` tokens.
+    `length`; half as many documents are written, of at most `document` tokens, which are both quoted and trained on.
     """
 
     length: int = 512
