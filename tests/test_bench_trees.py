@@ -13,7 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from quickbeam.bench.trees import Results, reached
+from quickbeam.bench.trees import Results, emitted, reached
 from quickbeam.cli.app import app
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_sampled
@@ -45,11 +45,23 @@ def test_a_perfect_drafter_is_always_accepted() -> None:
     assert reached(tree, lambda node: model.target([0, *path_tokens(tree, node)])) == pytest.approx([1, 1, 1, 0])
 
 
-def test_differences_are_place_by_place() -> None:
-    results = Results({0.0: {("a", 8): [2.0, 3.0, 4.0, 9.0], ("b", 8): [1.0, 3.0, 2.0]}})
+def test_differences_are_place_by_place_and_their_errors_by_answers() -> None:
+    results = Results({0.0: {("a", 8): [2.0, 3.0, 4.0, 9.0], ("b", 8): [1.0, 3.0, 2.0]}}, {0.0: [0, 1, 2, 3]})
     results.drop_unfinished()
-    assert results.places(0.0) == 3 and results.mean(0.0, ("a", 8)) == 3
-    assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, pytest.approx(3**-0.5))
+    assert results.places(0.0) == len(results.answer[0.0]) == 3 and results.mean(0.0, ("a", 8)) == 3
+    assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, pytest.approx(3**-0.5))  # a place an answer: the textbook's
+    results.answer[0.0] = [0, 1, 1]  # the deviations 0, 1, -1 cancel out within an answer
+    assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, 0.0)
+    results.answer[0.0] = [0, 0, 1]
+    assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, pytest.approx(2 / 3))
+
+
+def test_nothing_is_emitted_after_an_answer_s_end() -> None:
+    tree = TokenTree(0)
+    end = tree.add(tree.add(0, 3, "certain"), 9, "certain")
+    tree.add(end, 4, "certain")
+    assert emitted(tree, [1.0] * 4, {7}) == 4
+    assert emitted(tree, [1.0, 0.5, 0.25, 0.25], {9}) == 1.5
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,11 @@ where its last draft ended, so that the figures are not quite a bench's MAT.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import sqrt
-from statistics import mean, stdev
+from statistics import mean
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,9 +66,11 @@ def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
 
 @dataclass
 class Results:
-    """Tokens a step by item and temperature, one number a place of the text; places are the same for all items."""
+    """Tokens a step by item and temperature, one number a place of the text; places are the same for all items. `answer`: by temperature,
+    which answer each place is of."""
 
     tokens: dict[float, dict[Item, list[float]]]
+    answer: dict[float, list[int]] = field(default_factory=lambda: defaultdict(list))
     prompts: int = 0
     complete: bool = False
     skipped: list[Skipped] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Results:
         """Forget the place at which an interrupted run had grown some of the items only."""
         for temperature, found in self.tokens.items():
             count = self.places(temperature)
+            del self.answer[temperature][count:]
             for numbers in found.values():
                 del numbers[count:]
 
@@ -87,11 +91,15 @@ class Results:
         return mean(self.tokens[temperature][item])
 
     def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float]:
-        """The mean of `item` less that of `other`, and its standard error, place by place. Places of one answer are alike, so that the true
-        error is rather larger."""
+        """The mean of `item` less that of `other`, place by place, and its standard error by answers, as places of one answer are alike:
+        sqrt(G / (G - 1) * sum of squares of the answers' summed deviations) / places with G answers (Liang and Zeger, 1986); 0 with one."""
         both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
         gaps = [a - b for a, b in both]
-        return mean(gaps), stdev(gaps) / sqrt(len(gaps)) if len(gaps) > 1 else 0.0
+        middle, sums = mean(gaps), defaultdict[int, float](float)
+        for number, gap in zip(self.answer[temperature], gaps, strict=True):
+            sums[number] += gap - middle
+        answers = len(sums)
+        return middle, sqrt(answers / (answers - 1) * sum(x * x for x in sums.values())) / len(gaps) if answers > 1 else 0.0
 
 
 def measure(
@@ -109,7 +117,11 @@ def measure(
         try:
             for request in params:
                 seeded = request if request.seed is None else replace(request, seed=request.seed + number)
-                _answer(llm, drafter, question, seeded, learned[request.temperature], every, results.tokens[request.temperature])
+                temperature = request.temperature
+                for place in _places(llm, drafter, question, seeded, learned[temperature], every):
+                    results.answer[temperature].append(number)
+                    for item, tokens in place.items():
+                        results.tokens[temperature][item].append(tokens)
                 yield
             results.prompts += 1
         except InvalidInput as error:
@@ -118,15 +130,10 @@ def measure(
     results.complete = True
 
 
-def _answer(
-    llm: LLM,
-    drafter: Drafter,
-    question: Question,
-    params: SamplingParams,
-    policies: dict[Item, TreePolicy],
-    every: int,
-    found: dict[Item, list[float]],
-) -> None:
+def _places(
+    llm: LLM, drafter: Drafter, question: Question, params: SamplingParams, policies: dict[Item, TreePolicy], every: int
+) -> Iterator[dict[Item, float]]:
+    """Write one answer, and tell at each place what the trees promise."""
     target = llm.target
     ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
     drafter.check_length(len(ids), params.max_tokens)
@@ -149,8 +156,7 @@ def _answer(
         if ids[-1] in llm.eos_ids:
             break
         if step % every == 0:
-            for item, policy in policies.items():
-                found[item].append(_tokens(llm, policy, context, item[1], sampler, generator))
+            yield {item: _tokens(llm, policy, context, item[1], sampler, generator) for item, policy in policies.items()}
         root = TokenTree(ids[-1])
         context.logits = target.verify(root)[0]
         target.commit(root, [0])
@@ -160,7 +166,7 @@ def _answer(
 
 
 def _tokens(llm: LLM, policy: TreePolicy, context: Context, budget: int, sampler: Sampler, generator: torch.Generator) -> float:
-    """The mean of the tokens that a step with `policy`'s next tree emits here. The policy is told of one outcome."""
+    """The mean of the tokens that a step with `policy`'s next tree emits here, up to an answer's end. The policy is told of one outcome."""
     tree = policy.grow(context, budget, llm.target.depth_limit())
     logits = llm.target.verify(tree)
 
@@ -170,10 +176,20 @@ def _tokens(llm: LLM, policy: TreePolicy, context: Context, budget: int, sampler
     if sampler.params.greedy:
         path, _ = verify_greedy(tree, lambda node: sampler.best(logits[node], below(node)))
         policy.verified(tree, path)
-        return float(len(path))
-    path, _ = verify_sampled(tree, lambda node: sampler.law(logits[node], below(node)), generator)
-    policy.verified(tree, path)
-    return sum(reached(tree, lambda node: sampler.law(logits[node], below(node))))
+        chances = [float(node in path) for node in range(len(tree))]
+    else:
+        path, _ = verify_sampled(tree, lambda node: sampler.law(logits[node], below(node)), generator)
+        policy.verified(tree, path)
+        chances = reached(tree, lambda node: sampler.law(logits[node], below(node)))
+    return emitted(tree, chances, llm.eos_ids)
+
+
+def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
+    """The mean of the tokens that a step emits whose nodes are reached with `chances`: one after each node, none after one of `ends`."""
+    over = [False] * len(tree)
+    for node in range(1, len(tree)):
+        over[node] = over[tree.parent[node]] or tree.token[node] in ends
+    return sum(chance for chance, ended in zip(chances, over, strict=True) if not ended)
 
 
 def parse_trees(text: str) -> list[str]:

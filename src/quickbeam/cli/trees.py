@@ -62,7 +62,7 @@ def bench_trees(
         if any(results.places(temperature) for temperature in results.tokens):
             for temperature in results.tokens:
                 stdout().print(table(results, temperature, names, sizes))
-            stdout().print(Text(f"in brackets: less that of {names[0]}, and the standard error of the difference"))
+            stdout().print(Text(f"in brackets: less that of {names[0]}, and the standard error of the difference, by answers"))
             if json_path is not None:
                 settings = {"questions": "built-in" if questions is None else str(questions), "limit": limit, "max_tokens": max_tokens}
                 settings |= {"every": every, "seed": seed, "drafter": drafter}
