@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from models import VOCAB
 from quickbeam.errors import InvalidInput
 from quickbeam.train import shards
-from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, spread_lengths
+from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, side_by_side, spread_lengths
 
 
 def conversation(seed: int) -> Conversation:
@@ -98,3 +98,19 @@ def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
     order = [min(lengths[i] for i in batch) for batch in batches]
     assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
     assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])  # one longer than a batch is a batch
+
+
+def test_batches_of_a_step_weigh_about_the_same() -> None:
+    generator, rng = torch.Generator().manual_seed(1), random.Random(1)
+    weights = [rng.randrange(300) for _ in range(403)]
+    batches = [list(range(i, min(i + 4, 403))) for i in range(0, 403, 4)]  # 101
+
+    def weight(batch: list[int]) -> int:
+        return sum(weights[i] for i in batch)
+
+    order = side_by_side(batches, weights, 2, generator)
+    assert sorted(order) == sorted(batches) and order[-1] == min(batches, key=weight)
+    gaps = [abs(weight(a) - weight(b)) for a, b in zip(order[:100:2], order[1:100:2], strict=True)]
+    assert sum(gaps) < 0.1 * sum(abs(weight(a) - weight(b)) for a, b in zip(batches[:100:2], batches[1:100:2], strict=True))
+    firsts = [weight(batch) for batch in order[:100:2]]
+    assert firsts != sorted(firsts) and order != side_by_side(batches, weights, 2, generator)

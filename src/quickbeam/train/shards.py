@@ -68,12 +68,12 @@ class Shards:
     def __init__(self, folder: Path) -> None:
         self._files: list[Any] = []
         self._places: list[tuple[int, int, int, float]] = []  # file, first token, one past the last, temperature
-        self.answers = 0
+        self.answered: list[int] = []  # tokens of answers, by conversation
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 file: Any = safe_open(path, "pt")
                 lengths, temperatures = file.get_tensor("length").tolist(), file.get_tensor("temperature").tolist()
-                self.answers += int(file.get_tensor("answer").sum())
+                self.answered += [int(answer.sum()) for answer in file.get_tensor("answer").split(lengths)]
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
             begin = 0
@@ -95,6 +95,11 @@ class Shards:
     @property
     def tokens(self) -> int:
         return sum(end - begin for _, begin, end, _ in self._places)
+
+    @property
+    def answers(self) -> int:
+        """Tokens of all answers."""
+        return sum(self.answered)
 
     def counts(self, vocab: int) -> torch.Tensor:
         """`[vocab]` int64: how often each token occurs."""
@@ -152,3 +157,13 @@ def spread_lengths(lengths: Sequence[int], batch: int, generator: torch.Generato
             longest = lengths[i]
         batches[-1].append(i)
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+
+
+def side_by_side(batches: Sequence[list[int]], weights: Sequence[int], count: int, generator: torch.Generator) -> list[list[int]]:
+    """The batches in a new random order in which each `count` in a row weigh about the same, as so many processes wait for one another.
+    `weights`: by index; a batch weighs as much as its indices together."""
+    order = sorted(batches, key=lambda batch: sum(weights[i] for i in batch))
+    first = len(order) % count  # a group of fewer would shift all that follow: the lightest stand last
+    groups = [order[i : i + count] for i in range(first, len(order), count)]
+    shuffled = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
+    return [batch for group in shuffled for batch in group] + order[:first]

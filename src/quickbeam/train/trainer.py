@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from quickbeam.draft.eagle import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train.drafter import Held, LossVocabulary, Objective, Recipe, hold_out, split
-from quickbeam.train.shards import Shards, spread_lengths
+from quickbeam.train.shards import Shards, side_by_side, spread_lengths
 from quickbeam.train.unroll import Batch, collate
 
 CHECK_DEPTHS = 5  # of the held-out figures
@@ -62,7 +62,7 @@ class Trainer:
         self._device = accelerator.device
         self._head = head.to(self._device)
         self._train, self._held = split(shards)
-        self._lengths = [shards.length(i) for i in self._train]
+        self._lengths, self._answered = [shards.length(i) for i in self._train], [shards.answered[i] for i in self._train]
         self._total = max(1, int(sum(self._lengths) * recipe.epochs))  # tokens of the run
         self._vocabulary = LossVocabulary(shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index)
         self.step = self.seen = self.round = 0
@@ -113,7 +113,10 @@ class Trainer:
         rank, count = self._accelerator.process_index, self._accelerator.num_processes
         for number in itertools.count(self.round):
             self.round = number
-            order = spread_lengths(self._lengths, self.recipe.batch, torch.Generator().manual_seed(self.recipe.seed + number))
+            generator = torch.Generator().manual_seed(self.recipe.seed + number)
+            order = spread_lengths(self._lengths, self.recipe.batch, generator)
+            if count > 1:  # answers make the most of the work, once only they count
+                order = side_by_side(order, self._answered, count, generator)
             for first in range(0, len(order), count):
                 step = [order[(first + i) % len(order)] for i in range(count)]
                 tokens = sum(self._lengths[i] for chosen in step for i in chosen)
