@@ -1,9 +1,7 @@
-"""The benchmark's questions, methods, harness and figures: pytest tests/test_bench.py. Runners with set timings stand in for models."""
+"""The benchmark's methods, harness and figures: pytest tests/test_bench.py. Runners with set timings stand in for models."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -17,92 +15,13 @@ from fake_runner import PARAMS, FakeRunner, measured, questions_of, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.base import Answer
 from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_budget, parse_methods
-from quickbeam.bench.questions import Question, load_questions, spread
+from quickbeam.bench.questions import Question, load_questions
 from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, Results, first_difference, reference_of, run, warm_up
 from quickbeam.bench.summary import by_category, summaries
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
-
-# Questions
-
-
-def test_built_in_questions_cover_eight_categories_evenly():
-    questions = load_questions()
-    counts = Counter(question.category for question in questions)
-    assert len(questions) >= 48 and len(counts) == 8 and min(counts.values()) >= 6
-    assert len({question.question_id for question in questions}) == len(questions)
-    assert sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
-    for question in questions:
-        if question.category in ("summary", "extraction"):
-            assert 150 <= len(question.turns[0].split()) <= 330
-
-
-def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tmp_path):
-    file = tmp_path / "q.jsonl"
-    turns = ["first\u2028line", "second"]
-    lines = [
-        json.dumps({"question_id": "a", "category": "x", "turns": turns, "reference": [1]}, ensure_ascii=False),
-        "",
-        '{"question_id": 2, "category": "y", "turns": ["t"]}\r',
-    ]
-    file.write_text("\n".join(lines), encoding="utf-8", newline="")
-    assert load_questions(file) == [Question("a", "x", tuple(turns)), Question(2, "y", ("t",))]
-
-
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        ("{", "not JSON"),
-        ("[1]", "list where an object"),
-        ('{"category": "c", "turns": ["t"]}', "question_id=None"),
-        ('{"question_id": true, "category": "c", "turns": ["t"]}', "question_id=True"),
-        ('{"question_id": 1, "turns": ["t"]}', "category=None"),
-        ('{"question_id": 1, "category": " ", "turns": ["t"]}', "category=' '"),
-        ('{"question_id": 1, "category": "c"}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": "t"}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": ["t", 3]}', "turns must be"),
-    ],
-)
-def test_malformed_line_is_named(tmp_path, line, says):
-    file = tmp_path / "q.jsonl"
-    file.write_text('{"question_id": 1, "category": "c", "turns": ["t"]}\n\n' + line + "\n")
-    with pytest.raises(InvalidInput, match=r"q\.jsonl:3: ") as caught:
-        load_questions(file)
-    assert says in str(caught.value)
-
-
-def test_unreadable_question_files_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_text("\n\n")
-    (tmp_path / "latin.jsonl").write_bytes(b'{"category": "caf\xe9"}')
-    for name, says in (("none.jsonl", "no such file"), ("empty.jsonl", "holds no questions"), ("latin.jsonl", "not UTF-8"), ("", "read")):
-        with pytest.raises(InvalidInput, match=says):
-            load_questions(tmp_path / name)
-
-
-@settings(deadline=None, max_examples=200)
-@given(st.lists(st.sampled_from("abcdef"), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
-def test_spread_is_even_ordered_and_complete(categories, limit):
-    questions = questions_of(*categories)
-    chosen = spread(questions, limit)
-    assert len(chosen) == min(len(questions), limit or len(questions))
-    assert len({question.question_id for question in chosen}) == len(chosen)
-    sizes, taken = Counter(categories), Counter(question.category for question in chosen)
-    most = max(taken.values(), default=0)
-    for category, size in sizes.items():
-        assert taken[category] >= min(size, most - 1), "a category with questions left is at most one behind"
-        own = [question.question_id for question in chosen if question.category == category]
-        assert own == sorted(own), "the first of each category, in order"
-    first_round = list(dict.fromkeys(categories))[: len(chosen)]
-    assert [question.category for question in chosen[: len(first_round)]] == first_round
-
-
-def test_spread_over_thirteen_categories():
-    questions = questions_of(*[category for category in "abcdefghijklm" for _ in range(9)])
-    assert set(Counter(question.category for question in spread(questions, 48)).values()) == {3, 4}
-
 
 # Methods
 

@@ -52,6 +52,8 @@ def test_differences_are_place_by_place_and_their_errors_by_answers() -> None:
     assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, pytest.approx(3**-0.5))  # a place an answer: the textbook's
     results.answer[0.0] = [0, 1, 1]  # the deviations 0, 1, -1 cancel out within an answer
     assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, 0.0)
+    results.answer[0.0] = [4, 4, 4]  # one answer tells nothing of others
+    assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, None)
     results.answer[0.0] = [0, 0, 1]
     assert results.difference(0.0, ("b", 8), ("a", 8)) == (-1.0, pytest.approx(2 / 3))
 
@@ -88,6 +90,14 @@ def test_the_command_compares_policies_at_the_same_places(pair: tuple[str, str],
             assert tokens["drafted-chain", 3] == 3 and tokens["drafted-chain", 5] == 5
         else:
             assert tokens["drafted-chain", 5] == pytest.approx(5, abs=1e-3)
+
+
+def test_one_answer_has_a_difference_without_an_error(pair: tuple[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "trees.json"
+    arguments = ["--limit", "1", "--max-tokens", "5", "--temperatures", "0", "--trees", "greedy,drafted-chain", "--budgets", "3"]
+    code, shown = run(pair, *arguments, "--json", str(out))
+    assert code == 0 and "±" not in shown
+    assert all(tree["difference"]["error"] is None for tree in json.loads(out.read_text())["temperatures"][0]["trees"])
 
 
 @pytest.mark.parametrize(

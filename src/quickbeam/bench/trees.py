@@ -90,16 +90,16 @@ class Results:
     def mean(self, temperature: float, item: Item) -> float:
         return mean(self.tokens[temperature][item])
 
-    def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float]:
+    def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float | None]:
         """The mean of `item` less that of `other`, place by place, and its standard error by answers, as places of one answer are alike:
-        sqrt(G / (G - 1) * sum of squares of the answers' summed deviations) / places with G answers (Liang and Zeger, 1986); 0 with one."""
+        sqrt(G / (G - 1) * sum of squares of the answers' summed deviations) / places with G answers (Liang and Zeger, 1986); None if 1."""
         both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
         gaps = [a - b for a, b in both]
         middle, sums = mean(gaps), defaultdict[int, float](float)
         for number, gap in zip(self.answer[temperature], gaps, strict=True):
             sums[number] += gap - middle
         answers = len(sums)
-        return middle, sqrt(answers / (answers - 1) * sum(x * x for x in sums.values())) / len(gaps) if answers > 1 else 0.0
+        return middle, sqrt(answers / (answers - 1) * sum(x * x for x in sums.values())) / len(gaps) if answers > 1 else None
 
 
 def measure(

@@ -84,7 +84,7 @@ def table(results: Results, temperature: float, names: list[str], sizes: list[in
             cells = []
             for size in sizes:
                 gap, error = results.difference(temperature, (name, size), (names[0], size))
-                beside = "" if name == names[0] else f" ({gap:+.3f} ± {error:.3f})"
+                beside = "" if name == names[0] else f" ({gap:+.3f})" if error is None else f" ({gap:+.3f} ± {error:.3f})"
                 cells.append(f"{results.mean(temperature, (name, size)):.3f}{beside}")
             found.add_row(name, *cells)
     return found
