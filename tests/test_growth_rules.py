@@ -154,14 +154,37 @@ def all_paths(law: LawOf, max_depth: int, least: float) -> list[tuple[float, Pat
     return sorted(found, key=lambda one: -one[0])
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
-@given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.2, 1.0]))
-def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
-    model = ToyModel(vocab=4, seed=seed)
+def best_first(seed: int, size: int, max_depth: int, fraction: float, hope: float) -> tuple[Path, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(greedy, "FRACTION", fraction)  # how many laws a call asks for changes nothing
-        tree = Greedy(KnownDrafter(model.draft), Printed()).grow(context_of([0], 0.0), size + 1, max_depth)
-    assert paths(tree) == tuple(path for _, path in all_paths(model.draft, max_depth, 0.0)[:size])
+        patch.setattr(greedy, "FRACTION", fraction)
+        patch.setattr(greedy, "HOPE", hope)
+        return paths(Greedy(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), Printed()).grow(context_of([0], 0.0), size + 1, max_depth))
+
+
+searches = given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.1, 1.0]))
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@searches
+def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
+    """However many laws a call asks for."""
+    likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
+    assert best_first(seed, size, max_depth, fraction, 1.0) == tuple(path for _, path in likeliest)
+
+
+@settings(deadline=None, derandomize=True, max_examples=80)
+@searches
+def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_in(
+    seed: int, size: int, max_depth: int, fraction: float
+) -> None:
+    everything = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)
+    chance = {path: value for value, path in everything}
+    likeliest = [path for _, path in everything[:size]]
+    found = best_first(seed, size, max_depth, fraction, 0.5)
+    assert len(found) == len(likeliest)
+    assert [chance[path] for path in found] == sorted((chance[path] for path in found), reverse=True)
+    for path in set(likeliest) - set(found):
+        assert any(0.5 * chance[path[:end]] <= (1 + 1e-6) * chance[likeliest[-1]] for end in range(1, len(path)))
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)

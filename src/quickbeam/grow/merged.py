@@ -10,6 +10,7 @@ from quickbeam.draft.retrieval import Ngram
 from quickbeam.grow.greedy import Greedy
 from quickbeam.grow.search import Candidate, Search
 from quickbeam.grow.slots import PEAK, Slots, Sure
+from quickbeam.grow.wide import Row
 from quickbeam.tree import TokenTree
 
 LONGEST = 16  # tokens of a continuation at most
@@ -76,17 +77,21 @@ class MergedSearch(Search):
     def drafted(self) -> list[Candidate]:
         return [one for one in self.best if one.number not in self.lengths]
 
-    def take(self, one: Candidate, children: list[tuple[int, float]], worst: float) -> None:
+    def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
         chain = self._chains.get(one.number)
         if chain is None:
-            return super().take(one, children, worst)
-        repeats, token = self.chances[one.number], chain[0].token
-        said = min(dict(children).get(token, 0.0), 1 - 1e-6)
+            return super().take(one, row, worst)
+        repeats, known = self.chances[one.number], chain[0].token
+        tokens, probabilities = row
+        said = 0.0
+        if known in tokens:
+            rank = tokens.index(known)
+            self._said[one.number, known] = rank, probabilities[rank]
+            said = min(self._chances.child(rank, probabilities[rank]), 1 - 1e-6)
         both = 1 - (1 - said) * (1 - repeats)
         below = {candidate.number for candidate in chain}
         self.best = [found._replace(cost=found.cost * both / repeats) if found.number in below else found for found in self.best]
-        rest = (1 - both) / (1 - said)
-        super().take(one, [(other, chance * rest) for other, chance in children if other != token], worst)
+        super().take(one, row, worst, (1 - both) / (1 - said), known)
 
     def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
         """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may get in."""

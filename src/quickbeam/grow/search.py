@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quickbeam.draft.base import Context
 from quickbeam.grow.chances import Chances, Printed
 from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.wide import ROUNDING, likeliest
+from quickbeam.grow.wide import ROUNDING, Row, likeliest
 from quickbeam.tree import TokenTree
 
 PLAIN = Printed()
@@ -46,17 +46,14 @@ class Search:
         for one in due:
             if one is not self.root:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
-        laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
+        # What can be known before the call is, as after it the caches are cold.
         worst = self.worst
         bar = ROUNDING * worst / self._chances.LIFT
         least = [bar / one.cost for one in due]  # what a probability must be above for its path to get in
+        laws = self._policy.laws(self._context, seen, [place[one.number] for one in due])
         rows = likeliest(laws.values, min(width or self._size, self._size), least)
-        for one, row in zip(due, rows, strict=True):
-            children = []
-            for rank, (token, probability) in enumerate(zip(laws.names(row[0]), row[1], strict=True)):
-                self._said[one.number, token] = rank, probability
-                children.append((token, self._chances.child(rank, probability)))
-            self.take(one, children, worst)
+        for one, (columns, probabilities) in zip(due, rows, strict=True):
+            self.take(one, (laws.names(columns), probabilities), worst)
         self.best = sorted(self.best)[: self._size]
 
     @property
@@ -73,12 +70,17 @@ class Search:
         """Those of `best` that are the drafter's."""
         return self.best
 
-    def take(self, one: Candidate, children: list[tuple[int, float]], worst: float) -> None:
-        """The drafter gives these tokens and their chances, the likeliest first, after `one`."""
-        for token, chance in children:
+    def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
+        """The drafter gives these tokens after `one`, the likeliest first. So much of their chances counts (`share`); `known` is there."""
+        child, best, said, name = self._chances.child, self.best, self._said, self._policy.drafter.name
+        for rank, (token, probability) in enumerate(zip(*row, strict=True)):
+            if token == known:
+                continue
+            chance = child(rank, probability) * share
             if one.cost * chance >= worst:
                 break
-            self.best.append(self.new(one, token, chance, self._policy.drafter.name))
+            best.append(self.new(one, token, chance, name))
+            said[one.number, token] = rank, probability
 
     def new(self, parent: Candidate, token: int, chance: float, source: str) -> Candidate:
         """A candidate with the next number."""
