@@ -130,6 +130,10 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("a", budget=-1)
     with pytest.raises(InvalidInput, match="unknown method"):
         llm.generate("a", method="x")
+    with pytest.raises(InvalidInput, match=r"unknown option 'max_tokens'; give it in SamplingParams\(max_tokens=…\)"):
+        llm.generate("a", max_tokens=3)
+    with pytest.raises(InvalidInput, match="unknown option 'nodes'; known: budget, vocab, shortlist"):
+        llm.chat(user("hi"), nodes=3)
     with pytest.raises(InvalidInput, match="exceed the model's context of 512"):
         llm.generate("a" * 500, SHORT)
     with pytest.raises(InvalidInput, match="outside the model's vocabulary"):

@@ -240,6 +240,10 @@ class LLM:
         keep: int,
         observer: Observer | None,
     ) -> Stream:
+        for option in options.keys() - Options.__annotations__.keys():
+            sampling = option in SamplingParams.__dataclass_fields__
+            what = f"give it in SamplingParams({option}=…)" if sampling else f"known: {', '.join(Options.__annotations__)}"
+            raise InvalidInput(f"unknown option '{option}'; {what}")
         params, name = params or SamplingParams(), stand_in(method or self.method, self._drafter_name is not None)
         chosen = preset(name)
         if not ids:
