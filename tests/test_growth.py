@@ -20,7 +20,7 @@ from models import VOCAB, tiny
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.text import Output
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED, greedy, make_policy
+from quickbeam.grow import DRAFTED, greedy, make_policy, wide
 from quickbeam.grow.base import TreePolicy
 from quickbeam.grow.branches import Branches
 from quickbeam.grow.chances import Measured
@@ -55,12 +55,14 @@ def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int,
 # --- sampling keeps the law ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("chunk", [wide.CHUNK, 2])  # the second: draws are made as from wide laws
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_sampled_output_has_the_targets_law(name: str, temperature: float) -> None:
+def test_sampled_output_has_the_targets_law(name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wide, "CHUNK", chunk)
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
     policy = policies(toy_laws(model, temperature)[1])[name]
-    assert p_value(policy, model, temperature, count=2500) > 1e-3 / (2 * len(DRAFTED))
+    assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
 
 
 def keep_best(size: int) -> Change:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import permutations
 
 import pytest
 import torch
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 
 from drafters import context_of, zipf_drafter
 from quickbeam.draft.base import Laws
-from quickbeam.grow import DRAFTED, wide
+from quickbeam.grow import DRAFTED
 from quickbeam.grow.draws import drawn
-from quickbeam.grow.wide import CHUNK, independent, independent_plain, likeliest, likeliest_plain, peaks
+from quickbeam.grow.wide import CHUNK, distinct, independent, likeliest, likeliest_plain, peaks
 from quickbeam.tree import TokenTree
 from toy import chi_square
 
@@ -57,56 +58,84 @@ def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(seed: int, vocab: in
         assert (tokens, values) == ([token for _, token in ranked], [-p for p, _ in ranked])
 
 
+def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
+    """Each number draws from what is left of `[vocab]`, by one running sum."""
+    rest, found = law.double(), []
+    for number in uniforms:
+        if rest.sum() > 0:
+            token = int(torch.searchsorted(rest.cumsum(0), number * rest.sum(), right=True))
+            found.append((token, float(law[token])))
+            rest[token] = 0
+    return found
+
+
+@settings(deadline=None, derandomize=True, max_examples=100)
+@given(seeds, st.integers(1, 4), st.sampled_from([128, 129, 300, 1000, 4096, 5003]), st.integers(1, 16), st.sampled_from([0.0, 0.99]))
+def test_draws_are_those_of_what_is_left(seed: int, size: int, vocab: int, count: int, sparse: float) -> None:
+    laws = dyadic(size, vocab, seed) * (torch.rand(size, vocab, generator=torch.Generator().manual_seed(seed)) >= sparse)
+    laws = torch.cat((laws, torch.zeros(1, vocab)))
+    uniforms = torch.rand(size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    found = [list(row) for row in distinct(laws, count, torch.Generator().manual_seed(seed))]
+    assert found == [one_after_the_other(*row) for row in zip(laws, uniforms, strict=True)] and not found[-1]
+    for law, row in zip(laws, found, strict=True):
+        assert len(row) == min(count, int((law > 0).sum()))
+
+
 @settings(deadline=None, derandomize=True, max_examples=100)
 @given(seeds, st.integers(1, 4), vocabs, st.integers(1, 16))
-def test_draws_are_the_same_as_by_one_running_sum(seed: int, size: int, vocab: int, count: int) -> None:
+def test_independent_draws_are_those_of_a_running_sum(seed: int, size: int, vocab: int, count: int) -> None:
     laws = torch.cat((dyadic(size, vocab, seed), torch.zeros(1, vocab)))
-    plain, fast = (draw(laws, count, torch.Generator().manual_seed(seed)) for draw in (independent_plain, independent))
-    assert fast == plain
-    assert fast[-1] == ([], []) and (laws.sum() == 0 or any(tokens for tokens, _ in fast))
-    alone = [independent(laws[:1], 1, torch.Generator().manual_seed(i)) for i in range(5)]
-    assert alone == [independent_plain(laws[:1], 1, torch.Generator().manual_seed(i)) for i in range(5)]
+    uniforms = torch.rand(size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    for law, numbers, row in zip(laws, uniforms, independent(laws, count, torch.Generator().manual_seed(seed)), strict=True):
+        alone = [one_after_the_other(law, [number]) for number in numbers]
+        assert [one for one in row if one[1] > 0] == [one for found in alone for one in found]
 
 
-@pytest.mark.parametrize("few", [0, 100])
 @pytest.mark.parametrize("vocab", [192, 200])
-def test_draws_have_the_law(vocab: int, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sharp laws over several chunks and a ragged end, drawn one by one or at once."""
-    monkeypatch.setattr(wide, "FEW", few)
+def test_draws_have_the_law(vocab: int) -> None:
+    """Sharp laws over several chunks and a ragged end."""
     law, generator = peaked(1, vocab, vocab, 2.0), torch.Generator().manual_seed(0)
     counts: Counter[int] = Counter()
     for _ in range(5000):
-        counts.update(row[0][0] for row in independent(law.expand(3, -1).contiguous(), 1, generator))
+        counts.update(next(row)[0] for row in distinct(law.expand(3, -1).contiguous(), 1, generator))
     assert chi_square(counts, dict(enumerate(law[0].tolist()))) > 1e-3
 
 
-@pytest.mark.parametrize("few", [0, 100])
-def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draws_over_several_chunks_are_without_replacement() -> None:
+    weights = {3: 0.6, 5: 0.05, 70: 0.2, 199: 0.15}
+    law = torch.zeros(1, 200)
+    law[0, list(weights)] = torch.tensor(list(weights.values()))
+    generator, counts = torch.Generator().manual_seed(0), Counter[tuple[int, ...]]()
+    for _ in range(5000):
+        (row,) = distinct(law, 4, generator)
+        counts[tuple(token for token, _ in row)] += 1
+    exact = {}
+    for order in permutations(weights):
+        exact[order], left = 1.0, 1.0
+        for token in order:
+            exact[order] *= weights[token] / left
+            left -= weights[token]
+    assert chi_square(counts, exact) > 1e-3
+
+
+def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number just below each running sum finds the token it belongs to, and one on it the next that has probability."""
-    monkeypatch.setattr(wide, "FEW", few)
     law = torch.zeros(1, 200)
     holders = [0, 63, 64, 130, 198]
     law[0, holders] = torch.tensor([0.25, 0.25, 0.125, 0.125, 0.25])
     edges = [0.0, 0.25, 0.5, 0.625, 0.75]
-    numbers = [*edges, *(edge - 2**-53 for edge in [*edges[1:], 1.0])]
-    expected = [*holders, *holders]
-
-    def rand(*shape: int, **_: object) -> torch.Tensor:
-        return torch.tensor(numbers[: shape[1]] if shape[1] > 1 else [numbers[rand.turn]], dtype=torch.float64)[None]  # type: ignore[attr-defined]
-
-    monkeypatch.setattr(torch, "rand", rand)
-    found = []
-    for turn in range(len(numbers)):
-        rand.turn = turn  # type: ignore[attr-defined]
-        found += independent(law, 1, torch.Generator())[0][0]
-    assert found == expected
-    assert independent(law, len(numbers), torch.Generator())[0][0] == holders
+    numbers = torch.tensor([*edges, *(edge - 2**-53 for edge in [*edges[1:], 1.0])], dtype=torch.float64)
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: numbers.view(shape))
+    rows = distinct(law.expand(len(numbers), -1).contiguous(), 1, torch.Generator())
+    assert [next(row)[0] for row in rows] == [*holders, *holders]
+    (row,) = independent(law, len(numbers), torch.Generator())
+    assert [token for token, _ in row] == [*holders, *holders]
 
 
 @pytest.mark.parametrize("make", [peaked, dyadic])
 def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(make: Callable[..., torch.Tensor]) -> None:
     laws = make(2, 150, 7)
-    for law, draws in zip(laws, drawn(Laws(laws), torch.Generator().manual_seed(1), 1), strict=True):
+    for law, draws in zip(laws, drawn(Laws(laws), torch.Generator().manual_seed(1)), strict=True):
         holders = law.nonzero()[:, 0].tolist()
         order = [draws.draw(i) for i in range(len(holders))]
         assert sorted(token for token, _ in order) == holders and draws.draw(len(holders)) is None
@@ -136,16 +165,14 @@ def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
             assert draws.peak(i) == pytest.approx(max(rest) / sum(rest), rel=1e-5)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_trees_over_wide_laws_are_those_of_the_plain_ways(name: str, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_over_wide_laws_are_those_of_the_plain_ways(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def grown() -> list[TokenTree]:
-        policy, generator = DRAFTED[name](zipf_drafter(vocab=1000)), torch.Generator().manual_seed(1)
-        return [policy.grow(context_of([i], temperature, generator), budget, 12) for i in range(4) for budget in (5, 40)]
+        policy = DRAFTED[name](zipf_drafter(vocab=1000))
+        return [policy.grow(context_of([i], 0.0), budget, 12) for i in range(4) for budget in (5, 40)]
 
     fast = grown()
     for module in ("draws", "search"):
         monkeypatch.setattr(f"quickbeam.grow.{module}.likeliest", likeliest_plain)
-    monkeypatch.setattr("quickbeam.grow.draws.independent", independent_plain)
     for one, other in zip(fast, grown(), strict=True):
         assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value) and len(one) > 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -59,6 +59,13 @@ class Laws(NamedTuple):
     def names(self, columns: Sequence[int]) -> list[int]:
         """The tokens of these columns."""
         return list(columns) if self.tokens is None else self.tokens[list(columns)].tolist()
+
+    def named(self, stream: Iterator[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+        """Columns, each with a probability: their tokens."""
+        if self.tokens is None:
+            return stream
+        tokens = self.tokens.cpu().numpy()
+        return ((int(tokens[column]), value) for column, value in stream)
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
         """`[m, vocab]`, or `[vocab]` of one row."""

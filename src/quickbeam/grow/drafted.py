@@ -41,11 +41,11 @@ class DraftedPolicy(TreePolicy):
         return laws
 
     def ask(self, context: Context, tree: TokenTree, nodes: Sequence[int], count: int, least: Sequence[float] | None = None) -> list[Draws]:
-        """The children that each of `nodes` may get: any number above temperature 0 (`count`: about how many). At temperature 0 `count` of
-        them; `least`: for each node, the probability down to which they are wanted."""
+        """The children that each of `nodes` may get: any number above temperature 0. At temperature 0 `count` of them; `least`: for each
+        node, the probability down to which they are wanted."""
         laws = self.laws(context, tree, nodes)
         if context.temperature > 0:
-            return drawn(laws, context.generator, count)
+            return drawn(laws, context.generator)
         return ranked(laws, count, least)
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:

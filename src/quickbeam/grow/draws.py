@@ -1,24 +1,23 @@
 """What a drafter's law gives at a node: an ordered row of children, without replacement. Knows nothing of trees.
 
-Above temperature 0 child i is *drawn* from the law with the tokens of earlier children struck out, renormalised. The distinct tokens of
-independent draws, in the order they first appear, have just that law. (So have the largest of Gumbel-perturbed log-probabilities, but they
-take a random number for every token of the vocabulary: several times the cost of the running sum used here.) At temperature 0 child
-i is the i-th most probable token.
+Above temperature 0 child i is *drawn* from the law with the tokens of earlier children struck out, renormalised: a uniform number for each,
+laid on the running sum of what is left; or the distinct tokens of independent draws, in the order they first appear, which have just that
+law. (So have the largest of Gumbel-perturbed log-probabilities, but they take a random number for every token of the vocabulary: several
+times the cost of the running sum used here.) At temperature 0 child i is the i-th most probable token.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from copy import copy
 from functools import cache, cached_property, partial
 from itertools import accumulate
 
 import torch
 
 from quickbeam.draft.base import Laws
-from quickbeam.grow.wide import independent, likeliest, peaks
+from quickbeam.grow.wide import Stream, distinct, likeliest, peaks
 
-ROUND = 16  # independent draws made at once
+ROUND = 16  # draws that are prepared at once
 TOP = 4  # of a law's likeliest tokens that its peaks are told by
 
 
@@ -29,21 +28,23 @@ class Draws:
     `P * probability`. That is DySpec's rule (Alg. 1) in closed form: with v the worth of slot i and `d = chance(i)`, the sibling's slot is
     worth `v * (1 - d)` and the child's first slot `v * d`.
 
-    `tokens` and their `probabilities`. `law`: makes the `[vocab]` law that they are drawn from, where more is drawn with `generator`; both
-    `None` where the tokens are certain proposals, the most probable first. `tops`: gives the law's largest probabilities, largest first.
+    `tokens` and their `probabilities`: certain proposals, the most probable first. Where tokens are drawn, there are none yet. `stream`:
+    the draws, each with its probability, repeats to be left out; `law` makes the `[vocab]` law that they are from, and `generator` more of
+    them. `tops`: gives the law's largest probabilities, largest first.
     """
 
     def __init__(
         self,
-        tokens: list[int],
-        probabilities: list[float],
+        tokens: Sequence[int] = (),
+        probabilities: Sequence[float] = (),
+        stream: Stream | None = None,
         law: Callable[[], torch.Tensor] | None = None,
         generator: torch.Generator | None = None,
         tops: Callable[[], list[float]] = list,
     ) -> None:
-        self._tokens, self._probabilities = tokens, probabilities
-        self._tops = tops
-        self._make_law, self._generator = law, generator
+        self._tokens, self._probabilities = list(tokens), list(probabilities)
+        self._stream: Stream = stream or iter(())
+        self._make_law, self._generator, self._tops = law, generator, tops
         self._left: list[float] = []  # before each draw and after the last, once asked for
         self._struck: list[int] = []  # tokens that are no draws
         self._whole = 1.0  # what of the law can be drawn
@@ -53,16 +54,13 @@ class Draws:
         """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
         return None if self._make_law is None else self._make_law()
 
-    def without(self, token: int) -> Draws:
-        """The draws where a certain child has `token`: that much is struck out of the law."""
-        assert self.law is not None
-        rest = [(other, value) for other, value in zip(self._tokens, self._probabilities, strict=True) if other != token]
-        found = copy(self)
-        found._tokens, found._probabilities = [other for other, _ in rest], [value for _, value in rest]
-        found._struck, taken, tops = [*self._struck, token], float(self.law[token]), self._tops
-        found._whole, found._left = max(0.0, self._whole - taken), []
-        found._tops = lambda: [value for value in tops() if value != taken]
-        return found
+    def strike(self, token: int) -> None:
+        """Take `token` out of the law, before anything is drawn: another child of the node has it."""
+        assert self.law is not None and not self._tokens
+        taken, tops = float(self.law[token]), self._tops
+        self._struck.append(token)
+        self._whole = max(0.0, self._whole - taken)
+        self._tops = lambda: [value for value in tops() if value != taken]
 
     def worth(self, i: int) -> float:
         """The probability that slot i is reached once the node is; 0 where there is none.
@@ -85,37 +83,45 @@ class Draws:
 
     def draw(self, i: int) -> tuple[int, float] | None:
         """The i-th token and its probability before anything is struck out, or `None` where the law gives no further token."""
-        if i >= len(self._tokens) and self._generator is not None:
-            self._draw_more(self._generator)
-        if i >= len(self._tokens) or not self._probabilities[i] > 0:
-            return None
-        return self._tokens[i], self._probabilities[i]
+        while i >= len(self._tokens):
+            if not (self._find() or (self._renew() and self._find())):
+                return None
+        return (self._tokens[i], self._probabilities[i]) if self._probabilities[i] > 0 else None
 
     def chance(self, i: int) -> float:
         """d: the probability of token i under its own law, with the earlier ones struck out and renormalised."""
         left = self._mass_left(i)[-1]
         return min(1.0, self._probabilities[i] / left) if left > 0 else 1.0
 
-    def _draw_more(self, generator: torch.Generator) -> None:
-        assert self.law is not None
+    def _find(self) -> bool:
+        """Take the next token of the stream that was not drawn before."""
+        for token, probability in self._stream:
+            if probability > 0 and token not in self._tokens and token not in self._struck:
+                self._tokens.append(token)
+                self._probabilities.append(probability)
+                return True
+        return False
+
+    def _renew(self) -> bool:
+        """More draws, from what is left of the law."""
+        if self._generator is None or self.law is None:
+            return False
         rest = self.law.clone()
         rest[[*self._tokens, *self._struck]] = 0.0
-        ((tokens, probabilities),) = independent(rest[None], ROUND, generator)
-        self._tokens += tokens
-        self._probabilities += probabilities
+        (self._stream,) = distinct(rest[None], ROUND, self._generator)
+        return True
 
     def _mass_left(self, count: int) -> list[float]:
         """What of the law is not drawn yet, before each of the first `count` draws and after them."""
         return list(accumulate(self._probabilities[:count], lambda left, p: max(0.0, left - p), initial=self._whole))
 
 
-def drawn(laws: Laws, generator: torch.Generator, count: int = ROUND) -> list[Draws]:
-    """Draws from each law; more are made when asked for. `count`: about how many a node will need."""
-    rows = independent(laws.values, min(count, ROUND), generator)
+def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
+    """Draws from each law; more are made when asked for."""
     tops = cache(lambda: peaks(laws.values, TOP))  # by those who want them
     return [
-        Draws(laws.names(row[0]), row[1], partial(laws.dense, i), generator, lambda i=i: tops()[i])  # type: ignore[misc]
-        for i, row in enumerate(rows)
+        Draws((), (), laws.named(stream), partial(laws.dense, i), generator, lambda i=i: tops()[i])  # type: ignore[misc]
+        for i, stream in enumerate(distinct(laws.values, ROUND, generator))
     ]
 
 

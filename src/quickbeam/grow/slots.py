@@ -98,7 +98,9 @@ class Slots:
         best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws and slot.place != FIRST]
         due = list(dict.fromkeys(self._askable(node) for node in best))
         for node, draws in zip(due, self._policy.ask(self._context, self.tree, due, free), strict=True):
-            self._draws[node] = draws.without(self._sure[node].token) if node in self._sure else draws
+            if node in self._sure:
+                draws.strike(self._sure[node].token)
+            self._draws[node] = draws
 
     def _askable(self, node: int) -> int:
         """The topmost node on the way to `node` that was not asked for: the drafter goes from parent to child."""

@@ -6,8 +6,8 @@ plain ways are for other devices, and the reference.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_right, insort
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -19,9 +19,9 @@ CHUNK = 64
 ROUNDING = 1 - 1e-6  # what to take a bound times, so that float32 doesn't round it up
 BARS = (1e-5, 1e-7, 0.0)  # the first left 16 tokens or more of 47 in 48 laws after roots, on two of our own questions
 MANY = 4  # times as many tokens as are wanted, and a partition is faster than sorting them
-FEW = 4  # draws that are faster found one by one
 Array = npt.NDArray[Any]
 Row = tuple[list[int], list[float]]  # tokens, and their probabilities
+Stream = Iterator[tuple[int, float]]  # tokens one by one, with their probabilities
 
 
 def likeliest_plain(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
@@ -82,74 +82,57 @@ def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
     return laws[:, : depth * chunks].reshape(size, depth, chunks).amax(1)
 
 
-def independent_plain(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
-    """`count` independent draws from each of `[m, vocab]` laws, repeats left out, in the order they first appear.
+def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
+    """`count` independent draws from each of `[m, vocab]` laws.
 
-    Laws need not be normalised; one that is all zero gives nothing. The generator is on the CPU, laws may be elsewhere.
+    Laws need not be normalised; draws from one that is all zero have no probability. The generator is on the CPU, laws may be elsewhere.
     """
     mass = laws.cumsum(-1, dtype=torch.float64)
     uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(laws.device)
     hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(max=laws.shape[-1] - 1)
     both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()  # one transfer from the device
-    return [_distinct([int(token) for token in tokens], values) for tokens, values in zip(*both, strict=True)]
+    return [zip(map(int, tokens), values, strict=True) for tokens, values in zip(*both, strict=True)]
 
 
-def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Row]:
-    """`independent_plain`, faster on a CPU: a uniform number finds its chunk by the chunks' sums, and its token by running sums within.
+def distinct(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
+    """Draws without replacement from each of `[m, vocab]` laws, `count` at most: in law the distinct tokens of `independent`, which this
+    gives (repeats and all) where laws are not on a CPU or small.
 
-    The sums are float32's: their rounding moves a token's probability by as little as that of the law itself does.
+    Each draw is made when it is asked for. Its uniform number is laid on what is left of the law, token by token: it finds its chunk by
+    the chunks' sums, and its token by running sums within. The sums are float32's: their rounding moves a token's probability by as little
+    as that of the law itself does.
     """
     size, vocab = laws.shape
     if laws.device.type != "cpu" or vocab < 2 * CHUNK:
-        return independent_plain(laws, count, generator)
+        return independent(laws, count, generator)
     sums = _sums(laws)
     mass = sums.cumsum(-1, dtype=torch.float64)
-    uniforms = torch.rand(size, count, dtype=torch.float64, generator=generator)
-    if size * count <= FEW:
-        return _one_by_one(laws.numpy(), sums.numpy(), mass.numpy(), uniforms.tolist())
-    return _at_once(laws.numpy(), sums.numpy(), mass, uniforms)
+    uniforms = torch.rand(size, count, dtype=torch.float64, generator=generator).tolist()
+    return [_distinct(*row) for row in zip(laws.numpy(), sums.numpy(), mass.numpy(), uniforms, strict=True)]
 
 
-def _one_by_one(values: Array, sums: Array, mass: Array, uniforms: list[list[float]]) -> list[Row]:
-    """What `independent` draws, by the `sums` `[m, chunks]` of chunks and the running `mass`. Few operations: after a pass of the drafter
-    each finds the caches cold."""
-    drawn, last = [], mass.shape[1] - 1
-    for row, numbers in enumerate(uniforms):
-        tokens, found = [], []
-        for number in numbers:
-            goal = number * mass[row, -1]
-            chunk = min(int(mass[row].searchsorted(goal, "right")), last)
-            inside = values[row, chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
-            # The last token of a chunk has what is left of it.
-            place = bisect_right(list(accumulate(inside[:-1])), goal - (mass[row, chunk] - sums[row, chunk]))
-            tokens.append(chunk * CHUNK + place)
-            found.append(inside[place])
-        drawn.append(_distinct(tokens, found))
-    return drawn
-
-
-def _at_once(values: Array, sums: Array, mass: torch.Tensor, uniforms: torch.Tensor) -> list[Row]:
-    """`_one_by_one` with few operations for all draws together."""
-    vocab, row = values.shape[1], np.arange(len(values))[:, None]
-    goal = uniforms.mul_(mass[:, -1:])
-    chunk = torch.searchsorted(mass, goal, right=True).clamp_(max=mass.shape[1] - 1).numpy()
-    if vocab % CHUNK:
-        inside = _at(values, row[..., None], chunk[..., None] * CHUNK + np.arange(CHUNK))
-    else:
-        inside = values.reshape(len(values), -1, CHUNK)[row, chunk]
-    running = inside[..., :-1].cumsum(-1, dtype=np.float64)
-    rest = goal.numpy() - (mass.numpy()[row, chunk] - sums[row, chunk])
-    tokens = np.minimum(chunk * CHUNK + (running <= rest[..., None]).sum(-1), vocab - 1)
-    return [_distinct(*both) for both in zip(tokens.tolist(), values[row, tokens].tolist(), strict=True)]
-
-
-def _at(values: Array, rows: Array, tokens: Array) -> Array:
-    """`values[rows, tokens]`, 0 for tokens beyond the vocabulary."""
-    vocab = values.shape[1]
-    if tokens.max(initial=0) < vocab:
-        found: Array = values[rows, tokens]
-        return found
-    return np.where(tokens < vocab, values[rows, np.minimum(tokens, vocab - 1)], 0)
+def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> Stream:
+    """What these numbers draw from one law, by the `sums` of its chunks and their running `mass`."""
+    left, last = float(mass[-1]), len(mass) - 1
+    drawn: list[tuple[float, float]] = []  # where on the whole law's running sum a token begins, and how much of it the token has
+    tokens = set[int]()
+    for number in uniforms:
+        goal = number * left
+        for begin, value in drawn:
+            if goal < begin:
+                break
+            goal += value
+        chunk = min(int(mass.searchsorted(goal, "right")), last)
+        inside = law[chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
+        before = float(mass[chunk]) - float(sums[chunk])
+        running = [0.0, *accumulate(inside[:-1])]
+        place = max(0, bisect_right(running, goal - before) - 1)  # the last token of a chunk has what is left of it
+        token, value = chunk * CHUNK + place, inside[place]
+        if value > 0 and token not in tokens:  # by rounding alone
+            tokens.add(token)
+            insort(drawn, (before + running[place], value))
+            left -= value
+            yield token, value
 
 
 def _sums(laws: torch.Tensor) -> torch.Tensor:
@@ -159,11 +142,3 @@ def _sums(laws: torch.Tensor) -> torch.Tensor:
     if whole == vocab:
         return laws.reshape(size, -1, CHUNK).sum(-1)
     return torch.cat((laws[:, :whole].reshape(size, -1, CHUNK).sum(-1), laws[:, whole:].sum(-1, keepdim=True)), -1)
-
-
-def _distinct(tokens: list[int], values: list[float]) -> Row:
-    """Repeats left out, and what has no probability."""
-    if len(tokens) == 1:
-        return (tokens, values) if values[0] > 0 else ([], [])
-    row = {token: value for token, value in zip(tokens, values, strict=True) if value > 0}
-    return list(row), list(row.values())
