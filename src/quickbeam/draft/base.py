@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from math import isnan
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -138,6 +139,6 @@ def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     if temperature not in (0, 1):  # the peak goes first, and the floor keeps 1/temperature finite in float32, as in `Sampler.law`
         scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
     law = scores.softmax(-1)
-    if bool(law[:, 0].isnan().any()):  # one bad logit spoils the sum that all of its row is divided by
+    if any(map(isnan, law[:, 0].tolist())):  # one bad logit spoils the sum that all of its row is divided by
         raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
     return law
