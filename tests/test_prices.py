@@ -113,6 +113,20 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
     assert all(found[path] == pytest.approx(expected[path], rel=1e-4) for path in set(found) & set(expected))
 
 
+def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
+    """A pass over two tokens often takes no longer than one over one."""
+    rows, sizes = [], []
+    for prices in (Prices([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03], 0.05), flat(0.03, 0.05)):
+        policy = Greedy(zipf_drafter(), Printed())
+        for i in range(40):
+            context = context_of([i], 0.0)
+            context.prices = prices
+            sizes.append(len(policy.grow(context, 64, 20)))
+        rows.append(policy.rows)
+    assert abs(rows[0] - rows[1]) <= 0.05 * rows[1] and rows[1] > 100
+    assert sum(sizes[:40]) == pytest.approx(sum(sizes[40:]), rel=0.1)
+
+
 def test_what_promises_too_little_is_not_asked_for() -> None:
     policy = Greedy(zipf_drafter(), Printed())
     context, calls = context_of([0], 0.0), []

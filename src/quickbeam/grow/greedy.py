@@ -13,7 +13,7 @@ from quickbeam.grow.search import Candidate, Search
 from quickbeam.grow.slots import Slots
 from quickbeam.tree import TokenTree
 
-FINDS = 2  # nodes that asking for one adds to a tree whose nodes have a price, or about so many: chosen on our own questions
+FINDS = 2  # nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen on our own questions
 # Best-first search asks for a path's children where this much of its probability would get one in. On our own questions, asking for all
 # promised 0.005 tokens more a tree (of 3.1 with 16 nodes, 4.1 with 64), for a quarter more of the drafter's time with 16, 37 % with 64.
 HOPE = 0.5
@@ -114,7 +114,7 @@ class Greedy(DraftedPolicy):
         return tree
 
     def _best_first(self, context: Context, size: int, max_depth: int) -> TokenTree:
-        search = self._search(context, size, 0.0, max_depth)
+        search = self._search(context, size, max_depth)
         due = [search.root]
         while due:
             search.expand(due)
@@ -122,21 +122,21 @@ class Greedy(DraftedPolicy):
         return self._planted(search)
 
     def _worthwhile(self, context: Context, prices: Prices, size: int, max_depth: int) -> TokenTree:
-        truth, gain, asked, finds = self.promises.truth, self.promises.gain, 0.0, FINDS * prices.node(1)
-        search = self._search(context, size, prices.node(1) / truth, max_depth)
+        truth, gain, asked = self.promises.truth, self.promises.gain, 0.0
+        search = self._search(context, size, max_depth)
         due, trial = [search.root], prices.trial
-        while due and (trial or sum(max(0.0, search.worth(one) * gain - finds) for one in due) > prices.call):
+        keep_worthwhile(search, prices, truth)
+        while due and (trial or sum(max(0.0, search.worth(one) * gain + FINDS * truth * search.worst) for one in due) > prices.call):
             trial = False
             search.expand(due)
             asked += sum(search.worth(one) for one in due)
-            search.best = worth_their_price(search.best, prices, truth)
+            keep_worthwhile(search, prices, truth)
             due = open_ends(search, size, max_depth)
-        search.best = worth_their_price(search.best, prices, truth)  # there may be paths that took no call
         self._last = -sum(one.cost for one in search.drafted), asked
         return self._planted(search)
 
-    def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
-        return Search(self, context, size, floor, self.likeliest)
+    def _search(self, context: Context, size: int, max_depth: int) -> Search:
+        return Search(self, context, size, self.likeliest)
 
     def _planted(self, search: Search) -> TokenTree:
         tree = search.tree()
@@ -148,9 +148,11 @@ class Greedy(DraftedPolicy):
         return len(path) - 1
 
 
-def worth_their_price(best: Sequence[Candidate], prices: Prices, truth: float) -> list[Candidate]:
-    """Those of the paths, the likeliest first, that promise more than the next node costs. `truth`: how much of it comes true."""
-    return [one for nodes, one in enumerate(best, 1) if -one.cost * truth > prices.node(nodes)]
+def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:
+    """Of the paths found, keep the likeliest as long as each promises more than the next node costs, and look for no others from now on.
+    `truth`: how much of a promise comes true."""
+    search.best = [one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)]
+    search.floor = prices.node(len(search.best) + 1) / truth
 
 
 def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:

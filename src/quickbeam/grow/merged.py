@@ -51,8 +51,8 @@ class MergedSearch(Search):
     the continuation's chance, and the drafter's other tokens share what is left.
     """
 
-    def __init__(self, policy: Greedy, context: Context, size: int, floor: float, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
-        super().__init__(policy, context, size, floor, policy.likeliest)
+    def __init__(self, policy: Greedy, context: Context, size: int, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
+        super().__init__(policy, context, size, policy.likeliest)
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
         self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
@@ -185,8 +185,8 @@ class Merged(Greedy):
                     self._observed.observe(self._lengths[child], child == following)
         super().verified(tree, path)
 
-    def _search(self, context: Context, size: int, floor: float, max_depth: int) -> Search:
-        return MergedSearch(self, context, size, floor, max_depth, self.ngram, self.repeats)
+    def _search(self, context: Context, size: int, max_depth: int) -> Search:
+        return MergedSearch(self, context, size, max_depth, self.ngram, self.repeats)
 
     def _planted(self, search: Search) -> TokenTree:
         assert isinstance(search, MergedSearch)

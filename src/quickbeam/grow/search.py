@@ -26,16 +26,17 @@ class Candidate(NamedTuple):
 class Search:
     """The `size` likeliest paths among those found so far, in `best`; `expand` finds their children.
 
-    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. Paths that are
-    no likelier than `floor` are left out. `chances`: how likely a child is, by its place among the likeliest and its probability.
+    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. `chances`: how
+    likely a child is, by its place among the likeliest and its probability. `floor`: a path that is no likelier has no place of its own,
+    but can take that of one that is less likely still.
     """
 
-    def __init__(self, policy: DraftedPolicy, context: Context, size: int, floor: float = 0.0, chances: Chances = PLAIN) -> None:
+    def __init__(self, policy: DraftedPolicy, context: Context, size: int, chances: Chances = PLAIN) -> None:
         self.best: list[Candidate] = []
         self._chances = chances
         self._said: dict[tuple[int, int], tuple[int, float]] = {}  # by parent's number and token: place and probability
         self.expanded = {0: 0}  # by number: where a candidate is in the drafter's tree
-        self._policy, self._context, self._size, self._floor = policy, context, size, floor
+        self._policy, self._context, self._size, self.floor = policy, context, size, 0.0
         self._seen = TokenTree(context.ids[-1])
         self._numbers = 1  # given out so far
         self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0, "root")
@@ -59,7 +60,10 @@ class Search:
     @property
     def worst(self) -> float:
         """What a path must cost less than to get in."""
-        return min(-self._floor, self.best[-1].cost if len(self.best) == self._size else 0.0)
+        if not self.best:
+            return -self.floor
+        last = self.best[-1].cost
+        return last if len(self.best) == self._size else max(last, -self.floor)
 
     def worth(self, one: Candidate) -> float:
         """The probability that asking about `one` tells something: that it is reached."""
