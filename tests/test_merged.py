@@ -281,6 +281,22 @@ def test_a_law_without_a_token_is_drawn_from_until_nothing_is_left() -> None:
     assert draws.chance(0) == pytest.approx(found[0][1] / 0.5) and draws.worth(0) == 0.5 and draws.peak(0) == pytest.approx(0.5)
 
 
+@pytest.mark.parametrize("prices", [None, Prices([1, 64], [0.0, 63 * 0.03], 0.01)])
+def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(prices: Prices | None) -> None:
+    ids = [5, 9, 2, 7, 1, 8, 3] * 4
+    law = torch.full((20,), 0.1 / 19)
+    law[5] = 0.9  # what followed the text's end before
+    policy = merged(KnownDrafter(lambda context: law), ids)
+    for _ in range(5000):
+        for length in range(1, 40):
+            policy.repeats.observe(length, False)
+    context = context_of(ids, 0.0)
+    context.prices = prices
+    tree = policy.grow(context, 6, 12)
+    assert [tree.token[child] for child in tree.children[0].values()][:1] == [5]
+    assert tree.value[tree.children[0][5]] > 0.8
+
+
 def test_continuations_are_not_endless() -> None:
     ids = [1] * 40
     policy = merged(zipf_drafter(20), ids)

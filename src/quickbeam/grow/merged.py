@@ -79,7 +79,7 @@ class MergedSearch(Search):
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
         chain = self._chains.get(one.number)
-        if chain is None:
+        if chain is None or not any(found.number == chain[0].number for found in self.best):  # it may have lost its place
             return super().take(one, row, worst)
         repeats, known = self.chances[one.number], chain[0].token
         tokens, probabilities = row
