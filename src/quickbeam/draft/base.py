@@ -61,12 +61,12 @@ class Laws(NamedTuple):
         """The tokens of these columns."""
         return list(columns) if self.tokens is None else self.tokens[list(columns)].tolist()
 
-    def named(self, stream: Iterator[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-        """Columns, each with a probability: their tokens."""
+    def named(self, streams: Sequence[Iterator[tuple[int, float]]]) -> list[Iterator[tuple[int, float]]]:
+        """Of columns, each with a probability: their tokens."""
         if self.tokens is None:
-            return stream
+            return list(streams)
         tokens = self.tokens.cpu().numpy()
-        return ((int(tokens[column]), value) for column, value in stream)
+        return [((int(tokens[column]), value) for column, value in stream) for stream in streams]
 
     def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
         """`[m, vocab]`, or `[vocab]` of one row."""

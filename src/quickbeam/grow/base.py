@@ -13,8 +13,8 @@ class TreePolicy(ABC):
     """Grows one draft tree a step from the sources it was made with. It may learn from one sequence for the next.
 
     `calls`: of a drafter, over all trees; `seconds`: spent in them. `nested`: the first m nodes of a tree are what a budget of m would have
-    grown, or nearly (where nodes are drawn: have the same law). `priced`: at temperature 0 it heeds `Context.prices` where
-    they are given, and the budget only bounds it.
+    grown, or nearly (where nodes are drawn: have the same law). `priced`: at temperature 0 it heeds `Context.prices` where they are given,
+    and the budget only bounds it.
     """
 
     sources: Sequence[Source] = ()

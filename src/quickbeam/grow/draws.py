@@ -86,7 +86,7 @@ class Draws:
         while i >= len(self._tokens):
             if not (self._find() or (self._renew() and self._find())):
                 return None
-        return (self._tokens[i], self._probabilities[i]) if self._probabilities[i] > 0 else None
+        return self._tokens[i], self._probabilities[i]
 
     def chance(self, i: int) -> float:
         """d: the probability of token i under its own law, with the earlier ones struck out and renormalised."""
@@ -119,9 +119,10 @@ class Draws:
 def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
     """Draws from each law; more are made when asked for."""
     tops = cache(lambda: peaks(laws.values, TOP))  # by those who want them
+    streams = laws.named(distinct(laws.values, ROUND, generator))
     return [
-        Draws((), (), laws.named(stream), partial(laws.dense, i), generator, lambda i=i: tops()[i])  # type: ignore[misc]
-        for i, stream in enumerate(distinct(laws.values, ROUND, generator))
+        Draws(stream=stream, law=partial(laws.dense, i), generator=generator, tops=lambda i=i: tops()[i])  # type: ignore[misc]
+        for i, stream in enumerate(streams)
     ]
 
 
