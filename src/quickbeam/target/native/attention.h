@@ -1,0 +1,284 @@
+// Attention of the rows of several sequences over their pages of keys and values.
+//
+// A page holds PAGE tokens of every layer: of a layer, keys [kv_heads][PAGE / 16][key_dim / 2][16][2] (tokens are a product's outputs), then
+// values [kv_heads][value_blocks][PAGE / 2][16][2] (tokens are its inputs). A token's *order* says where it lives: page order / PAGE.
+//
+// A row sees the orders below its `prefix`, and then its `path`: orders of the draft tree, ancestors first, itself last. What it sees stands at
+// positions 0, 1, 2, ... in that sequence, and every sum is taken by position: scores one by one, weights in lanes of position % 16, values
+// pair by pair of positions (2i, 2i + 1). So the bits depend on the tokens seen alone, wherever they live.
+#pragma once
+#include <algorithm>
+#include <vector>
+
+#include "product.h"
+
+namespace qb {
+
+constexpr int64_t PAGE = 64;
+
+struct Span {  // rows of one sequence
+  int64_t row, rows;
+  bf16* const* pages;
+};
+
+struct Batch {
+  int64_t rows, spans, wanted;
+  const Span* span;
+  const int64_t* token;      // [rows]
+  const int64_t* position;   // [rows], of the rotary angles
+  const int64_t* order;      // [rows], where a row's own key lives
+  const int64_t* prefix;     // [rows]
+  const int64_t* path_from;  // [rows + 1], into `path`
+  const int64_t* path;
+  const int64_t* want;  // [wanted]: rows that are gathered for the head
+  const float* cosine;  // by position, [half]
+  const float* sine;
+};
+
+struct KVShape {
+  int64_t kv_heads, key_dim, value_dim, offset;  // offset: of this layer in a page, in numbers
+  int64_t value_blocks() const { return (value_dim + 15) / 16; }
+  int64_t keys() const { return kv_heads * PAGE * key_dim; }
+  const bf16* key_page(const bf16* page, int64_t head) const { return page + offset + head * PAGE * key_dim; }
+  const bf16* value_page(const bf16* page, int64_t head) const { return page + offset + keys() + head * value_blocks() * PAGE * 16; }
+};
+
+inline void write_key(bf16* page, const KVShape& kv, int64_t head, int64_t order, const bf16* key) {
+  const int64_t slot = order % PAGE;
+  bf16* to = const_cast<bf16*>(kv.key_page(page, head)) + slot / 16 * 16 * kv.key_dim + slot % 16 * 2;
+  for (int64_t i = 0; i < kv.key_dim; i += 2) std::memcpy(to + i * 16, key + i, 4);
+}
+
+inline void write_value(bf16* page, const KVShape& kv, int64_t head, int64_t order, const bf16* value) {
+  const int64_t slot = order % PAGE;
+  bf16* to = const_cast<bf16*>(kv.value_page(page, head)) + slot / 2 * 32 + slot % 2;
+  for (int64_t i = 0; i < kv.value_dim; ++i) to[i / 16 * PAGE * 16 + i % 16 * 2] = value[i];
+}
+
+inline void move_token(bf16* const* pages, const KVShape& kv, int64_t from, int64_t to) {
+  bf16 *a = pages[from / PAGE], *b = pages[to / PAGE];
+  const int64_t s = from % PAGE, t = to % PAGE;
+  for (int64_t head = 0; head < kv.kv_heads; ++head) {
+    const bf16* k = kv.key_page(a, head) + s / 16 * 16 * kv.key_dim + s % 16 * 2;
+    bf16* l = const_cast<bf16*>(kv.key_page(b, head)) + t / 16 * 16 * kv.key_dim + t % 16 * 2;
+    for (int64_t i = 0; i < kv.key_dim; i += 2) std::memcpy(l + i * 16, k + i * 16, 4);
+    const bf16* v = kv.value_page(a, head) + s / 2 * 32 + s % 2;
+    bf16* w = const_cast<bf16*>(kv.value_page(b, head)) + t / 2 * 32 + t % 2;
+    for (int64_t i = 0; i < kv.value_blocks() * 16; ++i) w[i / 16 * PAGE * 16 + i % 16 * 2] = v[i / 16 * PAGE * 16 + i % 16 * 2];
+  }
+}
+
+struct AttentionShape {
+  KVShape kv;
+  int64_t heads, window;  // window 0: none
+  float scaling, softcap;  // softcap 0: none
+  const float* sinks;      // [heads], or null
+};
+
+// Rows of one sequence that share keys: the queries of a group of heads. Scratch is the tile's own.
+struct QueryTile {
+  const Span* span;
+  int64_t head, row, rows, queries;  // row: in the batch; queries = rows * group
+  int64_t begin, end;                // orders whose keys are read, begin a multiple of PAGE
+  int64_t common;                    // positions below it (even) are read from pages by all rows
+  int64_t scratch;                   // in numbers
+  int64_t width() const { return end - begin; }
+};
+
+class Attention {
+ public:
+  static constexpr int64_t QUERIES = 24, ROWS = 8;
+  static constexpr int64_t WAVE = 1 << 20;  // scores that tiles worked on together may have
+
+  // query: [kv_heads][rows of the batch][group][key_dim]. Tiles go in waves, each in three phases that all threads share.
+  Attention(const AttentionShape& shape, const Batch& batch, const bf16* query, bf16* out, std::vector<float>& scores, std::vector<bf16>& weights,
+            std::vector<float>& sums)
+      : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights), sums_(sums) {}
+
+  template <class Sync>
+  void run(int64_t thread, int64_t threads, Sync sync, std::vector<QueryTile>& tiles, std::vector<int64_t>& waves) {
+    if (thread == 0) plan(tiles, waves, threads);
+    sync();
+    for (size_t w = 0; w + 1 < waves.size(); ++w) {
+      const QueryTile *first = tiles.data() + waves[w], *last = tiles.data() + waves[w + 1];
+      share(first, last, thread, threads, [](const QueryTile& t) { return t.width() / PAGE; }, [&](const QueryTile& t, int64_t i, int64_t j) { score(t, i, j); });
+      sync();
+      share(first, last, thread, threads, [](const QueryTile& t) { return t.queries; }, [&](const QueryTile& t, int64_t i, int64_t j) { weigh(t, i, j); });
+      sync();
+      const int64_t blocks = shape_.kv.value_blocks();
+      share(first, last, thread, threads, [blocks](const QueryTile&) { return blocks; }, [&](const QueryTile& t, int64_t i, int64_t j) { values(t, i, j); });
+      sync();
+    }
+  }
+
+ private:
+  const AttentionShape& shape_;
+  const Batch& batch_;
+  const bf16* query_;
+  bf16* out_;
+  int64_t group_;
+  std::vector<float>& scores_;
+  std::vector<bf16>& weights_;
+  std::vector<float>& sums_;
+
+  int64_t seen(int64_t row) const { return batch_.prefix[row] + batch_.path_from[row + 1] - batch_.path_from[row]; }
+  int64_t first_seen(int64_t row) const { return shape_.window ? std::max<int64_t>(0, seen(row) - shape_.window) : 0; }
+  int64_t order_at(int64_t row, int64_t position) const {
+    const int64_t prefix = batch_.prefix[row];
+    return position < prefix ? position : batch_.path[batch_.path_from[row] + position - prefix];
+  }
+
+  void plan(std::vector<QueryTile>& tiles, std::vector<int64_t>& waves, int64_t threads) {
+    tiles.clear();
+    waves.assign(1, 0);
+    const int64_t most = std::max<int64_t>(1, std::min(ROWS, QUERIES / group_));
+    int64_t used = 0, largest = 0;
+    for (int64_t s = 0; s < batch_.spans; ++s) {
+      const Span& span = batch_.span[s];
+      for (int64_t r = 0; r < span.rows; r += most) {
+        QueryTile t{&span, 0, span.row + r, std::min(most, span.rows - r), 0, INT64_MAX, 0, INT64_MAX, 0};
+        t.queries = t.rows * group_;
+        for (int64_t row = t.row; row < t.row + t.rows; ++row) {
+          int64_t last = batch_.prefix[row];
+          if (batch_.path_from[row + 1] > batch_.path_from[row]) last = std::max(last, batch_.path[batch_.path_from[row + 1] - 1] + 1);
+          t.begin = std::min(t.begin, first_seen(row) / PAGE * PAGE);
+          t.end = std::max(t.end, (last + PAGE - 1) / PAGE * PAGE);
+          t.common = std::min(t.common, batch_.prefix[row] & ~int64_t(1));
+        }
+        t.begin = std::min(t.begin, t.common / PAGE * PAGE);
+        for (t.head = 0; t.head < shape_.kv.kv_heads; ++t.head) {
+          const int64_t size = t.queries * t.width();
+          if (used && used + size > WAVE * threads) {
+            waves.push_back(int64_t(tiles.size()));
+            used = 0;
+          }
+          t.scratch = used;
+          tiles.push_back(t);
+          used += size;
+          largest = std::max(largest, used);
+        }
+      }
+    }
+    waves.push_back(int64_t(tiles.size()));
+    if (int64_t(scores_.size()) < largest) scores_.resize(size_t(largest)), weights_.resize(size_t(largest));
+    const size_t all = size_t(batch_.rows * shape_.heads);
+    if (sums_.size() < all) sums_.resize(all);
+  }
+
+  template <class Count, class Work>
+  static void share(const QueryTile* first, const QueryTile* last, int64_t thread, int64_t threads, Count count, Work work) {
+    int64_t total = 0;
+    for (const QueryTile* t = first; t < last; ++t) total += count(*t);
+    const int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
+    int64_t at = 0;
+    for (const QueryTile* t = first; t < last && at < high; ++t) {
+      const int64_t n = count(*t), i = std::max(low - at, int64_t(0)), j = std::min(high - at, n);
+      if (i < j) work(*t, i, j);
+      at += n;
+    }
+  }
+
+  // Query times key of every order in pages [first, last) from the tile's begin: lanes are orders, so what is hidden stays in its lane.
+  void score(const QueryTile& t, int64_t first, int64_t last) {
+    const int64_t dim = shape_.kv.key_dim;
+    const bf16* q = query_ + (t.head * batch_.rows + t.row) * group_ * dim;
+    for (int64_t p = first; p < last; ++p) {
+      const bf16* keys = shape_.kv.key_page(t.span->pages[t.begin / PAGE + p], t.head);
+      product(q, dim, t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width());
+    }
+  }
+
+  // Scores to weights of positions, unnormalised, and their sums.
+  void weigh(const QueryTile& t, int64_t first, int64_t last) {
+    // With a cap, scores are scaled before it.
+    const float before = shape_.softcap > 0 ? shape_.scaling / shape_.softcap : 1.0f, scale = shape_.softcap > 0 ? 1.0f : shape_.scaling;
+    for (int64_t i = first; i < last; ++i) {
+      const int64_t row = t.row + i / group_, head = t.head * group_ + i % group_;
+      const int64_t length = seen(row) - t.begin, skip = first_seen(row) - t.begin, prefix = batch_.prefix[row];
+      float* s = scores_.data() + t.scratch + i * t.width();
+      bf16* w = weights_.data() + t.scratch + i * t.width();
+      for (int64_t p = prefix; p < seen(row); ++p) s[p - t.begin] = s[order_at(row, p) - t.begin];  // orders of a path never lie before positions
+      const int64_t padded = (length + 15) / 16 * 16;
+      for (int64_t p = length; p < padded; ++p) s[p] = -INFINITY;
+      for (int64_t p = 0; p < skip; ++p) s[p] = -INFINITY;
+      if (shape_.softcap > 0)
+        for (int64_t p = 0; p < padded; p += 16) store(s + p, hide(mul(hyperbolic_tangent(mul(load(s + p), all(before))), all(shape_.softcap)), s + p));
+      Lanes high = all(-INFINITY);  // a NaN is no peak, but its weight is NaN, and so is the sum
+      for (int64_t p = 0; p < padded; p += 16) high = greatest(load(s + p), high);
+      float top = peak(high) * scale;
+      const bool sink = shape_.sinks != nullptr;
+      if (sink) top = std::max(top, shape_.sinks[head]);
+      Lanes total = zero();
+      for (int64_t p = 0; p < padded; p += 16) {
+        Lanes e = exponential(fma(load(s + p), all(scale), all(-top)));
+        total = add(total, e);
+        store(w + p, e);
+      }
+      float whole = sum(total);
+      if (sink) {
+        float part[16];
+        store(part, exponential(all(shape_.sinks[head] - top)));
+        whole += part[0];
+      }
+      sums_[size_t(row * shape_.heads + head)] = whole;
+    }
+  }
+
+  static Lanes hyperbolic_tangent(Lanes x) {  // 1 - 2 / (exp(2x) + 1)
+    return sub(all(1.0f), div(all(2.0f), add(exponential(greatest(all(-43.0f), add(x, x))), all(1.0f))));
+  }
+
+  static Lanes hide(Lanes x, const float* before) {  // what was hidden stays hidden through the cap
+    float v[16];
+    store(v, x);
+    for (int i = 0; i < 16; ++i)
+      if (before[i] == -INFINITY) v[i] = -INFINITY;
+    return load(v);
+  }
+
+  // Weighted values, blocks [first, last) of 16 dimensions.
+  void values(const QueryTile& t, int64_t first, int64_t last) {
+    float sums[PART * 4 * 16];
+    for (int64_t b = first; b < last; b += 4)
+      for (int64_t q = 0; q < t.queries; q += PART)
+        part(t, q, std::min(PART, t.queries - q), b, std::min<int64_t>(4, last - b), sums, shape_.kv.value_dim);
+  }
+
+  static constexpr int64_t PART = 32;  // queries at a time
+
+  void part(const QueryTile& t, int64_t first, int64_t queries, int64_t block, int64_t blocks, float* sums, int64_t dim) {
+    const int64_t stride = blocks * 16, width = t.width();
+    const bf16* w = weights_.data() + t.scratch + first * width;
+    std::fill(sums, sums + queries * stride, 0.0f);
+    for (int64_t at = t.begin; at < t.common; at += PAGE) {
+      const bf16* page = shape_.kv.value_page(t.span->pages[at / PAGE], t.head) + block * PAGE * 16;
+      pair_product(w + at - t.begin, width, queries, page, PAGE * 16, std::min(PAGE, t.common - at) / 2, blocks, sums, stride, true);
+    }
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t row = t.row + (first + i) / group_, length = seen(row);
+      const bf16* mine = w + i * width - t.begin;
+      for (int64_t p = std::max(t.common, first_seen(row) & ~int64_t(1)); p < length; p += 2) {
+        const int64_t a = order_at(row, p), b = p + 1 < length ? order_at(row, p + 1) : -1;
+        const bf16* from = shape_.kv.value_page(t.span->pages[a / PAGE], t.head) + a % PAGE / 2 * 32;
+        const bf16* with = b < 0 ? nullptr : shape_.kv.value_page(t.span->pages[b / PAGE], t.head) + b % PAGE / 2 * 32;
+        const bf16 both[2] = {mine[p], b < 0 ? bf16(0) : mine[p + 1]};
+        const Pairs weight = all_pair(both);
+        for (int64_t c = 0; c < blocks; ++c) {
+          const int64_t skip = (block + c) * PAGE * 16;
+          float* s = sums + i * stride + c * 16;
+          store(s, dot(weight, join(from + skip, a & 1, with ? with + skip : nullptr, b & 1), load(s)));
+        }
+      }
+      const int64_t head = t.head * group_ + (first + i) % group_;
+      const Lanes whole = all(sums_[size_t(row * shape_.heads + head)]);
+      for (int64_t c = 0; c < blocks; ++c) {
+        bf16 result[16];
+        store(result, div(load(sums + i * stride + c * 16), whole));
+        const int64_t at = (block + c) * 16;
+        std::memcpy(out_ + (row * shape_.heads + head) * dim + at, result, size_t(std::min<int64_t>(16, dim - at)) * 2);
+      }
+    }
+  }
+};
+
+}  // namespace qb

@@ -1,0 +1,139 @@
+"""The compiled kernels as Python sees them: their structures, and which of them this process uses.
+
+`QUICKBEAM_KERNELS`: `auto` (the default: native kernels where they can be had), `native` (an error where they can't), `eager` (PyTorch's).
+`QUICKBEAM_ISA`: an instruction set of `build.SETS` instead of the machine's best.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
+
+from quickbeam.errors import InvalidInput
+from quickbeam.target.native import build
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+WAYS = ("auto", "native", "eager")
+EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
+STORE, ADD, GATED, ACTIVATE, BEST = range(5)
+
+
+class Op(Structure):
+    """`Op` of program.cpp."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("kind", "epilogue", "source", "target", "best", "source_float", "target_float", "wanted")),
+        *((name, c_int64) for name in ("source_stride", "source_offset", "target_stride", "target_offset")),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        *((name, c_int64) for name in ("inputs", "outputs", "heads", "kv_heads", "head_dim", "value_dim")),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("offset", c_int64),
+        ("window", c_int64),
+        ("sinks", c_void_p),
+        *((name, c_float) for name in ("epsilon", "scaling", "softcap")),
+        ("key", c_int32),
+        ("value", c_int32),
+        *((name, c_int64) for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")),
+    )
+
+
+class Span(Structure):
+    """`Span` of attention.h."""
+
+    _fields_ = (("row", c_int64), ("rows", c_int64), ("pages", c_void_p))
+
+
+class Batch(Structure):
+    """`Batch` of attention.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "spans", "wanted")),
+        *((name, c_void_p) for name in ("span", "token", "position", "order", "prefix", "path_from", "path", "want", "cosine", "sine")),
+    )
+
+
+class Call(Structure):
+    """`Call` of program.cpp."""
+
+    _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
+
+
+class Kernels:
+    """The functions of one library. `name`: its instruction set. Raises `build.CannotBuild` for one that does not fit or can't be used."""
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        try:
+            library = ctypes.CDLL(str(path))  # calls release the GIL
+        except OSError as error:
+            raise build.CannotBuild(f"{path} can't be loaded: {error}") from error
+        for function in ("qb_version", "qb_size_of_op", "qb_page", "qb_allowed"):
+            getattr(library, function).restype = c_int64
+        if library.qb_version() != VERSION or library.qb_size_of_op() != ctypes.sizeof(Op):
+            raise build.CannotBuild(f"{path} was made for another version of quickbeam")
+        if not library.qb_allowed():
+            raise build.CannotBuild(f"the system does not let this process use {name}")
+        self.page = int(library.qb_page())
+        self.run = library.qb_run
+        self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
+        self.pack = library.qb_pack
+        self.pack.argtypes, self.pack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None
+        self.unpack = library.qb_unpack
+        self.unpack.argtypes, self.unpack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p), None
+        self.move = library.qb_move
+        self.move.argtypes, self.move.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64), None
+        self.read = library.qb_read
+        self.read.argtypes, self.read.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p), None
+
+
+@functools.cache
+def load(name: str) -> Kernels:
+    """The kernels of an instruction set, compiled where they are not there yet. Raises `build.CannotBuild`."""
+    return Kernels(name, build.build(name, logger.info))
+
+
+@functools.cache
+def _choose(way: str, asked: str) -> tuple[Kernels | None, str]:
+    if way not in WAYS:
+        raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
+    if way == "eager":
+        return None, "QUICKBEAM_KERNELS=eager"
+    known = [*build.SETS, build.EMULATED]
+    if asked and asked not in known:
+        raise InvalidInput(f"QUICKBEAM_ISA={asked!r}: must be one of {', '.join(known)}")
+    sets = build.machine_sets()
+    names = [asked] if asked else sets
+    reason = "none for this platform (Linux on x86-64 has them)"
+    if asked and asked not in sets and asked != build.EMULATED:
+        raise InvalidInput(f"QUICKBEAM_ISA={asked}: this machine runs {', '.join(sets) or 'none of them'}")
+    for name in names:
+        try:
+            return load(name), ""
+        except build.CannotBuild as error:
+            reason = str(error)
+            logger.info("no kernels for %s: %s", name, reason)
+    if way == "native" or asked:
+        raise InvalidInput(f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and QUICKBEAM_ISA out for PyTorch's")
+    return None, reason
+
+
+def kernels() -> Kernels | None:
+    """What this process uses on a CPU, by its environment; None for PyTorch's own operators. Raises `InvalidInput` for a wish that can't be
+    met."""
+    return _choose(os.environ.get("QUICKBEAM_KERNELS", "auto"), os.environ.get("QUICKBEAM_ISA", ""))[0]
+
+
+def describe() -> str:
+    """In words: the kernels that are used, or why there are none."""
+    found, reason = _choose(os.environ.get("QUICKBEAM_KERNELS", "auto"), os.environ.get("QUICKBEAM_ISA", ""))
+    return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"

@@ -1,0 +1,156 @@
+// Products of a few rows with weights that are read once.
+//
+// Weights are packed as [outputs / 16][inputs / 2][16][2]: a lane is one output, inputs come in pairs, in order. A result is one lane's sum over
+// all pairs, first to last, whatever the number of rows: so a row's bits don't depend on its neighbours. AMX reads the same layout; its sums
+// go 32 inputs at a time, in an order of their own, again the same for every number of rows. A machine uses one of the two for a given
+// number of inputs, at every width.
+#pragma once
+#include "simd.h"
+
+#ifdef QB_AMX
+#include "tiles.h"
+#endif
+
+namespace qb {
+
+// rows x blocks of 16 outputs, `pairs` pairs of inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the sums go on
+// from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
+template <int R, int B>
+static void tile(const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t pairs, float* y, int64_t y_stride, bool more,
+                 const char* ahead, int64_t lines) {
+  Lanes s[R][B];
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) s[r][b] = more ? load(y + r * y_stride + b * 16) : zero();
+  const int64_t step = lines ? (lines + pairs - 1) / pairs : 0;
+  for (int64_t k = 0; k < pairs; ++k) {
+    Pairs v[B];
+    for (int b = 0; b < B; ++b) v[b] = load_pairs(w + b * w_stride + k * 32);
+    for (int64_t l = k * step; l < (k + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
+    for (int r = 0; r < R; ++r) {
+      Pairs q = all_pair(x + r * x_stride + 2 * k);
+      for (int b = 0; b < B; ++b) s[r][b] = dot(q, v[b], s[r][b]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int b = 0; b < B; ++b) store(y + r * y_stride + b * 16, s[r][b]);
+}
+
+using Tile = void (*)(const bf16*, int64_t, const bf16*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
+
+// What fits the registers: by rows, how many blocks of outputs side by side.
+#ifdef QB_DOT
+constexpr int MOST_ROWS = 8, MOST_BLOCKS = 8;
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 3, 3};
+#elif defined(QB_ZMM)
+constexpr int MOST_ROWS = 8, MOST_BLOCKS = 4;
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 2, 2, 2, 2};
+#else
+constexpr int MOST_ROWS = 4, MOST_BLOCKS = 2;
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 2, 1, 1, 1};
+#endif
+
+template <int R>
+static Tile tile_of(int blocks) {
+  switch (blocks) {
+    case 1: return tile<R, 1>;
+    case 2: return tile<R, WIDEST[R] >= 2 ? 2 : 1>;
+    case 3: return tile<R, WIDEST[R] >= 3 ? 3 : 1>;
+    case 4: return tile<R, WIDEST[R] >= 4 ? 4 : 1>;
+    case 5: return tile<R, WIDEST[R] >= 5 ? 5 : 1>;
+    case 6: return tile<R, WIDEST[R] >= 6 ? 6 : 1>;
+    case 7: return tile<R, WIDEST[R] >= 7 ? 7 : 1>;
+    default: return tile<R, WIDEST[R] >= 8 ? 8 : 1>;
+  }
+}
+
+static Tile tile_for(int rows, int blocks) {
+  switch (rows) {
+    case 1: return tile_of<1>(blocks);
+    case 2: return tile_of<2>(blocks);
+    case 3: return tile_of<3>(blocks);
+#if defined(QB_ZMM)
+    case 4: return tile_of<4>(blocks);
+    case 5: return tile_of<5>(blocks);
+    case 6: return tile_of<6>(blocks);
+    case 7: return tile_of<7>(blocks);
+    default: return tile_of<8>(blocks);
+#else
+    default: return tile_of<4>(blocks);
+#endif
+  }
+}
+
+// y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: add to what is in y.
+static void pair_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
+                         int64_t y_stride, bool more) {
+  int64_t tallest = MOST_ROWS;  // as many rows as leave room for all blocks side by side
+  while (tallest > MOST_ROWS / 2 && WIDEST[tallest] < blocks && WIDEST[tallest] < 4) --tallest;
+  const int64_t parts = (rows + tallest - 1) / tallest;
+  for (int64_t part = 0; part < parts; ++part) {
+    const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
+    const int64_t most = WIDEST[last - first];
+    for (int64_t b = 0; b < blocks; b += most) {
+      const int64_t some = b + most < blocks ? most : blocks - b;
+      tile_for(int(last - first), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, pairs, y + first * y_stride + b * 16,
+                                             y_stride, more, nullptr, 0);
+    }
+  }
+}
+
+// The same from zero, by AMX where the machine has it and the inputs come in 32s.
+static void product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
+                    int64_t y_stride) {
+#ifdef QB_AMX
+  if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride);
+#endif
+  pair_product(x, x_stride, rows, w, w_stride, inputs / 2, blocks, y, y_stride, false);
+}
+
+// A whole product: panels of blocks [first, last), each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made.
+// `sums`: scratch of PANEL floats. While the rows of one panel are worked through, the next is fetched.
+constexpr int64_t PANEL = 32 * 8 * 16;
+
+template <class Done>
+static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, int64_t first, int64_t last, bool even,
+                   float* sums, Done done) {
+  const int64_t w_stride = inputs * 16;
+#ifdef QB_AMX
+  if (inputs % 32 == 0) {
+    const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
+    for (int64_t b = first; b < last; b += most) {
+      const int64_t some = b + most < last ? most : last - b;
+      const char* next = b + most < last ? reinterpret_cast<const char*>(w + (b + most) * w_stride) : nullptr;
+      for (int64_t r = 0; r < rows; r += group) {
+        const int64_t count = r + group < rows ? group : rows - r;
+        tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, rows > group ? next : nullptr);
+        done(r, count, b, some, sums, some * 16);
+      }
+    }
+    return;
+  }
+#endif
+  const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS, tallest = (rows + parts - 1) / parts;
+  int64_t most = WIDEST[tallest];
+  if (even && most > 1) most &= ~int64_t(1);
+  if (even && most == 1) most = 2;  // two tiles, one after the other
+  for (int64_t b = first; b < last; b += most) {
+    const int64_t some = b + most < last ? most : last - b;
+    const int64_t follow = b + some < last ? (b + some + most < last ? most : last - b - some) : 0;
+    const int64_t lines = follow * inputs / 2;  // of the next panel, spread over all parts
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t low = rows * part / parts, count = rows * (part + 1) / parts - low;
+      const bf16* here = w + b * w_stride;
+      const char* ahead = reinterpret_cast<const char*>(here + some * w_stride);
+      const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
+      const int64_t wide = some < WIDEST[count] ? some : WIDEST[count];
+      for (int64_t c = 0; c < some; c += wide) {
+        const int64_t now = c + wide < some ? wide : some - c;
+        tile_for(int(count), int(now))(x + low * x_stride, x_stride, here + c * w_stride, w_stride, inputs / 2, sums + c * 16, some * 16, false,
+                                       ahead + from * 64, c == 0 ? share : 0);
+      }
+      done(low, count, b, some, sums, some * 16);
+    }
+  }
+}
+
+}  // namespace qb
