@@ -65,8 +65,10 @@ def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expec
     return wrong
 
 
+@pytest.mark.parametrize("way", ["eager", "auto"])
 @pytest.mark.parametrize("name", [name for name in CONFIGS if "sinks" not in name])
-def test_every_layout_gives_the_same_bits_across_a_cut(name: str) -> None:
+def test_every_layout_gives_the_same_bits_across_a_cut(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKBEAM_KERNELS", way)
     target = Target(tiny(name, torch.bfloat16, wide=True), exact=True)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (SPLIT + 60,), generator=generator).tolist()
@@ -75,7 +77,9 @@ def test_every_layout_gives_the_same_bits_across_a_cut(name: str) -> None:
     assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
 
 
-def test_the_embedded_model_gives_the_same_bits(smollm2) -> None:
+@pytest.mark.parametrize("way", ["eager", "auto"])
+def test_the_embedded_model_gives_the_same_bits(smollm2, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKBEAM_KERNELS", way)
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=True)
     text = "In the beginning there was a small model that answered slowly, so its friends drafted ahead and it only had to agree. " * 50
@@ -86,8 +90,9 @@ def test_the_embedded_model_gives_the_same_bits(smollm2) -> None:
         assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
 
 
-def test_the_usual_attention_does_not_keep_the_bits(smollm2) -> None:
+def test_the_usual_attention_does_not_keep_the_bits(smollm2, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the exact path is for: the same comparison without it sees differences."""
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     model, _ = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=False)
     ids = torch.randint(VOCAB, (1140,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -148,7 +153,8 @@ def test_products_that_are_not_known_break_the_promise() -> None:
     assert examine([], [experts]).broken == ("the products of Module are not known",)
 
 
-def test_trees_too_wide_for_the_promise_are_refused() -> None:
+def test_trees_too_wide_for_the_promise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     target = Target(tiny("llama", torch.bfloat16, wide=True), exact=True)
     target.prefill([1, 2, 3])
     tree = TokenTree(0)

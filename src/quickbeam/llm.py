@@ -24,7 +24,7 @@ from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
-from quickbeam.target.target import EXACT_NODES, Target
+from quickbeam.target.target import Target
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]
@@ -293,8 +293,8 @@ class LLM:
         asked = self.budget if asked is None else asked
         if asked is not None and asked < 0:
             raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
-        if asked and self.target.exact and asked > EXACT_NODES:
-            raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {EXACT_NODES} nodes; turn exact off for more")
+        if asked and (most := self.target.most_nodes) is not None and asked > most:
+            raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {most} nodes; turn exact off for more")
         chosen = preset(setting.method)
         if budget := chosen.budget if asked is None or not chosen.sources else asked:
             return budget

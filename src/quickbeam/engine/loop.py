@@ -169,8 +169,11 @@ class Generation:
 
         if not self.params.greedy:
             return verify_sampled(tree, lambda node: sampler.law(logits[node], tokens_below_root(node)), self._generator)
-        if logits.device.type != "cpu" and not self.params.adjusts_logits:  # one transfer for the whole tree
-            return verify_greedy(tree, most_probable(logits).__getitem__)
+        if not self.params.adjusts_logits:
+            if (known := self.target.best) is not None:  # the kernels found them on the way; -1 stands for logits that are not finite
+                return verify_greedy(tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node]))
+            if logits.device.type != "cpu":  # one transfer for the whole tree
+                return verify_greedy(tree, most_probable(logits).__getitem__)
         return verify_greedy(tree, lambda node: sampler.best(logits[node], tokens_below_root(node)))
 
     def _emit(self, tokens: list[int], row: Callable[[int], torch.Tensor]) -> list[int]:

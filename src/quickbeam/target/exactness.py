@@ -15,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
-from quickbeam.target.linear import WIDEST, FastLinear
+from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
 from quickbeam.target.store import KVStore, LayerShape
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -47,6 +47,8 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
     broken = [f"attention of {dim} dimensions a head" for dim in dims if not attention_is_order_free(dim, wide=wide)]
     rows = 1 if all(attention_is_order_free(dim, alone=1, wide=wide) for dim in dims) else 2
     for module in modules:
+        if isinstance(module, NativeLinear):
+            continue  # by construction
         if isinstance(module, FastLinear | nn.Linear | Conv1D):
             conv = isinstance(module, Conv1D)
             inputs, outputs = module.weight.shape if conv else (module.in_features, module.out_features)

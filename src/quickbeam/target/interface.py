@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Attend, Layer, Step, attend_sdpa
+from quickbeam.target.native_attention import NativeStep
 from quickbeam.target.store import LayerShape
 
 NAME = "quickbeam"
@@ -26,7 +27,7 @@ class Tap:
     """What the attention calls of one model share: the step under way, and what its layers were seen to look like."""
 
     def __init__(self) -> None:
-        self.step: Step | None = None
+        self.step: Step | NativeStep | None = None
         self.attend: Attend = attend_sdpa
         self.layers: dict[int, Layer] = {}
         self.shapes: dict[int, LayerShape] = {}
@@ -37,6 +38,8 @@ class Tap:
             self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         layer = self.layers[layer.index]
+        if isinstance(self.step, NativeStep):
+            return self.step.attend(query, key, value, layer)
         self.step.store.write(layer.index, self.step.rows, key[0], value[0])
         out = self.attend(query[0].transpose(0, 1).contiguous(), self.step, layer)
         return out.view(1, self.step.n, query.shape[1], -1)
@@ -134,7 +137,7 @@ def check_layers(layers: Sequence[int], count: int) -> None:
         raise InvalidInput(f"hidden states after layers {list(layers)}: the model has 1 to {count}, and {count + 1} for the final norm")
 
 
-def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | None, last: bool = False) -> torch.Tensor:
+def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | NativeStep | None, last: bool = False) -> torch.Tensor:
     """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
     tap.step = step
     try:

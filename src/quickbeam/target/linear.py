@@ -1,4 +1,4 @@
-"""Linear layers packed once for the CPU.
+"""Linear layers packed once for the CPU: for the native kernels, or where there are none, for oneDNN.
 
 oneDNN keeps a packed weight in the blocks that its kernels read, which PyTorch's inductor uses for frozen weights; called eagerly it is
 about twice as fast as `F.linear` for a few rows. The operators are private to PyTorch, so their absence, or a refusal, leaves `F.linear`.
@@ -6,11 +6,17 @@ about twice as fast as `F.linear` for a few rows. The operators are private to P
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from quickbeam.target.native.library import Kernels, kernels
+from quickbeam.target.native.program import Packed, Program, Rows
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +39,59 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
     return packed
 
 
+def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """Of linears fused by rows: zeros for those that have none, None where no one has."""
+    if all(linear.bias is None for linear in linears):
+        return None
+    return torch.cat([linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
+
+
+@functools.lru_cache(maxsize=256)
+def _rows(n: int) -> Rows:
+    return Rows([0] * n, [0] * n)
+
+
+class NativeLinear(nn.Module):
+    """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't depend on the other rows."""
+
+    def __init__(self, found: Kernels, packed: Packed) -> None:
+        super().__init__()
+        self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
+        self._program = Program(found)
+        source, target = self._program.given("x", packed.inputs), self._program.given("y", packed.outputs)
+        self._program.linear(packed, source, target)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        out = x.new_empty(*x.shape[:-1], self.out_features)
+        if rows := x.numel() // self.in_features:
+            self._program.run(_rows(rows), {"x": x, "y": out})
+        return out
+
+
+def native_linear(linears: Sequence[nn.Linear | Conv1D]) -> NativeLinear | None:
+    """Linears fused by rows, for the native kernels; None where these can't be used."""
+    weights = [linear.weight.detach() for linear in linears]
+    found = kernels() if weights[0].device.type == "cpu" and weights[0].dtype is torch.bfloat16 else None
+    if isinstance(linears[0], Conv1D):
+        weights, bias = [weight.t() for weight in weights], linears[0].bias
+    else:
+        bias = bias_of(linears)
+    if found is None or weights[0].shape[1] % 2:
+        return None
+    return NativeLinear(found, Packed(found, weights, bias))
+
+
 class FastLinear(nn.Module):
-    """`x @ weight.T + bias` for `[..., in]`, packed where that is possible. Takes over the weights; several may be given, fused by rows."""
+    """`x @ weight.T + bias` for `[..., in]`, packed for oneDNN where that is possible. Takes over the weights; several may be given, fused
+    by rows. Where native kernels are used (`native_linear`), this is what is left for other number formats."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
         weights = [linear.weight.detach() for linear in linears]
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.out_features, self.in_features = self.weight.shape
-        self.bias: torch.Tensor | None = None
-        if any(linear.bias is not None for linear in linears):
-            self.bias = torch.cat(
-                [linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears]
-            )
+        self.bias = bias_of(linears)
         # Between these numbers of rows, each row has the same bits (`exactness.py`). A lone row takes a copy along where that needs two;
         # more rows, up to `WIDEST`, go in parts.
         self.min_rows, self.max_rows = 1, WIDEST
@@ -71,12 +117,17 @@ class FastLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module) -> int:
-    """Replace every `nn.Linear` below `model` by a packed one, where packing works; give how many. A shared weight (a head tied to the
+    """Replace every linear layer below `model` by a packed one, where packing works; give how many. A shared weight (a head tied to the
     embedding) is copied, not taken away."""
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and (fast := FastLinear(child)).packed:
+            fast: nn.Module | None = None
+            if type(child) in (nn.Linear, Conv1D):
+                fast = native_linear([child])
+            if fast is None and type(child) is nn.Linear and (packed := FastLinear(child)).packed:
+                fast = packed
+            if fast is not None:
                 setattr(parent, name, fast)
                 replaced += 1
     return replaced

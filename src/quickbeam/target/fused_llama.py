@@ -1,0 +1,149 @@
+"""A forward of Llama's layout in one call of the native kernels, on the weights of the Hugging Face model.
+
+Same equations as the modelling code of transformers, with the residual stream, products and rotary angles in float32, where that rounds
+each of them to bfloat16. Angles come from the model's own module, so every scaling of theirs that doesn't change with length is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.target.attention import Layer
+from quickbeam.target.lean import LAYOUTS
+from quickbeam.target.linear import NativeLinear, bias_of
+from quickbeam.target.native import library
+from quickbeam.target.native.program import Packed, Program, Rows
+from quickbeam.target.pages import PagedStore
+
+ANGLES = 1024  # positions that the table of angles grows by
+MOVING = ("dynamic", "longrope")  # kinds of rotary angles that change with length
+
+
+class FusedLayer:
+    """Weights of one decoder layer."""
+
+    def __init__(self, layer: Any, info: Layer, place: Callable[..., Packed]) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.info = info
+        self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
+        self.epsilon = float(layer.input_layernorm.variance_epsilon)
+        self.qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        self.qkv, self.out = place(qkv), place((attention.o_proj,))
+        self.gate_up, self.down = place((mlp.gate_proj, mlp.up_proj), True), place((mlp.down_proj,))
+
+
+class FusedLlama:
+    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one."""
+
+    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagedStore) -> None:
+        base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
+        self.embedding: nn.Embedding = base.embed_tokens
+        self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
+        self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
+        groups = [self._linears(layer) for layer in base.layers]
+        sizes = [Packed.size([linear.weight for linear in linears], gated) for group in groups for linears, gated in group]
+        head = model.lm_head
+        # One piece of memory, which the system can keep in huge pages; weights follow one another as a pass reads them.
+        self._weights = torch.empty(sum(sizes) + Packed.size([head.weight]), dtype=torch.bfloat16)
+        used = 0
+
+        def place(linears: Sequence[nn.Linear], gated: bool = False) -> Packed:
+            nonlocal used
+            weights = [linear.weight for linear in linears]
+            size = Packed.size(weights, gated)
+            used += size
+            return Packed(kernels, weights, bias_of(linears), gated=gated, place=self._weights[used - size : used])
+
+        self.layers: list[FusedLayer] = []
+        self.heads = groups[0][0][0][0].out_features // shapes[0].key_dim
+        for i in range(len(base.layers)):
+            self.layers.append(FusedLayer(base.layers[i], layers[i], place))
+            base.layers[i] = nn.Identity()  # frees the weights that were packed
+        self.vocab = head.out_features
+        self.head = NativeLinear(kernels, place((head,)))
+        self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
+        self.hidden = torch.empty(0)
+        self.best: list[int] = []  # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits are not finite
+        self._program: Program | None = None
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))
+
+    @staticmethod
+    def _linears(layer: Any) -> list[tuple[tuple[nn.Linear, ...], bool]]:
+        attention, mlp = layer.self_attn, layer.mlp
+        return [
+            ((attention.q_proj, attention.k_proj, attention.v_proj), False),
+            ((attention.o_proj,), False),
+            ((mlp.gate_proj, mlp.up_proj), True),
+            ((mlp.down_proj,), False),
+        ]
+
+    @staticmethod
+    def fits(model: PreTrainedModel) -> bool:
+        """Whether the model is of this layout, with nothing but plain linears in it."""
+        config = model.config
+        if type(model).__name__ not in LAYOUTS or getattr(config, "hidden_act", "") not in ("silu", "swish"):
+            return False
+        if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING or type(model.lm_head) is not nn.Linear:
+            return False
+        linears = [linear for layer in model.model.layers for group, _ in FusedLlama._linears(layer) for linear in group]
+        return all(type(linear) is nn.Linear and linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Keep hidden states after `layers` from now on."""
+        self.watched, self._program = tuple(layers), None
+
+    def _make(self) -> Program:
+        program, width = Program(self._kernels), self.embedding.embedding_dim
+        x, normed = program.buffer(width, True), program.buffer(width)
+        heads, widest = self.heads, max(shape.key_dim for shape in self._shapes)
+        query, attended = program.buffer(heads * widest), program.buffer(heads * widest)
+        qkv = program.buffer(max(layer.qkv.outputs for layer in self.layers), True)
+        inner = program.buffer(max(layer.down.inputs for layer in self.layers))
+        hidden = program.given("hidden", len(self.watched) * width)
+        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        columns = {layer: i * width for i, layer in enumerate(self.watched)}
+        program.embed(self.embedding.weight.detach(), x)
+        for i, layer in enumerate(self.layers):
+            info, shape, offset = layer.info, self._shapes[i], self._offsets[i]
+            program.norm(x, normed, layer.norms[0], layer.epsilon)
+            program.linear(layer.qkv, normed, qkv)
+            program.heads(qkv, query, heads, shape, offset, layer.qk_norms, layer.epsilon)
+            program.attend(query, attended, heads, shape, offset, info.scaling, info.window, info.softcap, info.sinks)
+            program.linear(layer.out, attended, x, library.ADD)
+            program.norm(x, normed, layer.norms[1], layer.epsilon)
+            program.linear(layer.gate_up, normed, inner, library.GATED)
+            program.linear(layer.down, inner, x, library.ADD)
+            if i + 1 in columns:
+                program.copy(x, hidden, column=columns[i + 1])
+        if len(self.layers) + 1 in columns:
+            program.norm(x, hidden, self._norm, self._epsilon, column=columns[len(self.layers) + 1])
+        program.norm(x, normed, self._norm, self._epsilon, gather=True)
+        program.linear(self.head.packed, normed, logits, library.BEST, gathered=True, best=best)
+        return program
+
+    def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosine and sine, `[positions, head_dim / 2]` each, at least up to `position`."""
+        if position >= len(self._angles[0]):
+            positions = torch.arange((position // ANGLES + 1) * ANGLES)[None]
+            cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), positions)
+            half = cosine.shape[-1] // 2
+            self._angles = (cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
+        return self._angles
+
+    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
+        """Logits `[wanted, vocab]` float32. No row stands behind `last_position`."""
+        if self._program is None:
+            self._program = self._make()
+        wanted = rows.batch.wanted
+        logits, best = torch.empty(wanted, self.vocab), torch.empty(wanted, dtype=torch.int64)
+        self.hidden = torch.empty(rows.rows, len(self.watched) * self.embedding.embedding_dim, dtype=torch.bfloat16)
+        given = {"logits": logits, "best": best, "hidden": self.hidden}
+        self._program.run(rows, given, self._angles_to(last_position))
+        self.best = best.tolist()
+        return logits
