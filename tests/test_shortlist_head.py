@@ -106,7 +106,7 @@ def test_a_head_is_made_for_so_many_clusters() -> None:
 def test_a_cpu_takes_packed_blocks_and_others_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, layout = torch.randn(60, 8), Layout(torch.randperm(60), 10, 20, 60)
     assert BlockHead(weight, layout).backend == "packed"
-    with pytest.raises(InvalidInput, match=r"unknown backend 'fast'.*plain, packed, triton"):
+    with pytest.raises(InvalidInput, match=r"unknown backend 'fast'.*plain, packed, native, triton"):
         BlockHead(weight, layout, backend="fast")
     with pytest.raises(InvalidInput, match="'packed' needs a CPU"):
         BlockHead(weight.to("meta"), layout, backend="packed")

@@ -127,9 +127,21 @@ class EagleHead(nn.Module):
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """`[..., n]` token ids to `[..., n, d]`."""
+        return self.embedding(ids)  # type: ignore[no-any-return]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Its own or the target's."""
         module = self.own_embedding if self.config.own_embedding else self._shared["embedding"]
         assert module is not None, "built without an embedding"
-        return module(ids)  # type: ignore[no-any-return]
+        return module
+
+    @property
+    def head(self) -> nn.Module:
+        """Its own or the target's."""
+        module = self.own_head if self.config.own_head else self._shared["head"]
+        assert module is not None, "built without a head"
+        return module
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
         """The target's hidden states `[..., n, len(layers) * target_size]` to what the layer reads, `[..., n, d]`."""
@@ -174,9 +186,11 @@ class EagleHead(nn.Module):
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
         """`[..., n, draft vocabulary]` of an output (`tokens` says which tokens these are, where it has its own head)."""
-        module = self.own_head if self.config.own_head else self._shared["head"]
-        assert module is not None, "built without a head"
-        return module(self.feature(out))  # type: ignore[no-any-return]
+        return self.score(self.feature(out))
+
+    def score(self, feature: torch.Tensor) -> torch.Tensor:
+        """The same of what the head reads."""
+        return self.head(feature)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors`, each complete or not at all."""

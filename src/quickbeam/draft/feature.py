@@ -11,11 +11,15 @@ import torch
 
 from quickbeam.draft.base import Context, Drafter, HeadUse, Laws, law_of
 from quickbeam.draft.eagle import EagleHead
+from quickbeam.draft.eagle_native import NativeEagle
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
 from quickbeam.shortlist.shortlist import Routed, Shortlist
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
 from quickbeam.target.linear import pack_linears
+from quickbeam.target.native.library import kernels
+from quickbeam.target.native.program import Rows
+from quickbeam.target.pages import PagedStore
 from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
@@ -45,18 +49,23 @@ class EagleDrafter(Drafter):
         self.target = target
         self.folder: Path | None = None  # where it was read from
         self.calls = 0  # passes of the network since `reset`
-        if fast:
+        found = kernels() if fast and target.device.type == "cpu" and target.dtype is torch.bfloat16 else None
+        self._native = NativeEagle(self.network, found) if found is not None and NativeEagle.fits(self.network) else None
+        if fast and self._native is None:
             pack_linears(self.network)
         target.watch(config.layers)
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.store = KVStore([shape], target.dtype, target.device)
+        self._keys = KVStore([shape], target.dtype, target.device)  # without the kernels
+        self.store: KVStore | PagedStore = self._keys if self._native is None else self._native.store
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
         # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits that `attend_grouped` keeps.
         self._attend: Attend = attend_sdpa if fast else attend_plain
         self._ids: list[int] = []  # row j stands for the first j + 2 of them
         self._tree: TokenTree | None = None  # being grown
         self._out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
+        self._feature = torch.empty(0)  # what the head reads of them, where the kernels give it
         self._place: dict[int, int] = {}  # node: its row in `_out`
+        self._path: dict[int, list[int]] = {}  # node: orders of what it sees behind the certain rows, for the kernels
         self._visible = torch.empty(0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
         self._used = HeadUse()
         self._shortlist: Shortlist | None = None
@@ -144,19 +153,28 @@ class EagleDrafter(Drafter):
         if len(hidden) != len(ids) - 1 - start:
             raise ValueError(f"hidden states of {len(hidden)} tokens for the {len(ids) - 1 - start} that are not read yet")
         out = self._out[:1]  # the root's, where this is not the first tree on it
+        self._feature = self._feature[:1]
         for begin in range(0, len(hidden), CHUNK):
             part = hidden[begin : begin + CHUNK]
             at = start + begin
-            step = Step(self.store, torch.arange(at, at + len(part), device=hidden.device))
-            last = {0: 0} if begin + len(part) == len(hidden) else {}
-            out = self._run(self.network.fuse(part), ids[at + 1 : at + 1 + len(part)], step, last)
+            tokens, last = ids[at + 1 : at + 1 + len(part)], {0: 0} if begin + len(part) == len(hidden) else {}
+            if self._native is not None:
+                rows = self._native.store.chain(tokens, range(len(part) - 1, len(part)))
+                out, self._feature = self._run_native(part, True, rows, at + len(part) - 1, last)
+            else:
+                step = Step(self._keys, torch.arange(at, at + len(part), device=hidden.device))
+                out = self._run(self.network.fuse(part), tokens, step, last)
             self.store.commit(range(len(part)))
         self._ids = list(ids)
         self._tree, self._place, self._out = tree, {0: 0}, out[-1:]
+        self._feature, self._path = self._feature[-1:], {0: []}
         self._visible = torch.zeros(0, 0, dtype=torch.bool)
 
     def _below(self, tree: TokenTree, nodes: Sequence[int]) -> None:
         """One row for each of `nodes`."""
+        if self._native is not None:
+            self._below_native(self._native, tree, nodes)
+            return
         done = len(self._visible)
         visible = torch.zeros(done + len(nodes), done + len(nodes), dtype=torch.bool)
         visible[:done, :done] = self._visible
@@ -171,19 +189,58 @@ class EagleDrafter(Drafter):
             above.append(place)
         order = list(self._place)[1:]
         depths = torch.tensor([tree.depth[node] for node in [*order, *nodes]], device=self._out.device)
-        step = Step(self.store, self.store.length - 1 + depths, visible[done:], base=done)
+        step = Step(self._keys, self._keys.length - 1 + depths, visible[done:], base=done)
         asked = {node: tree.depth[node] for node in nodes}
         out = self._run(self._out[above], [tree.token[node] for node in nodes], step, asked)
         self._out = torch.cat([self._out, out])
         self._visible = visible
         self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
 
+    def _below_native(self, native: NativeEagle, tree: TokenTree, nodes: Sequence[int]) -> None:
+        """The same on the kernels: a row sees the certain rows and its path."""
+        done, length = len(self._path) - 1, self.store.length
+        above = []
+        for node in nodes:
+            if (parent := tree.parent[node]) not in self._place:
+                raise ValueError(f"node {node}: ask for its parent {parent} first")
+            above.append(parent)
+        orders = range(length + done, length + done + len(nodes))
+        paths = [[*self._path[parent], order] for parent, order in zip(above, orders, strict=True)]
+        positions = [length + len(path) - 1 for path in paths]
+        self.store.reserve(orders.stop)
+        spans, every = [(len(nodes), native.store.table)], range(len(nodes))
+        rows = Rows([tree.token[node] for node in nodes], positions, orders, [length] * len(nodes), paths, spans, every)
+        asked = {node: tree.depth[node] for node in nodes}
+        out, feature = self._run_native(self._out[[self._place[parent] for parent in above]], False, rows, max(positions), asked)
+        self._out, self._feature = torch.cat([self._out, out]), torch.cat([self._feature, feature])
+        self._path.update(zip(nodes, paths, strict=True))
+        self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
+
+    def _run_native(
+        self, states: torch.Tensor, committed: bool, rows: Rows, last_position: int, asked: dict[int, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`_run` on the kernels, where the router is part of the pass; also what the head reads of the outputs."""
+        assert self._native is not None
+        self.calls += 1
+        shortlist, depths = self._shortlist, list(asked.values())
+        if shortlist is None or not asked:
+            out, feature, _ = self._native.run(states, committed, rows, last_position, None)
+            return out, feature
+        above = next(reversed(self._routed.values()), None)
+        router = shortlist.native_router if shortlist.routes(depths, above) else None
+        out, feature, scores = self._native.run(states, committed, rows, last_position, router)
+        began = perf_counter()
+        routed = shortlist.kept(above) if scores is None else shortlist.choose(scores, depths)
+        self._routed.update(dict.fromkeys(asked, routed))
+        self._used.seconds += perf_counter() - began
+        return out, feature
+
     def _run(self, hidden: torch.Tensor, tokens: Sequence[int], step: Step, asked: dict[int, int]) -> torch.Tensor:
         """One pass of the layer. `asked`: the nodes, with their depths, that its last rows stand for and whose laws are wanted: what the
         head is to score for them is found at the same time."""
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self.store.write(0, step.rows, key.transpose(0, 1), value.transpose(0, 1))
+            self._keys.write(0, step.rows, key.transpose(0, 1), value.transpose(0, 1))
             return self._attend(query, step, self._layer)
 
         self.calls += 1
@@ -210,14 +267,15 @@ class EagleDrafter(Drafter):
 
     def _score(self, nodes: Sequence[int], temperature: float) -> Laws:
         began, network = perf_counter(), self.network
-        out = self._out[[self._place[node] for node in nodes]]
+        places = [self._place[node] for node in nodes]
+        feature = self._feature[places] if self._native is not None else network.feature(self._out[places])
         if self._shortlist is None:
-            logits = network.logits(out)
+            logits = self._native.logits(feature) if self._native is not None else network.score(feature)
             tokens = network.tokens if network.config.own_head else None
             self._used.tokens += logits.shape[-1]
         else:
             routed = self._routed[nodes[-1]]
-            logits, tokens = self._shortlist.score(network.feature(out), routed)
+            logits, tokens = self._shortlist.score(feature, routed)
         law = law_of(logits, temperature)
         self._used.calls += 1
         self._used.seconds += perf_counter() - began

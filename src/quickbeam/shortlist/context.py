@@ -8,9 +8,36 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam.errors import InvalidInput
+from quickbeam.shortlist.head import native_fits
+from quickbeam.shortlist.native import NativeRows
+from quickbeam.target.native.library import kernels
 
 STEP = 64  # rows that the buffer grows by
 SPARE = 4  # a full window gives up one token in so many at a time: rebuilding is paid for by as many new tokens
+
+
+class PlainRows:
+    """Rows of a head side by side in one tensor; `NativeRows` is the same for the native kernels."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight, self._rows = weight, weight[:0]
+
+    def reserve(self, size: int) -> None:
+        """Make room for `size` rows, keeping what is there."""
+        if size > len(self._rows):
+            rows = self._rows.new_empty(size, self._rows.shape[1])
+            rows[: len(self._rows)] = self._rows
+            self._rows = rows
+
+    def write(self, first: int, tokens: torch.Tensor) -> None:
+        """Rows of `tokens` from place `first` on."""
+        self._rows[first : first + len(tokens)] = self._weight[tokens]
+
+    def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
+        """`[n, d]` to `[n, count]`, of the first rows."""
+        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows, the last ones left out afterwards.
+        padded = min(len(self._rows), -(-count // STEP) * STEP)
+        return F.linear(h, self._rows[:padded])[:, :count]
 
 
 class ContextTokens:
@@ -29,7 +56,8 @@ class ContextTokens:
         self._weight = weight.detach()
         self._skip: list[bool] = [False] * len(weight) if skip is None else skip.tolist()
         self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
-        self._rows = self._weight[:0]
+        found = kernels() if native_fits(self._weight) else None
+        self._rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found)
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def reset(self, ids: Sequence[int]) -> None:
@@ -52,7 +80,7 @@ class ContextTokens:
         self._reserve(known, known + len(fresh))
         ids = torch.tensor(fresh, device=self._tokens.device)
         self._tokens[known : known + len(fresh)] = ids
-        self._rows[known : known + len(fresh)] = self._weight[ids]
+        self._rows.write(known, ids)
         self._row.update(zip(fresh, range(known, known + len(fresh)), strict=True))
 
     @property
@@ -69,9 +97,7 @@ class ContextTokens:
     @torch.inference_mode()
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """`[n, d]` to `[n, m]`, a column a token of `tokens`."""
-        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows, the last ones left out afterwards.
-        padded = min(len(self._rows), -(-len(self._row) // STEP) * STEP)
-        return F.linear(h, self._rows[:padded])[:, : len(self._row)]
+        return self._rows.logits(h, len(self._row))
 
     def _rebuild(self, keep: int) -> int:
         """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row, which is moved to the front."""
@@ -80,8 +106,8 @@ class ContextTokens:
         self.rebuilt += 1
         kept = sorted((row, token) for token, row in self._row.items() if row >= 0)
         rows = torch.tensor([row for row, _ in kept], dtype=torch.int64, device=self._tokens.device)
-        self._rows[: len(kept)] = self._rows[rows]
         self._tokens[: len(kept)] = self._tokens[rows]
+        self._rows.write(0, self._tokens[: len(kept)])
         self._row.update((token, place) for place, (_, token) in enumerate(kept))
         return len(kept)
 
@@ -90,6 +116,7 @@ class ContextTokens:
         if size <= len(self._tokens):
             return
         size = -(-min(self.window, max(2 * len(self._tokens), size)) // STEP) * STEP
-        rows, tokens = self._rows.new_empty(size, self._rows.shape[1]), self._tokens.new_empty(size)
-        rows[:used], tokens[:used] = self._rows[:used], self._tokens[:used]
-        self._rows, self._tokens = rows, tokens
+        self._rows.reserve(size)
+        tokens = self._tokens.new_empty(size)
+        tokens[:used] = self._tokens[:used]
+        self._tokens = tokens

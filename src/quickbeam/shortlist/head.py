@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.layout import Layout
 from quickbeam.target.linear import pack_weight
+from quickbeam.target.native.library import kernels
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("plain", "packed", "triton")
+BACKENDS = ("plain", "packed", "native", "triton")
 
 
 class Scores(NamedTuple):
-    logits: torch.Tensor  # [n, s], of the head's dtype; -inf in columns that don't count (padding, repeats)
+    logits: torch.Tensor  # [n, s], of the head's dtype, or float32; -inf in columns that don't count (padding, repeats)
     tokens: torch.Tensor  # [s] int64 on the logits' device: which token a column is. A token has at most one column that isn't -inf
 
 
@@ -31,15 +32,17 @@ Run = Callable[[torch.Tensor, torch.Tensor], Scores]
 class BlockHead:
     """`logits = h · W[blocks]ᵀ`.
 
-    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed by the backends "packed" and "triton",
-    which keep a copy in the layout's order. `most`: clusters a call at most, all of them where None. `backend`:
+    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed by the backends that keep a copy in the
+    layout's order, all but "plain". `most`: clusters a call at most, all of them where None. `backend`:
 
     - "plain": the rows gathered, then one product. The reference.
     - "packed": one product a block, on weights packed once where the CPU can (`target.linear`), else on slices.
+    - "native": one call of the native kernels (bfloat16 on a CPU), logits in float32.
     - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The number of columns is always the same,
       whatever is chosen, and nothing waits for the device, so that a call can be captured in a graph.
 
-    None takes "packed" on a CPU and "triton" on CUDA, there "plain" where Triton is missing. Raises `InvalidInput` for a backend that
+    None takes "native" on a CPU where it can be had, else "packed", and "triton" on CUDA, there "plain" where Triton is missing. Raises
+    `InvalidInput` for a backend that
     the device can't run and a weight that is not the layout's.
     """
 
@@ -48,7 +51,7 @@ class BlockHead:
             raise InvalidInput(f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout")
         self.layout = layout
         self.most = layout.clusters if most is None else min(most, layout.clusters)
-        self.backend = _choose(backend, weight.device.type)
+        self.backend = _choose(backend, weight.device.type, native_fits(weight))
         self._run = _MAKERS[self.backend](weight.detach(), layout, self.most)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
@@ -59,16 +62,25 @@ class BlockHead:
         return self._run(h, clusters)
 
 
-def _choose(backend: str | None, device: str) -> str:
+def native_fits(weight: torch.Tensor) -> bool:
+    """Whether the native kernels can make products with this weight."""
+    return weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and kernels() is not None
+
+
+def _choose(backend: str | None, device: str, native: bool = False) -> str:
     triton = importlib.util.find_spec("triton") is not None
     if backend is None:
         if device == "cuda" and not triton:
             logger.info("the drafter's head gathers rows: install triton for the fused kernel")
+        if native:
+            return "native"
         return "packed" if device == "cpu" else "triton" if device == "cuda" and triton else "plain"
     if backend not in BACKENDS:
         raise InvalidInput(f"unknown backend {backend!r} of the drafter's head; known: {', '.join(BACKENDS)}")
     if backend == "packed" and device != "cpu":
         raise InvalidInput(f"backend 'packed' needs a CPU, the head is on {device}: use 'plain' or, on CUDA, 'triton'")
+    if backend == "native" and not native:
+        raise InvalidInput("backend 'native' needs bfloat16 on a CPU and native kernels (quickbeam --version names them): use 'packed'")
     if backend == "triton":
         if not triton:
             raise InvalidInput("backend 'triton' needs the package triton: install it, or use 'plain'")
@@ -125,4 +137,13 @@ def _triton(weight: torch.Tensor, layout: Layout, most: int) -> Run:
     return FusedHead(weight, layout, most)
 
 
-_MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {"plain": _plain, "packed": _packed, "triton": _triton}
+def _native(weight: torch.Tensor, layout: Layout, most: int) -> Run:
+    from quickbeam.shortlist.native import NativeBlocks
+
+    found = kernels()
+    assert found is not None
+    blocks = NativeBlocks(weight, layout, found)
+    return lambda h, clusters: Scores(*blocks(h, clusters))
+
+
+_MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {"plain": _plain, "packed": _packed, "native": _native, "triton": _triton}

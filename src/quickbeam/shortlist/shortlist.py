@@ -11,10 +11,12 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.context import ContextTokens
-from quickbeam.shortlist.head import BlockHead, Scores
+from quickbeam.shortlist.head import BlockHead, Scores, native_fits
 from quickbeam.shortlist.layout import FREQUENT, Layout
+from quickbeam.shortlist.native import NativeRouter
 from quickbeam.shortlist.router import FastRouter, Router
 from quickbeam.shortlist.schedule import Schedule
+from quickbeam.target.native.library import kernels
 
 
 class Routed(NamedTuple):
@@ -57,6 +59,9 @@ class Shortlist:
         self.head = BlockHead(weight, layout, most=self.most, backend=backend)
         self.device = weight.device
         self._router = None if router is None else FastRouter(router, weight.dtype, weight.device)
+        self.native_router: NativeRouter | None = None  # the same for the native kernels, where they are used
+        if router is not None and native_fits(weight) and (found := kernels()) is not None:
+            self.native_router = NativeRouter(router, found)
         self._nowhere = Routed(torch.empty(0, dtype=torch.int64, device=self.device))
         # By cluster, and behind them, so that FREQUENT and ABSENT are indices too: what is absent, what is frequent.
         self._cluster_of = layout.cluster_of.to(self.device)
@@ -89,11 +94,22 @@ class Shortlist:
         union, so a node's own clusters don't depend on its neighbours. Where the union holds more than `most`, those stay that some node
         of the call gives the largest probability (softmax over the clusters).
         """
-        if self._router is None or self._schedule is None:
-            return self._nowhere
-        if above is not None and min(depths) > self._schedule.deepest:
-            return above
-        wanted, logits = [self._schedule.clusters(depth) for depth in depths], self._router(hidden, embedded)
+        if self._router is None or not self.routes(depths, above):
+            return self.kept(above)
+        return self.choose(self._router(hidden, embedded), depths)
+
+    def routes(self, depths: Sequence[int], above: Routed | None = None) -> bool:
+        """Whether a call on nodes of these depths asks the router (see `route`)."""
+        return self._schedule is not None and (above is None or min(depths) <= self._schedule.deepest)
+
+    def kept(self, above: Routed | None) -> Routed:
+        """What a call that does not ask the router scores."""
+        return above or self._nowhere
+
+    def choose(self, logits: torch.Tensor, depths: Sequence[int]) -> Routed:
+        """The clusters of `route`, from the router's scores `[n, clusters]`."""
+        assert self._schedule is not None
+        wanted = [self._schedule.clusters(depth) for depth in depths]
         if logits.device.type == "cpu":
             clusters = torch.from_numpy(union_on_cpu(logits.numpy(), wanted, self.most))
         else:

@@ -1,0 +1,162 @@
+"""The feature drafter's network in the native kernels: one call for its layer and the router, one for its head (see `eagle.py`)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.draft.eagle import EagleHead, Norm
+from quickbeam.shortlist.native import NativeRouter
+from quickbeam.target.linear import NativeLinear
+from quickbeam.target.native import library
+from quickbeam.target.native.library import Kernels
+from quickbeam.target.native.program import Buffer, KVShape, Packed, Program, Rows
+from quickbeam.target.pages import PagedStore
+
+
+class Ran(NamedTuple):
+    """What a pass of the layer gives, a row each: `out` stands in for the next hidden state, `feature` is what the head reads, both
+    `[n, d]` bfloat16; `routed`: the router's scores of the rows that were wanted, `[wanted, clusters]` float32, where it was asked."""
+
+    out: torch.Tensor
+    feature: torch.Tensor
+    routed: torch.Tensor | None
+
+
+class NativeEagle:
+    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over. Raises `ValueError` for an odd width."""
+
+    def __init__(self, network: EagleHead, kernels: Kernels) -> None:
+        self.network, config = network, network.config
+        self._kernels, self._width = kernels, config.hidden_size
+        self.shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
+        self.store = PagedStore([self.shape], kernels)
+        self._fc = self._pack(network.fc)
+        self._lift = self._pack(network.lift) if config.lift else None
+        self._qkv, self._out, self._down = self._pack(network.qkv), self._pack(network.out), self._pack(network.down)
+        gate, up = network.gate_up.weight.chunk(2)
+        self._gate_up = Packed(kernels, [gate, up], network.gate_up.bias, gated=True)
+        self._programs: dict[tuple[bool, NativeRouter | None], Program] = {}
+        self._angles = (torch.empty(0, 1), torch.empty(0, 1))
+        self._head: Program | None = None
+
+    @staticmethod
+    def fits(network: EagleHead) -> bool:
+        """Whether the kernels have all that this network computes."""
+        config = network.config
+        sizes = (config.hidden_size, config.intermediate_size, config.head_dim, config.target_size)
+        return config.activation == "silu" and all(size % 2 == 0 for size in sizes)
+
+    def _pack(self, linear: torch.nn.Linear) -> Packed:
+        return Packed(self._kernels, [linear.weight], linear.bias)
+
+    def run(self, states: torch.Tensor, committed: bool, rows: Rows, last_position: int, router: NativeRouter | None) -> Ran:
+        """One pass. `states`: of `committed` rows the target's hidden states `[n, len(layers) * target_size]`, of others the outputs of the
+        rows above, `[n, d]`."""
+        key = committed, router
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = self._make(committed, router)
+        n, wanted = rows.rows, rows.batch.wanted
+        out, feature = torch.empty(2, n, self._width, dtype=torch.bfloat16)
+        given = {"states": states.contiguous(), "out": out, "feature": feature}
+        routed = None
+        if router is not None:
+            routed = given["routed"] = torch.empty(wanted, router.clusters)
+        program.run(rows, given, self._angles_to(last_position))
+        return Ran(out, feature, routed)
+
+    def logits(self, feature: torch.Tensor) -> torch.Tensor:
+        """`[n, draft vocabulary]` float32 of all of the head."""
+        if self._head is None:
+            head: Any = self.network.head
+            packed = head.packed if isinstance(head, NativeLinear) else Packed(self._kernels, [head.weight])
+            self._head = Program(self._kernels)
+            self._head.linear(packed, self._head.given("feature", self._width), self._head.given("logits", packed.outputs, True))
+            self._outputs = packed.outputs
+        logits = torch.empty(len(feature), self._outputs)
+        self._head.run(Rows([0] * len(feature), [0] * len(feature)), {"feature": feature.contiguous(), "logits": logits})
+        return logits
+
+    def _make(self, committed: bool, router: NativeRouter | None) -> Program:
+        network, config, program, d = self.network, self.network.config, Program(self._kernels), self._width
+        wide = config.join == "attention"
+        state, residual = program.buffer(d, True), program.buffer(d, True)
+        token, normed, inner = program.buffer(d), program.buffer(d), program.buffer(config.intermediate_size)
+        joined, qkv = program.buffer(2 * d), program.buffer(self._qkv.outputs, True)
+        query, attended = program.buffer(self._out.inputs), program.buffer(self._out.inputs)
+        out, feature = program.given("out", d), program.given("feature", d)
+        given = len(config.layers) * config.target_size if committed else d
+        states = program.given("states", given)
+        embedding: Any = network.embedding
+        program.embed(embedding.weight.detach(), token)
+        if committed:
+            states = self._fuse(program, states, given)
+        if committed and wide:
+            program.linear(self._fc, states, state)
+        else:
+            program.copy(states, state)
+        if router is not None:
+            router.add(program, state, token, program.given("routed", router.clusters, True))
+        if wide:
+            self._norm(program, token, joined, network.input_norm)
+            self._norm(program, state, joined, network.hidden_norm, d)
+            if config.norm_before_residual:
+                self._norm(program, state, residual, network.hidden_norm)
+            else:
+                program.copy(state, residual)
+            if self._lift is not None:
+                program.linear(self._lift, joined, residual, library.ADD)
+            program.linear(self._qkv, joined, qkv)
+        else:
+            program.copy(token, joined)
+            program.copy(state, joined, column=d)
+            program.linear(self._fc, joined, residual)
+            if config.input_norm:
+                self._norm(program, residual, normed, network.input_norm)
+            else:
+                program.copy(residual, normed)
+            program.linear(self._qkv, normed, qkv)
+        program.heads(qkv, query, config.heads, self.shape, 0)
+        program.attend(query, attended, config.heads, self.shape, 0, config.head_dim**-0.5)
+        program.linear(self._out, attended, residual, library.ADD)
+        self._norm(program, residual, normed, network.mlp_norm)
+        program.linear(self._gate_up, normed, inner, library.GATED)
+        program.linear(self._down, inner, residual, library.ADD)
+        if config.final_norm:
+            self._norm(program, residual, feature, network.norm)
+        else:
+            program.copy(residual, feature)
+        if config.norm_output:
+            self._norm(program, residual, out, network.norm)
+        else:
+            program.copy(residual, out)
+        return program
+
+    def _fuse(self, program: Program, states: Buffer, width: int) -> Buffer:
+        """Norms of the target's hidden states, where the configuration has them."""
+        config, network = self.network.config, self.network
+        if config.feature_norms:
+            normed = program.buffer(width)
+            norms: Any = network.feature_norms
+            for i, norm in enumerate(norms):
+                at = i * config.target_size
+                program.norm(states, normed, norm.weight, norm.eps, width=config.target_size, of=at, column=at)
+            states = normed
+        if config.fused_norm:
+            normed = program.buffer(width)
+            self._norm(program, states, normed, network.fused_norm)
+            states = normed
+        return states
+
+    @staticmethod
+    def _norm(program: Program, source: Buffer, target: Buffer, norm: Norm, column: int = 0) -> None:
+        program.norm(source, target, norm.weight, norm.eps, column=column)
+
+    def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if position >= len(self._angles[0]):
+            cosine, sine = self.network.rotary(torch.empty(1, dtype=torch.float32), torch.arange((position // 1024 + 1) * 1024)[None])
+            half = cosine.shape[-1] // 2
+            self._angles = (cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
+        return self._angles
