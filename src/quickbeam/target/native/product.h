@@ -113,6 +113,7 @@ constexpr int64_t PANEL = 32 * 8 * 16;
 template <class Done>
 static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, int64_t first, int64_t last, bool even,
                    float* sums, Done done) {
+  if (!rows) return;
   const int64_t w_stride = inputs * 16;
 #ifdef QB_AMX
   if (inputs % 32 == 0) {

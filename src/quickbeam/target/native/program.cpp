@@ -180,7 +180,7 @@ class Worker {
   }
 
   void linear(const Op& op) {
-    const int64_t blocks = (op.outputs + 15) / 16, step = op.epilogue == GATED ? 2 : 1;
+    const int64_t step = op.epilogue == GATED ? 2 : 1, blocks = (op.outputs / step + 15) / 16 * step;
     const int64_t first = low(blocks / step) * step, last = high(blocks / step) * step;
     const bf16* x = at<bf16>(op.source) + op.source_offset;
     const int64_t n = rows(op);

@@ -1,0 +1,108 @@
+"""The native kernels of every instruction set that this machine runs, and single operations of theirs on plain tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quickbeam.target.native import build, library, reference
+from quickbeam.target.native.library import Kernels
+from quickbeam.target.native.program import KVShape, Program, Rows
+from quickbeam.target.pages import PagedStore
+
+
+def _flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+SETS = build.machine_sets()
+if SETS and build.NEEDS[build.EMULATED] <= _flags():
+    SETS.append(build.EMULATED)
+every_set = pytest.mark.parametrize("isa", SETS)
+best_set = pytest.mark.parametrize("isa", SETS[:1])
+
+
+def load(isa: str) -> Kernels:
+    """The kernels of an instruction set; the test is left out where they can't be compiled."""
+    try:
+        return library.load(isa)
+    except build.CannotBuild as error:
+        pytest.skip(str(error))
+
+
+def number(*shape: int, like: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Random numbers, normally distributed."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(like)
+
+
+def plain_rows(n: int, wanted: Sequence[int] | range = ()) -> Rows:
+    """Rows that no operation looks up anything of."""
+    return Rows([0] * n, [0] * n, wanted=wanted)
+
+
+def filled(kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None) -> PagedStore:
+    """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16, `length` of them committed."""
+    (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
+    shape = KVShape(kv_heads, dim, value_dim)
+    store, program = PagedStore([shape], kernels), Program(kernels)
+    names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
+    strides = {"query_stride": kv_heads * dim, "key_stride": dim, "key_head": tokens * dim}
+    program.split(*names, kv_heads, shape, 0, {**strides, "value_stride": value_dim, "value_head": tokens * value_dim})
+    query = torch.zeros(tokens, kv_heads * dim, dtype=torch.bfloat16)
+    given = {"query": query, "key": keys.contiguous(), "value": values.contiguous(), "sorted": torch.zeros_like(query)}
+    program.run(store.chain([0] * tokens, ()), given)
+    store.length = tokens if length is None else length
+    return store
+
+
+def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
+    """A store with the same tokens in other memory, its pages in another order there."""
+    pages = store._pages
+    memory = torch.full((len(pages) + 1, pages[0].numel() + 32), torch.nan, dtype=torch.bfloat16)
+    places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
+    other = PagedStore(store.shapes, store.kernels)
+    other._pages = [memory[place, 32:].copy_(page) for place, page in zip(places, pages, strict=True)]
+    other._table = (ctypes.c_void_p * len(pages))(*[page.data_ptr() for page in other._pages])
+    other.length = store.length
+    return other
+
+
+def attend(
+    kernels: Kernels,
+    stores: Sequence[tuple[int, PagedStore]],
+    query: torch.Tensor,
+    prefix: Sequence[int],
+    paths: Sequence[Sequence[int]],
+    scaling: float,
+    **variations: Any,
+) -> torch.Tensor:
+    """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several stores, so many of each."""
+    n, heads, _ = query.shape
+    shape = stores[0][1].shapes[0]
+    program = Program(kernels)
+    program.attend(program.given("query", 0), program.given("out", heads * shape.value_dim), heads, shape, 0, scaling, **variations)
+    out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
+    spans = [(count, store.table) for count, store in stores]
+    rows = Rows([0] * n, [0] * n, [0] * n, prefix, paths, spans)
+    program.run(rows, {"query": reference.sort_queries(query, shape.kv_heads), "out": out})
+    return out
+
+
+def random_paths(rng: random.Random, nodes: int, start: int) -> tuple[list[int], list[list[int]]]:
+    """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from the root to it."""
+    parents, paths = [-1], [[start]]
+    for node in range(1, nodes):
+        parent = rng.randrange(max(0, node - 12), node)
+        parents.append(parent)
+        paths.append([*paths[parent], start + node])
+    return parents, paths

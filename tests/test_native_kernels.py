@@ -1,0 +1,538 @@
+"""Every operation of the native kernels against its plain reference, on every instruction set that the machine runs.
+
+pytest tests/test_native_kernels.py
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels import attend, every_set, filled, load, number, plain_rows, random_paths, relocated
+from quickbeam.target.native import library, reference
+from quickbeam.target.native.program import BLOCK, KVShape, Packed, Program, Rows
+from quickbeam.target.pages import PagedStore
+
+NAN, INF = torch.nan, torch.inf
+SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat16
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128]
+INPUTS = [2, 4, 6, 30, 32, 34, 64, 66, 96, 128, 160, 254]
+OUTPUTS = [1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 40, 48, 63, 100, 130, 257]
+EPILOGUES = {"store": library.STORE, "add": library.ADD, "gated": library.GATED, "activate": library.ACTIVATE, "best": library.BEST}
+cases = settings(deadline=None, derandomize=True, max_examples=40)
+
+
+def within(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> None:
+    """Hold `got` to `wanted`, each number to its own tolerance."""
+    assert got.shape == wanted.shape
+    if got.dtype is torch.bfloat16:
+        allowed = allowed + HALF * wanted.abs()
+    wrong = ~((got.double() - wanted).abs() <= allowed)  # NaN is wrong
+    where = tuple(wrong.nonzero()[0]) if wrong.any() else None
+    assert where is None, f"{int(wrong.sum())} wrong; at {[int(i) for i in where]} {got[where]} for {wanted[where]}, ±{allowed[where]}"
+
+
+class Framed:
+    """Columns of a wider buffer, whose other numbers an operation must leave alone."""
+
+    def __init__(self, inner: torch.Tensor, column: int, beyond: int, around: float) -> None:
+        n, width = inner.shape
+        self.around, self.column, self.width = around, column, width
+        self.whole = torch.full((n + 1, column + width + beyond), around, dtype=inner.dtype)
+        self.whole[:n, column : column + width] = inner
+
+    @property
+    def stride(self) -> int:
+        return self.whole.shape[1]
+
+    def read(self) -> torch.Tensor:
+        """What is in the columns; fails where anything around them has changed."""
+        inner = self.whole[:-1, self.column : self.column + self.width].clone()
+        self.whole[:-1, self.column : self.column + self.width] = self.around
+        assert torch.equal(self.whole.nan_to_num(7.0), torch.full_like(self.whole, self.around).nan_to_num(7.0))
+        return inner
+
+
+def sums_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Sums of the products' sizes: what the rounding of a product is proportional to."""
+    return reference.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+
+
+@every_set
+@pytest.mark.parametrize("epilogue", EPILOGUES)
+@cases
+@given(
+    n=st.sampled_from(WIDTHS),
+    inputs=st.sampled_from(INPUTS),
+    outputs=st.sampled_from(OUTPUTS),
+    float32=st.booleans(),
+    biased=st.booleans(),
+    gathered=st.booleans(),
+    of=st.sampled_from([0, 1, 16, 33]),
+    column=st.sampled_from([0, 1, 16, 33]),
+    seed=st.integers(0, 99),
+)
+def test_a_product_and_what_comes_after_it(
+    isa: str, epilogue: str, n: int, inputs: int, outputs: int, float32: bool, biased: bool, gathered: bool, of: int, column: int, seed: int
+) -> None:
+    kernels, what = load(isa), EPILOGUES[epilogue]
+    gated, float32 = epilogue == "gated", float32 or epilogue == "add"
+    x = number(n, inputs, seed=seed)
+    weights = [number(outputs, inputs, seed=seed + i) / inputs**0.5 for i in range(1, 2 + gated)]
+    bias = number(outputs * len(weights), like=torch.float32, seed=seed + 3) if biased else None
+    before = number(n, outputs, like=torch.float32 if float32 else torch.bfloat16, seed=seed + 4)
+    source, target = Framed(x, of, 3, NAN), Framed(before, column, 5, 9.0)
+    best = torch.full((n + 1,), 77)
+    program = Program(kernels)
+    place = program.given("best", 1)
+    program.linear(
+        Packed(kernels, weights, bias, gated=gated),
+        program.given("x", source.stride),
+        program.given("y", target.stride, float32),
+        what,
+        of=of,
+        column=column,
+        gathered=gathered,
+        best=place if epilogue == "best" else None,
+    )
+    rows = plain_rows(n + 2, range(n)) if gathered else plain_rows(n)  # where rows were gathered, others there are count for nothing
+    program.run(rows, {"x": source.whole, "y": target.whole, "best": best})
+    got = target.read()
+    halves = [None, None] if bias is None else bias.chunk(len(weights))
+    rounding = (inputs + 4) * SINGLE
+    allowed = rounding * sums_of(x, weights[0], halves[0])
+    if gated:
+        wanted = reference.gated(x, *weights, bias)
+        up = reference.linear(x, weights[1], halves[1])
+        gate = reference.activate(x, weights[0], halves[0])
+        allowed = 1.1 * allowed * up.abs() + rounding * sums_of(x, weights[1], halves[1]) * gate.abs() + 4 * SINGLE * wanted.abs()
+    elif epilogue == "add":
+        wanted = reference.add(before, x, weights[0], bias)
+        allowed = allowed + SINGLE * (wanted.abs() + before.double().abs())
+    elif epilogue == "activate":
+        wanted = reference.activate(x, weights[0], bias)
+        allowed = 1.1 * allowed + 8 * SINGLE * wanted.abs()
+    else:
+        wanted = reference.linear(x, weights[0], bias)
+    within(got, wanted, allowed)
+    if epilogue == "best":
+        if float32:
+            assert torch.equal(best[:n], reference.best(got))
+        assert bool((wanted.gather(1, best[:n, None]) >= wanted.amax(1, True) - 2 * allowed.amax(1, True)).all()) and best[n] == 77
+
+
+@every_set
+@pytest.mark.parametrize("inputs", [64, 66])
+def test_a_wrong_product_is_seen(isa: str, inputs: int) -> None:
+    """The comparison above can fail: with the neighbour's row, and with one weight that is a little off."""
+    kernels, x, weight = load(isa), number(5, inputs), number(40, inputs, seed=1)
+    program, y = Program(kernels), torch.empty(5, 40)
+    program.linear(Packed(kernels, [weight]), program.given("x", inputs), program.given("y", 40, True))
+    program.run(plain_rows(5), {"x": x, "y": y})
+    allowed = (inputs + 4) * SINGLE * sums_of(x, weight, None)
+    within(y, reference.linear(x, weight), allowed)
+    with pytest.raises(AssertionError, match="200 wrong"):
+        within(y, reference.linear(x.roll(1, 0), weight), allowed)
+    weight[39, inputs - 1] += 1
+    with pytest.raises(AssertionError, match="5 wrong"):
+        within(y, reference.linear(x, weight), allowed)
+
+
+@every_set
+@pytest.mark.parametrize("n", [1, 2, 9, 17, 40, 128])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 37), (34, 100)])
+def test_what_is_not_finite_stays_in_its_row(isa: str, n: int, inputs: int, outputs: int) -> None:
+    kernels, x, weight = load(isa), number(n, inputs), number(outputs, inputs, seed=1)
+    rng = random.Random(n)
+    bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
+    program, whole, y = Program(kernels), torch.empty(n, outputs), torch.empty(n, outputs)
+    best = torch.empty(n, dtype=torch.int64)
+    named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+    program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
+    program.run(plain_rows(n), {"x": x, "y": whole, "best": best})
+    assert torch.equal(best, reference.best(whole)) and bool((best >= 0).all())
+    for row, value in bad.items():
+        x[row, rng.randrange(inputs)] = value
+    program.run(plain_rows(n), {"x": x, "y": y, "best": best})
+    fine = [row for row in range(n) if row not in bad]
+    assert torch.equal(y[fine], whole[fine]) and torch.equal(best[fine], reference.best(whole)[fine])
+    assert not bool(y[list(bad)].isfinite().any()) and best[list(bad)].tolist() == [-1] * len(bad)
+
+
+@every_set
+@pytest.mark.parametrize("outputs", [5, 16, 40, 300])
+def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(isa: str, outputs: int) -> None:
+    kernels, rng, inputs = load(isa), random.Random(outputs), 64
+    logits = number(64, outputs)
+    for row in range(40):  # two or three equal ones, some of them all equal
+        for place in rng.sample(range(outputs), min(outputs, 3)) if row < 36 else range(outputs):
+            logits[row, place] = 5.0 if row % 2 else -0.0
+        if row % 2 == 0 and row < 36:
+            logits[row] = -logits[row].abs()
+    bad = {40: (NAN,), 41: (INF,), 42: (NAN, INF), 43: (-INF,), 44: (NAN, -INF)}
+    for row, values in bad.items():
+        for value in values:
+            logits[row, rng.randrange(outputs)] = value
+    logits[45], logits[46, outputs - 1], logits[47, 0] = -INF, NAN, NAN
+    # A product with a row of the identity is a column of the weight; a bias brings in what is not finite.
+    y, best = torch.empty(1, outputs), torch.empty(1, dtype=torch.int64)
+    one = torch.zeros(1, inputs, dtype=torch.bfloat16)
+    one[0, 0] = 1
+    for row, wanted in enumerate(logits.float()):
+        finite = wanted.isfinite()
+        weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
+        weight[:, 0] = wanted.masked_fill(~finite, 0)
+        program = Program(kernels)
+        named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+        bias = torch.zeros(outputs).masked_scatter_(~finite, wanted[~finite])
+        program.linear(Packed(kernels, [weight], bias), *named[:2], library.BEST, best=named[2])
+        program.run(plain_rows(1), {"x": one, "y": y, "best": best})
+        assert torch.equal(y[0].nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert best.item() == reference.best(wanted[None]).item(), row
+    assert reference.best(logits.float())[[40, 41, 42, 44, 45, 46, 47]].tolist() == [-1] * 7
+
+
+@every_set
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_the_best_of_all_threads_is_the_first(isa: str, threads: int) -> None:
+    kernels, n, inputs, outputs = load(isa), 6, 32, 200
+    x, weight = torch.ones(n, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    weight[[37, 99, 180]] = 2.0
+    x[4, 0], x[5, 0] = NAN, INF
+    program, y, best = Program(kernels), torch.empty(n, outputs), torch.empty(n, dtype=torch.int64)
+    named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+    program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        program.run(plain_rows(n), {"x": x, "y": y, "best": best})
+    finally:
+        torch.set_num_threads(before)
+    assert best.tolist() == [37, 37, 37, 37, -1, -1]
+
+
+@every_set
+@cases
+@given(
+    n=st.sampled_from(WIDTHS),
+    width=st.integers(1, 140),
+    weighted=st.booleans(),
+    floats=st.tuples(st.booleans(), st.booleans()),
+    gather=st.booleans(),
+    of=st.integers(0, 20),
+    column=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
+def test_a_norm(
+    isa: str, n: int, width: int, weighted: bool, floats: tuple[bool, bool], gather: bool, of: int, column: int, seed: int
+) -> None:
+    kernels, rng = load(isa), random.Random(seed)
+    x = number(n, width, like=torch.float32 if floats[0] else torch.bfloat16, seed=seed) * 10.0 ** rng.randint(-4, 4)
+    weight = number(width, seed=seed + 1) if weighted else None
+    wanted = [rng.randrange(n) for _ in range(rng.randint(1, 5))] if gather else range(n)
+    source, target = (
+        Framed(x, of, 2, NAN),
+        Framed(torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]), column, 2, 9.0),
+    )
+    program = Program(kernels)
+    named = program.given("x", source.stride, floats[0]), program.given("y", target.stride, floats[1])
+    program.norm(*named, weight, 1e-5, width=width, of=of, column=column, gather=gather)
+    program.run(plain_rows(n, wanted if gather else ()), {"x": source.whole, "y": target.whole})
+    right = reference.norm(x[list(wanted)], weight, 1e-5)
+    within(target.read(), right, 16 * SINGLE * right.abs())
+
+
+@every_set
+def test_a_norm_keeps_what_is_not_finite_in_its_row(isa: str) -> None:
+    kernels, x, y = load(isa), number(4, 33, like=torch.float32), torch.empty(4, 33)
+    x[1, 32], x[2, 3] = NAN, INF
+    program = Program(kernels)
+    program.norm(program.given("x", 33, True), program.given("y", 33, True), None, 1e-5)
+    program.run(plain_rows(4), {"x": x, "y": y})
+    assert bool(y[[0, 3]].isfinite().all()) and bool(y[1].isnan().all()) and bool(y[2, 3].isnan())
+
+
+@every_set
+@cases
+@given(n=st.sampled_from(WIDTHS), width=st.integers(1, 70), float32=st.booleans(), column=st.integers(0, 20), seed=st.integers(0, 99))
+def test_embeddings(isa: str, n: int, width: int, float32: bool, column: int, seed: int) -> None:
+    kernels, rng = load(isa), random.Random(seed)
+    weight, tokens, scale = number(50, width, seed=seed), [rng.randrange(50) for _ in range(n)], rng.choice([1.0, 5.5])
+    target = Framed(torch.zeros(n, width, dtype=torch.float32 if float32 else torch.bfloat16), column, 2, 9.0)
+    program = Program(kernels)
+    program.embed(weight, program.given("y", target.stride, float32), column, scale if float32 else 1.0)
+    program.run(Rows(tokens, [0] * n), {"y": target.whole})
+    assert torch.equal(target.read().double(), reference.embed(weight, tokens, scale if float32 else 1.0))
+
+
+@every_set
+@cases
+@given(
+    n=st.sampled_from(WIDTHS),
+    width=st.integers(1, 70),
+    floats=st.tuples(st.booleans(), st.booleans()),
+    add=st.booleans(),
+    of=st.integers(0, 20),
+    column=st.integers(0, 20),
+)
+def test_copies(isa: str, n: int, width: int, floats: tuple[bool, bool], add: bool, of: int, column: int) -> None:
+    kernels, types = load(isa), (torch.bfloat16, torch.float32)
+    to_float = floats[1] or add
+    x, before = number(n, width, like=types[floats[0]]), number(n, width, like=types[to_float], seed=1)
+    source, target = Framed(x, of, 2, NAN), Framed(before, column, 2, 9.0)
+    program = Program(kernels)
+    named = program.given("x", source.stride, floats[0]), program.given("y", target.stride, to_float)
+    program.copy(*named, width=width, of=of, column=column, add=add)
+    program.run(plain_rows(n), {"x": source.whole, "y": target.whole})
+    assert torch.equal(target.read(), reference.copy(x, before if add else None).to(types[to_float]))
+
+
+@every_set
+@cases
+@given(
+    n=st.sampled_from(WIDTHS),
+    inputs=st.sampled_from(INPUTS),
+    blocks=st.lists(st.integers(0, 11), min_size=1, max_size=14),
+    biased=st.booleans(),
+    float32=st.booleans(),
+)
+def test_chosen_blocks(isa: str, n: int, inputs: int, blocks: list[int], biased: bool, float32: bool) -> None:
+    import numpy as np
+
+    kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
+    bias = number(12 * BLOCK, like=torch.float32, seed=2) if biased else None
+    program, y = Program(kernels), torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16)
+    program.chosen(Packed(kernels, [weight], bias), program.given("x", inputs), program.given("y", 0, float32))
+    program.set(0, target_stride=y.shape[1])
+    program.run(plain_rows(n), {"x": x, "y": y}, blocks=np.array(blocks, dtype=np.int64))
+    allowed = (inputs + 4) * SINGLE * reference.chosen(x.abs(), weight.abs(), None if bias is None else bias.abs(), blocks, BLOCK)
+    within(y, reference.chosen(x, weight, bias, blocks, BLOCK), allowed)
+
+
+@every_set
+@cases
+@given(outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3), inputs=st.integers(1, 300).map(lambda half: 2 * half))
+def test_packed_weights_come_back(isa: str, outputs: list[int], inputs: int) -> None:
+    kernels, weights = load(isa), [number(n, inputs, seed=i) for i, n in enumerate(outputs)]
+    packed = Packed(kernels, weights)
+    assert torch.equal(packed.rows(), torch.cat(weights)) and packed.data.numel() == Packed.size(weights)
+    lanes = packed.data.view(-1, inputs // 2, BLOCK, 2)
+    assert not lanes.transpose(1, 2).reshape(-1, inputs)[sum(outputs) :].any()  # what fills the last block up
+    with pytest.raises(ValueError, match="must be even"):
+        Packed(kernels, [number(3, inputs + 1)])
+
+
+HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (8, 2), (9, 1), (30, 1)]
+DIMS = [(2, 2), (6, 6), (8, 8), (20, 20), (64, 64), (80, 80), (128, 128), (24, 5), (2, 33), (32, 16), (96, 72), (64, 128)]
+
+
+@every_set
+@cases
+@given(
+    n=st.sampled_from(WIDTHS),
+    heads=st.sampled_from(HEADS),
+    dim=st.sampled_from([2, 6, 8, 20, 32, 64, 80, 128]),
+    normed=st.booleans(),
+    of=st.integers(0, 5),
+    start=st.integers(0, 100),
+    seed=st.integers(0, 99),
+)
+def test_heads_are_normed_turned_and_kept(
+    isa: str, n: int, heads: tuple[int, int], dim: int, normed: bool, of: int, start: int, seed: int
+) -> None:
+    """Two sequences, whose rows stand at any positions and go to any orders."""
+    kernels, rng, (all_heads, kv_heads) = load(isa), random.Random(seed), heads
+    n = max(n, 2)
+    shape, first = KVShape(kv_heads, dim, dim), rng.randint(1, n - 1)
+    x = number(n, (all_heads + 2 * kv_heads) * dim, like=torch.float32, seed=seed)
+    angle = number(n + start, dim // 2, like=torch.float32, seed=seed + 1)
+    positions = [rng.randrange(n + start) for _ in range(n)]
+    stores = [PagedStore([shape, shape], kernels) for _ in range(2)]
+    orders = []
+    for store, count in zip(stores, (first, n - first), strict=True):
+        store.reserve(start + count + 3)
+        orders += rng.sample(range(start + count + 3), count)
+    norms = (number(dim, seed=seed + 2), number(dim, seed=seed + 3)) if normed else None
+    source, layer = Framed(x, of, 2, NAN), rng.randrange(2)
+    query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
+    program = Program(kernels)
+    program.heads(program.given("x", 0, True), program.given("query", 0), all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
+    program.set(0, source_stride=source.stride, source_offset=of)
+    spans = [(first, stores[0].table), (n - first, stores[1].table)]
+    program.run(Rows([0] * n, positions, orders, [0] * n, (), spans), {"x": source.whole, "query": query}, (angle.cos(), angle.sin()))
+    right = reference.heads(x, all_heads, kv_heads, angle.cos()[positions], angle.sin()[positions], norms, 1e-5)
+    rounding = 32 * SINGLE * max(8.0, float(right[0].abs().max()), float(right[1].abs().max()))
+    sorted_queries = reference.sort_queries(right[0], kv_heads)
+    within(query.view(sorted_queries.shape), sorted_queries, torch.full((1,), rounding).expand(sorted_queries.shape))
+    kept = [store.read(layer, store.capacity) for store in stores]
+    other = [store.read(1 - layer, store.capacity) for store in stores]
+    for row, order in enumerate(orders):
+        key, value = kept[row >= first]
+        within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))
+        assert torch.equal(value[:, order], right[2][row].to(torch.bfloat16))
+        key[:, order], value[:, order] = 0, 0
+    assert not any(tensor.any() for pair in [*kept, *other] for tensor in pair)  # nothing went elsewhere
+
+
+@every_set
+@cases
+@given(n=st.sampled_from(WIDTHS), heads=st.sampled_from(HEADS), dims=st.sampled_from(DIMS), start=st.integers(0, 100))
+def test_heads_that_come_apart_are_kept(isa: str, n: int, heads: tuple[int, int], dims: tuple[int, int], start: int) -> None:
+    kernels, (all_heads, kv_heads), (dim, value_dim) = load(isa), heads, dims
+    store, program = PagedStore([KVShape(kv_heads, dim, value_dim)], kernels), Program(kernels)
+    query, key, value = number(n, all_heads * dim), number(kv_heads, n, dim, seed=1), number(kv_heads, n, value_dim, seed=2)
+    to = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
+    store.length = start
+    rows = store.chain([0] * n, ())
+    strides = {
+        "query_stride": all_heads * dim,
+        "key_stride": dim,
+        "key_head": n * dim,
+        "value_stride": value_dim,
+        "value_head": n * value_dim,
+    }
+    named = [program.given(name, 0) for name in ("query", "key", "value", "to")]
+    program.split(*named, all_heads, store.shapes[0], 0, strides)
+    program.run(rows, {"query": query, "key": key, "value": value, "to": to})
+    right = reference.split(query, key, value)
+    assert torch.equal(to.view(right[0].shape), right[0])
+    keys, values = store.read(0, start + n)
+    assert torch.equal(keys[:, start:].transpose(0, 1), right[1]) and torch.equal(values[:, start:].transpose(0, 1), right[2])
+    assert not keys[:, :start].any() and not values[:, :start].any()
+
+
+@every_set
+@cases
+@given(dims=st.sampled_from(DIMS), start=st.integers(0, 200), nodes=st.integers(1, 100), seed=st.integers(0, 99))
+def test_committed_nodes_move_to_their_place(isa: str, dims: tuple[int, int], start: int, nodes: int, seed: int) -> None:
+    kernels, rng = load(isa), random.Random(seed)
+    keys, values = number(2, start + nodes, dims[0], seed=seed), number(2, start + nodes, dims[1], seed=seed + 1)
+    store = relocated(filled(kernels, keys, values, start), seed)
+    path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
+    store.commit(path)
+    orders = [*range(start), *(start + node for node in path)]
+    assert store.length == len(orders)
+    key, value = store.read(0)
+    assert torch.equal(key, keys[:, orders]) and torch.equal(value, values[:, orders])
+
+
+def attention_error(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: list[list[int]], scaling: float, **variations: Any
+) -> torch.Tensor:
+    """What rounding allows: weights are rounded to bfloat16, scores are sums in float32."""
+    group = query.shape[1] // len(keys)
+    spread = reference.attend(query, keys, values.abs(), seen, scaling, **variations)
+    scores = (query.double().abs().amax((0, 1)) * keys.double().abs().amax((0, 1))).sum() * scaling
+    longest = max(len(orders) for orders in seen)
+    assert group
+    return (HALF + SINGLE * (longest + 8 + (query.shape[2] + 8) * float(scores))) * spread + 1e-30
+
+
+@st.composite
+def scenes(draw: st.DrawFn) -> dict[str, Any]:
+    """Sequences, each with tokens in front and a random tree behind."""
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    sequences = [
+        (draw(st.sampled_from([0, 1, 2, 15, 16, 31, 63, 64, 65, 127, 128, 200, 333])), draw(st.sampled_from([1, 2, 3, 8, 9, 17, 40])))
+        for _ in range(draw(st.integers(1, 3)))
+    ]
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dims": draw(st.sampled_from(DIMS)),
+        "sequences": sequences,
+        "window": draw(st.sampled_from([None, None, 1, 2, 7, 64, 100])),
+        "softcap": draw(st.sampled_from([None, None, 3.0, 50.0])),
+        "sinks": draw(st.booleans()),
+        "loud": draw(st.sampled_from([1.0, 1.0, 8.0])),  # how far apart scores are
+        "seed": draw(st.integers(0, 999)),
+    }
+
+
+@every_set
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(scene=scenes())
+def test_attention(isa: str, scene: dict[str, Any]) -> None:
+    """Rows of several sequences: chains, and trees behind them."""
+    kernels, rng, (dim, value_dim) = load(isa), random.Random(scene["seed"]), scene["dims"]
+    scaling, seed = scene["loud"] * dim**-0.5, scene["seed"]
+    sinks = number(scene["heads"], like=torch.float32, seed=seed) if scene["sinks"] else None
+    variations = {"window": scene["window"], "softcap": scene["softcap"], "sinks": sinks}
+    prefix, paths, stores, kept = list[int](), list[list[int]](), [], []
+    for i, (start, nodes) in enumerate(scene["sequences"]):
+        keys, values = (
+            number(scene["kv_heads"], start + nodes, dim, seed=seed + i),
+            number(scene["kv_heads"], start + nodes, value_dim, seed=-seed - i),
+        )
+        store = relocated(filled(kernels, keys, values, start), i)
+        if rng.random() < 0.5:
+            prefix += [start] * nodes
+            paths += random_paths(rng, nodes, start)[1]
+        else:
+            prefix += range(start + 1, start + nodes + 1)
+            paths += [[]] * nodes
+        stores.append((nodes, store))
+        kept.append((keys, values))
+    query = number(len(prefix), scene["heads"], dim, seed=seed + 7)
+    got = attend(kernels, stores, query, prefix, paths, scaling, **variations)
+    first = 0
+    for (nodes, _), (keys, values) in zip(stores, kept, strict=True):
+        mine = slice(first, first + nodes)
+        seen = [reference.visible(*row) for row in zip(prefix[mine], paths[mine], strict=True)]
+        right = reference.attend(query[mine], keys, values, seen, scaling, **variations)
+        within(got[mine], right, attention_error(query[mine], keys, values, seen, scaling, **variations))
+        first += nodes
+
+
+@every_set
+def test_wrong_attention_is_seen(isa: str) -> None:
+    """The comparison above can fail: with a sibling for a parent, one token too few, and no window."""
+    kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
+    store, query, scaling = filled(kernels, keys, values, 70), number(1, 4, 8, seed=2), 8**-0.5
+    got = attend(kernels, [(1, store)], query, [70], [[70, 72, 75]], scaling, window=60)
+    for path, window, wrong in ([70, 72, 75], 60, False), ([70, 73, 75], 60, True), ([72, 75], 60, True), ([70, 72, 75], None, True):
+        seen = [reference.visible(70, path)]
+        right = reference.attend(query, keys, values, seen, scaling, window=window)
+        allowed = attention_error(query, keys, values, seen, scaling, window=window)
+        if not wrong:
+            within(got, right, allowed)
+            continue
+        with pytest.raises(AssertionError, match="wrong"):
+            within(got, right, allowed)
+
+
+@every_set
+@pytest.mark.parametrize("value_dim", [8, 20])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa: str, value_dim: int, bad: float) -> None:
+    """Bad keys and values in siblings, in nodes to come and in what a page holds from before; bad queries."""
+    kernels, rng, start, nodes = load(isa), random.Random(0), 75, 40
+    keys, values, query = number(2, 150, 32), number(2, 150, value_dim, seed=1), number(nodes, 4, 32, seed=2)
+    _, paths = random_paths(rng, nodes, start)
+    whole = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    hurt = {start + node for node in range(1, nodes, 4)}
+    for order in [*hurt, *range(start + nodes, 150)]:
+        keys[:, order, rng.randrange(32)] = bad
+        values[:, order, rng.randrange(value_dim)] = bad
+    got = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    clean = [node for node in range(nodes) if not hurt & set(paths[node])]
+    assert 4 < len(clean) < nodes - 4
+    assert torch.equal(got[clean], whole[clean])
+    query[3:11, 1, 5] = bad
+    again = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    others = [node for node in clean if not 3 <= node < 11]
+    assert torch.equal(again[others], whole[others]) and bool(again[3:11, 1].isnan().all())
+    assert torch.equal(again[clean][:, [0, 2, 3]], whole[clean][:, [0, 2, 3]])
+
+
+@every_set
+def test_a_row_that_sees_a_bad_key_says_so(isa: str) -> None:
+    keys, values, query = number(1, 70, 16), number(1, 70, 16, seed=1), number(1, 2, 16, seed=2)
+    keys[0, 40, 3] = NAN
+    got = attend(load(isa), [(1, filled(load(isa), keys, values))], query, [70], [[]], 0.2)
+    assert bool(got.isnan().all())
