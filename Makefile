@@ -6,6 +6,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: install demo test test-all lint clean
 
 install: $(STAMP)
+	@$(BIN)/python -m quickbeam.target.native.build
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12")'

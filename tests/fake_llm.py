@@ -83,7 +83,7 @@ def script(prompt: str) -> Iterator[str]:
 class LLM:
     def __init__(self, model: str | None, method: str, **options: object) -> None:
         CALLS.append(("load", (model, method, options), SamplingParams()))
-        self.method = method
+        self.method, self.kernels = method, "scripted"
         self.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
 
     def stream(self, prompt: str, params: SamplingParams, *, observer: Observer | None = None) -> Stream:

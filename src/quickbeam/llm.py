@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict, overload
 
+import torch
 from typing_extensions import Unpack
 
 from quickbeam import hub
@@ -24,6 +25,7 @@ from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
+from quickbeam.target.native import library
 from quickbeam.target.target import Target
 
 Prompt = str | Sequence[int]
@@ -98,7 +100,7 @@ class LLM:
     `vocab`: what of the vocabulary that drafter scores, one of `presets.VOCABS`; None takes the preset's. `shortlist`: how many tokens
     that is, about; None takes what `draft/vocabulary.py` says. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None:
     where this machine's kernels allow it). `fast=False` is the plain reference path. `progress(stage, fraction)` hears of fetching an
-    embedded model.
+    embedded model, and of compiling the native kernels where that was not done before.
 
     What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes the law of an answer, and no token
     where drafts are certain (at temperature 0, and with the methods that need no drafter). So that a seed repeats the other answers too,
@@ -129,6 +131,8 @@ class LLM:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         check_vocab(vocab or chosen.vocab)
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
+        if fast and place.type == "cpu" and torch_dtype is torch.bfloat16:
+            library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
@@ -145,6 +149,13 @@ class LLM:
         self._drafter: Drafter | None = None
         self._routed = False  # it comes with a router
         self.prepare(method)
+
+    @property
+    def kernels(self) -> str:
+        """What computes the passes, in words: `native (avx2)`, or `PyTorch's` and why."""
+        if not self._fast:
+            return "PyTorch's (the plain path)"
+        return library.describe(self.target.device.type, str(self.target.dtype).removeprefix("torch."))
 
     def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
         """Load the drafter and what it needs for its vocabulary, unless they are there or `method` needs none; give it where it is needed

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import quickbeam
+from quickbeam.target.native.library import describe
 
 
 def environment(device: str, dtype: str) -> dict[str, object]:
@@ -25,6 +26,7 @@ def environment(device: str, dtype: str) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
         "dtype": dtype,
+        "kernels": describe(device, dtype),
     }
     if commit := _commit():
         record["commit"] = commit

@@ -24,6 +24,7 @@ from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
 from quickbeam.cli.vocabulary import bench_vocabulary
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.target.native.choice import outlook
 
 
 class Commands(TyperGroup):
@@ -65,9 +66,12 @@ app = typer.Typer(
 
 
 @app.callback(invoke_without_command=True)
-def root(context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False) -> None:
+def root(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version and the kernels used, and exit.")] = False,
+) -> None:
     if version:
-        print(__version__)
+        print(f"{__version__}\nkernels: {outlook()}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 

@@ -66,7 +66,7 @@ def chat(
             except InvalidInput as error:  # the conversation has outgrown the context: the earlier turns are still good
                 say(f"error: {error}; /reset starts over")
                 continue
-            say(statistics_line(completion))
+            say(statistics_line(completion, llm.kernels))
             if completion.text:  # stopped before the first word: as if it had not been asked
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 

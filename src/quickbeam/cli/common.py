@@ -128,8 +128,8 @@ def write(text: str) -> None:
     sys.stdout.flush()
 
 
-def statistics_line(completion: Completion) -> str:
-    """What an answer cost, in one line."""
+def statistics_line(completion: Completion, kernels: str) -> str:
+    """What an answer cost, in one line. `kernels`: what computed it."""
     s = completion.statistics
     parts = [
         f"{s.new_tokens} tokens ({completion.finish_reason})",
@@ -141,4 +141,5 @@ def statistics_line(completion: Completion) -> str:
     if s.head is not None and s.head.wanted:
         parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
     parts += [f"{name} {count.accepted} of {count.drafted} drafted accepted" for name, count in s.sources.items()]
+    parts.append(f"kernels: {kernels}")
     return f"[{completion.method}] " + ", ".join(parts)

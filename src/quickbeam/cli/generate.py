@@ -77,7 +77,7 @@ def generate(
     if method in PEERS:
         ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
         place = device.value if device else None
-        show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json)
+        show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json, peer.KERNELS)
         return
     if trace_path is not None:
         report.check_output("--trace", trace_path)
@@ -86,7 +86,7 @@ def generate(
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )
-    show(completion, as_json, text=False)
+    show(completion, as_json, llm.kernels, text=False)
     if trace_path is not None and trace is not None:
         try:
             report.save(trace_path, trace.to_json(completion, llm.tokenizer))
@@ -96,14 +96,14 @@ def generate(
         raise typer.Exit(130)
 
 
-def show(completion: Completion, as_json: bool, text: bool = True) -> None:
+def show(completion: Completion, as_json: bool, kernels: str, text: bool = True) -> None:
     """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on stderr."""
     if as_json:
-        write(json.dumps(completion.to_json()) + "\n")
+        write(json.dumps({**completion.to_json(), "kernels": kernels}) + "\n")
         return
     if text:
         write(completion.text + "\n")
-    print(statistics_line(completion), file=sys.stderr)
+    print(statistics_line(completion, kernels), file=sys.stderr)
 
 
 def read(prompt: str) -> str:

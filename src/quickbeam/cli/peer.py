@@ -14,6 +14,7 @@ from quickbeam.hub import DEFAULT
 from quickbeam.sampling import SamplingParams
 
 LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # of the parameters: what a peer is told
+KERNELS = "PyTorch's (transformers as it comes)"
 
 
 def answer(

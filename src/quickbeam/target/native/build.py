@@ -1,8 +1,10 @@
-"""Compiles the kernels: one shared library an instruction set, kept in the user's cache under a hash of all that went into it.
+"""Compiles the kernels: one shared library an instruction set, named after a hash of all that went into it.
 
-`python -m quickbeam.target.native.build` compiles what this machine can run, with progress. The libraries need neither PyTorch's
-headers nor
-its version: they have a C interface, and their OpenMP symbols are found in the runtime that PyTorch has loaded, whose threads they share.
+`python -m quickbeam.target.native.build` compiles what this machine runs, `… build avx2` what is named, `… build --all` every set. The
+libraries are kept in the cache folder; a wheel may bring its own. They need neither PyTorch's headers nor its version: they have a C
+interface, and their OpenMP symbols are found in the runtime that PyTorch has loaded, whose threads they share.
+
+Imports the standard library alone: the build of a wheel loads this file by itself (`hatch_build.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +17,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-from platformdirs import user_cache_path
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # what a wheel carries
@@ -45,16 +46,25 @@ class CannotBuild(Exception):
     """Why there is no library, in words."""
 
 
-def machine_sets() -> list[str]:
-    """Instruction sets that this machine runs, best first; none where the platform is not one that kernels are built for."""
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return []
+def has_kernels() -> bool:
+    """Whether the platform is one that kernels are built for."""
+    return sys.platform == "linux" and platform.machine() == "x86_64"
+
+
+def runs(name: str) -> bool:
+    """Whether this machine has the instructions of a set."""
+    if not has_kernels():
+        return False
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return ["plain"]
-    flags = set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-    return [name for name in SETS if NEEDS[name] <= flags]
+        lines = []
+    return NEEDS[name] <= set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+
+
+def machine_sets() -> list[str]:
+    """Instruction sets that this machine runs, best first; none where the platform is not one that kernels are built for."""
+    return [name for name in SETS if runs(name)]
 
 
 def sources() -> list[Path]:
@@ -73,32 +83,52 @@ def digest(name: str, extra: Sequence[str] = ()) -> str:
     return found.hexdigest()[:16]
 
 
+def file_name(name: str) -> str:
+    """Of an instruction set's library. It holds the digest, so that a library never stands in for newer sources."""
+    return f"{name}-{digest(name)}.so"
+
+
 def cached(name: str) -> Path:
     """Where the library of an instruction set is, or would be: in the wheel, else in the cache."""
-    shipped = SHIPPED / f"{name}.so"
-    return shipped if shipped.is_file() else user_cache_path("quickbeam") / "kernels" / f"{name}-{digest(name)}.so"
+    from quickbeam.hub import cache_folder
+
+    file = file_name(name)
+    return SHIPPED / file if (SHIPPED / file).is_file() else cache_folder() / "kernels" / file
+
+
+def compiler() -> list[str] | None:
+    """The C++ compiler's command: the one that CXX names, else the first that is there. None where there is none."""
+    if chosen := os.environ.get("CXX", "").split():
+        return chosen if shutil.which(chosen[0]) else None
+    return next(([found] for found in ("g++", "c++", "clang++") if shutil.which(found)), None)
+
+
+def no_compiler() -> CannotBuild:
+    if chosen := os.environ.get("CXX"):
+        return CannotBuild(f"the C++ compiler CXX={chosen} is not there")
+    return CannotBuild("no C++ compiler is there (g++ or clang++, or name one in CXX)")
 
 
 def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
     """Compile the kernels for an instruction set. Raises `CannotBuild` where there is no compiler, or it fails."""
-    compiler = os.environ.get("CXX") or next((found for found in ("g++", "c++", "clang++") if shutil.which(found)), None)
-    if compiler is None:
-        raise CannotBuild("no C++ compiler is there (g++ or clang++, or name one in CXX)")
+    command = compiler()
+    if command is None:
+        raise no_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
         # Linked without -fopenmp: a second OpenMP runtime would bring threads of its own.
         for step in (
-            [*compiler.split(), *FLAGS, *flags_of(name), *extra, "-c", str(HERE / "program.cpp"), "-o", str(part)],
-            [*compiler.split(), "-shared", *extra, str(part), "-o", str(result)],
+            [*command, *FLAGS, *flags_of(name), *extra, "-c", str(HERE / "program.cpp"), "-o", str(part)],
+            [*command, "-shared", *extra, str(part), "-o", str(result)],
         ):
             try:
                 done = subprocess.run(step, capture_output=True, text=True)
             except OSError as error:
-                raise CannotBuild(f"{compiler} can't be run: {error.strerror}") from error
+                raise CannotBuild(f"{command[0]} can't be run: {error.strerror}") from error
             if done.returncode:
                 reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
-                raise CannotBuild(f"{compiler} failed: {reason}")
+                raise CannotBuild(f"{command[0]} failed: {reason}")
         os.replace(result, path)
 
 
@@ -115,17 +145,43 @@ def build(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
     return path
 
 
-def main() -> None:
-    names = machine_sets()
-    if not names:
-        print("kernels: none for this platform; quickbeam uses PyTorch's")
-    for name in names:
+def build_all(names: Sequence[str], make: Callable[[str], Path] = build) -> dict[str, Path | CannotBuild]:
+    """The libraries of several instruction sets, or why there is none, compiled side by side on all cores."""
+
+    def attempt(name: str) -> Path | CannotBuild:
         try:
-            print(f"kernels: {name} in {build(name, lambda what: print(f'{what} …', flush=True))}", flush=True)
+            return make(name)
         except CannotBuild as error:
-            print(f"kernels: not built for {name}: {error}; quickbeam uses PyTorch's")
-            return
+            return error
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return dict(zip(names, pool.map(attempt, names), strict=True))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Build, and say in a few lines what is where. The exit code: 2 for a name that is not known, 1 where what was named can't be built."""
+    known = [*SETS, EMULATED]
+    if unknown := [name for name in arguments if name not in (*known, "--all")]:
+        print(f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all", file=sys.stderr)
+        return 2
+    if not has_kernels():
+        print("kernels: none for this platform (Linux on x86-64 has them); quickbeam uses PyTorch's")
+        return int(bool(arguments))
+    names = list(SETS) if "--all" in arguments else list(dict.fromkeys(arguments)) or machine_sets()
+    missing = [name for name in names if not cached(name).is_file()]
+    if missing and compiler() is not None:
+        print(f"kernels: compiling {', '.join(missing)}", flush=True)
+    results = build_all(names)
+    built = [(name, path) for name, path in results.items() if isinstance(path, Path)]
+    for folder in dict.fromkeys(path.parent for _, path in built):
+        print(f"kernels: {', '.join(name for name, path in built if path.parent == folder)} in {folder}")
+    reasons = {name: str(result) for name, result in results.items() if isinstance(result, CannotBuild)}
+    for reason in dict.fromkeys(reasons.values()):
+        failed = ", ".join(name for name in reasons if reasons[name] == reason)
+        instead = "" if built else "; quickbeam uses PyTorch's"
+        print(f"kernels: {failed} not built: {reason}{instead}")
+    return int(bool(arguments and reasons))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -1,27 +1,22 @@
-"""The compiled kernels as Python sees them: their structures, and which of them this process uses.
-
-`QUICKBEAM_KERNELS`: `auto` (the default: native kernels where they can be had), `native` (an error where they can't), `eager` (PyTorch's).
-`QUICKBEAM_ISA`: an instruction set of `build.SETS` instead of the machine's best.
-"""
+"""The compiled kernels as Python sees them: their structures, and those that this process uses (`choice`)."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import logging
-import os
+from collections.abc import Callable
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
 
-from quickbeam.errors import InvalidInput
-from quickbeam.target.native import build
+from quickbeam.target.native import build, choice
+from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-WAYS = ("auto", "native", "eager")
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 
@@ -88,6 +83,8 @@ class Kernels:
         self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
         self.pack = library.qb_pack
         self.pack.argtypes, self.pack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None
+        self.put = library.qb_put
+        self.put.argtypes, self.put.restype = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None
         self.unpack = library.qb_unpack
         self.unpack.argtypes, self.unpack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p), None
         self.move = library.qb_move
@@ -103,37 +100,39 @@ def load(name: str) -> Kernels:
 
 
 @functools.cache
-def _choose(way: str, asked: str) -> tuple[Kernels | None, str]:
-    if way not in WAYS:
-        raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
-    if way == "eager":
-        return None, "QUICKBEAM_KERNELS=eager"
-    known = [*build.SETS, build.EMULATED]
-    if asked and asked not in known:
-        raise InvalidInput(f"QUICKBEAM_ISA={asked!r}: must be one of {', '.join(known)}")
-    sets = build.machine_sets()
-    names = [asked] if asked else sets
-    reason = "none for this platform (Linux on x86-64 has them)"
-    if asked and asked not in sets and asked != build.EMULATED:
-        raise InvalidInput(f"QUICKBEAM_ISA={asked}: this machine runs {', '.join(sets) or 'none of them'}")
+def _choose(wish: Wish) -> tuple[Kernels | None, str]:
+    names, reason = choice.candidates(wish)
     for name in names:
         try:
             return load(name), ""
         except build.CannotBuild as error:
             reason = str(error)
             logger.info("no kernels for %s: %s", name, reason)
-    if way == "native" or asked:
-        raise InvalidInput(f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and QUICKBEAM_ISA out for PyTorch's")
+    choice.refuse(wish, reason)
     return None, reason
+
+
+def prepare(progress: Callable[[str], None]) -> None:
+    """Compile what `kernels` is going to load, unless it is there; `progress` hears of it. Raises `InvalidInput` for a wish that can't be
+    met."""
+    for name in choice.candidates(choice.wish())[0]:
+        try:
+            build.build(name, progress)
+        except build.CannotBuild:
+            continue
+        break
+    kernels()
 
 
 def kernels() -> Kernels | None:
     """What this process uses on a CPU, by its environment; None for PyTorch's own operators. Raises `InvalidInput` for a wish that can't be
     met."""
-    return _choose(os.environ.get("QUICKBEAM_KERNELS", "auto"), os.environ.get("QUICKBEAM_ISA", ""))[0]
+    return _choose(choice.wish())[0]
 
 
-def describe() -> str:
-    """In words: the kernels that are used, or why there are none."""
-    found, reason = _choose(os.environ.get("QUICKBEAM_KERNELS", "auto"), os.environ.get("QUICKBEAM_ISA", ""))
+def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
+    """In words: the kernels that a model uses there, or why it uses PyTorch's. Raises as `kernels` does."""
+    if device != "cpu" or dtype != "bfloat16":
+        return f"PyTorch's ({dtype} on {device})"
+    found, reason = _choose(choice.wish())
     return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"

@@ -1,0 +1,174 @@
+"""Which kernels a process uses, where they are kept, and what is said of them. `pytest tests/test_kernel_choice.py`"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from quickbeam import __version__
+from quickbeam.cli.app import app
+from quickbeam.errors import InvalidInput
+from quickbeam.target.native import build, choice, library
+from quickbeam.target.native.choice import Wish
+
+needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch, tmp_path):
+    """No wishes, and a cache with nothing in it."""
+    for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+
+
+def machine(monkeypatch, *sets: str) -> None:
+    monkeypatch.setattr(build, "runs", lambda name: name in sets)
+
+
+def compiled(name: str) -> Path:
+    path = build.cached(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(monkeypatch, tmp_path):
+    before = build.cached("avx2")
+    assert before.parent == tmp_path / "cache" / "kernels" and build.digest("avx2") in before.name
+    changed = tmp_path / "program.cpp"
+    changed.write_text("// another kernel")
+    monkeypatch.setattr(build, "sources", lambda: [changed])
+    assert build.cached("avx2") != before
+
+
+def test_a_library_in_the_package_serves_its_own_sources_alone(monkeypatch, tmp_path):
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "lib")
+    (tmp_path / "lib").mkdir()
+    for stale in ("avx2.so", "avx2-0123456789abcdef.so"):
+        (tmp_path / "lib" / stale).touch()
+    assert build.cached("avx2").parent == tmp_path / "cache" / "kernels"
+    (tmp_path / "lib" / build.file_name("avx2")).touch()
+    assert build.cached("avx2").parent == tmp_path / "lib"
+
+
+@pytest.mark.parametrize(("name", "value"), [("QUICKBEAM_KERNELS", "nativ"), ("QUICKBEAM_ISA", "sse")])
+def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
+    with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
+        choice.wish()
+    for command in (["--version"], ["generate", "hi", "--dtype", "bfloat16", "--device", "cpu"]):
+        result = CliRunner().invoke(app, command)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.startswith(f"error: {name}='{value}'") and result.stderr.count("\n") == 1
+
+
+def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
+    machine(monkeypatch, "avx2", "plain")
+    with pytest.raises(InvalidInput, match="QUICKBEAM_ISA=amx: this machine runs avx2, plain"):
+        choice.candidates(Wish("auto", "amx"))
+    assert choice.candidates(Wish("auto", "plain")) == (["plain"], "")
+    assert choice.candidates(Wish("auto", ""))[0] == ["avx2", "plain"]
+    assert choice.candidates(Wish("eager", "amx")) == ([], "QUICKBEAM_KERNELS=eager")
+
+
+def test_the_outlook_says_what_will_be_used_and_compiles_nothing(monkeypatch, tmp_path):
+    machine(monkeypatch, "avx2", "plain")
+    monkeypatch.setattr(build, "compile_to", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(build, "compiler", lambda: ["g++"])
+    assert choice.outlook() == "native (avx2), compiled on first use"
+    compiled("plain")
+    assert choice.outlook() == "native (avx2), compiled on first use"
+    monkeypatch.setattr(build, "compiler", lambda: None)
+    assert choice.outlook() == "native (plain)"
+    compiled("avx2")
+    assert choice.outlook() == "native (avx2)"
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    assert choice.outlook() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
+
+
+def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_for_others_is_refused(monkeypatch):
+    machine(monkeypatch, "avx2")
+    monkeypatch.setenv("CXX", "/nonexistent")
+    reason = "the C++ compiler CXX=/nonexistent is not there"
+    assert choice.outlook() == f"PyTorch's ({reason})"
+    library._choose.cache_clear()
+    library.load.cache_clear()
+    try:
+        assert library._choose(Wish("auto", "")) == (None, reason)
+        with pytest.raises(InvalidInput, match=re.escape(f"native kernels can't be had: {reason}")):
+            library._choose(Wish("native", ""))
+    finally:
+        library._choose.cache_clear()
+    monkeypatch.setenv("QUICKBEAM_ISA", "avx2")
+    with pytest.raises(InvalidInput, match=re.escape(reason)):
+        choice.outlook()
+
+
+def test_version_says_which_kernels(monkeypatch):
+    machine(monkeypatch)
+    shown = CliRunner().invoke(app, ["--version"])
+    assert (shown.exit_code, shown.stdout) == (
+        0,
+        f"{__version__}\nkernels: PyTorch's (none for this platform (Linux on x86-64 has them))\n",
+    )
+
+
+def test_other_formats_and_devices_use_pytorchs_kernels():
+    assert library.describe("cpu", "float32") == "PyTorch's (float32 on cpu)"
+    assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"
+
+
+@needs_kernels
+def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
+    machine(monkeypatch, "avx512", "plain")
+    told, made = list[str](), list[str]()
+
+    def compile_to(path: Path, name: str) -> None:
+        made.append(name)
+        if name == "avx512":
+            raise build.CannotBuild("g++ failed")
+        compiled(name)
+
+    monkeypatch.setattr(build, "compile_to", compile_to)
+    monkeypatch.setattr(library, "kernels", lambda: None)
+    library.prepare(told.append)
+    assert made == ["avx512", "plain"] and told == ["compiling kernels for avx512", "compiling kernels for plain"]
+    monkeypatch.setattr(build, "runs", lambda name: name == "plain")
+    library.prepare(told.append)
+    assert len(told) == 2
+
+
+@needs_kernels
+@needs_compiler
+def test_building_says_what_is_where(tmp_path):
+    def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
+        command = [sys.executable, "-m", "quickbeam.target.native.build", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+        return done.returncode, done.stdout, done.stderr
+
+    folder = tmp_path / "cache" / "kernels"
+    assert run("plain") == (0, f"kernels: compiling plain\nkernels: plain in {folder}\n", "")
+    assert run("plain") == (0, f"kernels: plain in {folder}\n", "")
+    assert [path.name for path in folder.iterdir()] == [build.file_name("plain")]
+    code, said, _ = run("avx2", "plain", CXX="/nonexistent")
+    assert code == 1 and said.splitlines()[1] == "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
+    code, said, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
+    assert code == 0 and said.count("\n") == 1 and said.endswith("is not there; quickbeam uses PyTorch's\n")
+    assert run("plan")[::2] == (
+        2,
+        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512, avx2, plain, amx-emulated, or --all\n",
+    )
+
+
+def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
+    code = "import sys; from quickbeam.target.native import choice; sys.exit(bool({'torch', 'platformdirs', 'numpy'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
