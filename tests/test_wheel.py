@@ -1,0 +1,75 @@
+"""A wheel brings the kernels compiled, and an install from it needs no compiler. `pytest tests/test_wheel.py`"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from quickbeam.target.native import build
+
+ROOT = Path(__file__).parent.parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+OFFLINE = (
+    "No matching distribution found for hatchling",
+    "Could not find a version that satisfies the requirement hatchling",
+    "No module named pip",
+)
+REPORT = "from quickbeam.target.native import library as l; k = l.kernels(); print(l.__file__, l.build.cached(k.name), k.name, sep='\\n')"
+
+
+def make_wheel(folder: Path, **environment: str) -> Path:
+    done = subprocess.run(
+        [*PIP, "wheel", "--no-deps", "--quiet", "-w", str(folder), str(ROOT)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
+    if any(words in done.stderr for words in OFFLINE):
+        pytest.skip("no package index to get the build backend from")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def install(wheel: Path, folder: Path) -> Path:
+    """The Python of a fresh environment with the wheel in it; the rest comes from the one that runs the tests."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run([*PIP, "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    (packages,) = (folder / "lib").glob("python*/site-packages")
+    (packages / "others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
+    return python
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_a_wheel_brings_kernels_for_machines_without_a_compiler(tmp_path):
+    wheel = make_wheel(tmp_path)
+    assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
+    names = {name.removeprefix("quickbeam/target/native/") for name in zipfile.ZipFile(wheel).namelist()}
+    assert {f"lib/{build.file_name(name)}" for name in build.SETS} <= names
+    assert {path.name for path in build.sources()} <= names
+
+    python = install(wheel, tmp_path / "fresh")
+    environment = {**os.environ, "CXX": "/nonexistent", "QUICKBEAM_CACHE": str(tmp_path / "cache"), "QUICKBEAM_KERNELS": "native"}
+    done = subprocess.run([str(python), "-c", REPORT], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    module, library, name = done.stdout.split()
+    assert Path(module).is_relative_to(tmp_path / "fresh") and Path(library).parent == Path(module).parent / "lib"
+    assert name in build.machine_sets() and not (tmp_path / "cache").exists()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
+def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
+    wheel = make_wheel(tmp_path, CXX="/nonexistent")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "quickbeam/target/native/program.cpp" in names and not [name for name in names if name.endswith(".so")]
