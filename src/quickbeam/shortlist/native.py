@@ -80,7 +80,7 @@ class NativeRows:
     """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens' rows into places."""
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
-        self._weight, self._inputs = weight, weight.shape[1]
+        self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
         self._data = torch.empty(0, self._inputs // 2, BLOCK, 2, dtype=torch.bfloat16)
         self._program = Program(kernels)
         self._program.linear(Packed(kernels, [weight[:1]]), self._program.given("h", self._inputs), self._program.given("logits", 0, True))
@@ -94,8 +94,7 @@ class NativeRows:
 
     def write(self, first: int, tokens: torch.Tensor) -> None:
         """Rows of `tokens` from place `first` on."""
-        places = torch.arange(first, first + len(tokens))
-        self._data[places // BLOCK, :, places % BLOCK] = self._weight[tokens].view(len(tokens), -1, 2)
+        self._kernels.put(self._weight.data_ptr(), self._inputs, tokens.data_ptr(), len(tokens), first, self._data.data_ptr())
 
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
         """`[n, d]` to `[n, count]` float32, of the first rows."""

@@ -6,9 +6,9 @@ Large numbers among them cancel, so that what is left is mostly rounding, and ne
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
 from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
 from quickbeam.target.store import KVStore, LayerShape
+from quickbeam.tree import TokenTree
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 FEW = 16  # rows a part: with fewer, weights would be read too often
@@ -28,6 +29,46 @@ class Promise(NamedTuple):
     rows: int  # the fewest rows that a forward needs for it, 1 or 2
     broken: tuple[str, ...]  # what breaks it, in words; empty where it is kept
     wide: bool = False  # whether attention has to add the tree's values in float64 for it
+
+
+class Verifier(Protocol):
+    """What `same_bits` asks of a target."""
+
+    vocab_size: int
+
+    @property
+    def context_length(self) -> int | None: ...
+    def prefill(self, ids: Sequence[int]) -> torch.Tensor: ...
+    def verify(self, tree: TokenTree) -> torch.Tensor: ...
+    def commit(self, tree: TokenTree, path: Sequence[int]) -> None: ...
+    def reset(self) -> None: ...
+
+
+def same_bits(target: Verifier, prefix: int = 70, path: int = 3, nodes: int = 20) -> bool:
+    """Whether a tree gives a path of its the bits that it has one token at a time, asked of the whole model with its real shapes.
+
+    The native kernels promise it by construction; this finds a compiler or a machine that does not keep it. Two prompts and a few passes.
+    """
+    prefix = max(1, min(prefix, (target.context_length or prefix + nodes) - nodes))
+    ids = [(7919 * i + 13) % target.vocab_size for i in range(prefix + path + 1)]
+    text, tokens = ids[:prefix], ids[prefix:]
+    target.prefill(text)
+    expected = []
+    for token in tokens:
+        alone = TokenTree(token)
+        expected.append(target.verify(alone)[0].clone())
+        target.commit(alone, [0])
+    target.prefill(text)
+    tree, tips = TokenTree(tokens[0]), [0]
+    for i, token in enumerate(tokens[1:], 1):
+        for _ in range((nodes - path - 1) // (2 * path)):
+            noise = (token + len(tree)) % target.vocab_size
+            if noise != token and tree.child(tips[-1], noise) is None:
+                tree.add(tree.add(tips[-1], noise, "probe"), tokens[i - 1], "probe")
+        tips.append(tree.add(tips[-1], token, "probe"))
+    same = torch.equal(target.verify(tree)[tips], torch.stack(expected))
+    target.reset()
+    return same
 
 
 class Rows(NamedTuple):

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa, cuts
-from quickbeam.target.exactness import Promise, examine
+from quickbeam.target.exactness import Promise, examine, same_bits
 from quickbeam.target.fused_llama import FusedLlama
 from quickbeam.target.interface import Features, check_layers, forward, install
 from quickbeam.target.lean import LeanModel
@@ -83,6 +83,11 @@ class Target:
         self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
         if not fast and self.exact:
             self._verify = attend_grouped
+        if self._native is not None and self.exact and not same_bits(self):
+            logger.warning("the native kernels don't give the same bits alone and in a tree on this machine; QUICKBEAM_KERNELS=eager may")
+            if exact:
+                raise InvalidInput("bit-identical verification can't be promised here: the native kernels don't keep it; leave exact out")
+            self.exact = False
 
     def _pages(self, shapes: list[LayerShape]) -> PagedStore | None:
         """Keys and values for the native kernels; None where they can't be used."""
@@ -277,5 +282,6 @@ class Target:
         with torch.inference_mode():
             self.store.commit(path)
             if len(self._drafted):
-                self._held.append(self._drafted[list(path)])
+                straight = path[-1] == len(path) - 1  # the usual case, without an index to make
+                self._held.append(self._drafted[: len(path)] if straight else self._drafted[list(path)])
         self.ids.extend(tree.token[node] for node in path)

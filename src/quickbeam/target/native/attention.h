@@ -96,9 +96,11 @@ class Attention {
       : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights), sums_(sums) {}
 
   template <class Sync>
-  void run(int64_t thread, int64_t threads, Sync sync, std::vector<QueryTile>& tiles, std::vector<int64_t>& waves) {
-    if (thread == 0) plan(tiles, waves, threads);
-    sync();
+  void run(int64_t thread, int64_t threads, bool fresh, Sync sync, std::vector<QueryTile>& tiles, std::vector<int64_t>& waves) {
+    if (fresh) {  // the same for all layers of a pass that have the same shape
+      if (thread == 0) plan(tiles, waves, threads);
+      sync();
+    }
     for (size_t w = 0; w + 1 < waves.size(); ++w) {
       const QueryTile *first = tiles.data() + waves[w], *last = tiles.data() + waves[w + 1];
       share(first, last, thread, threads, [](const QueryTile& t) { return t.width() / PAGE; }, [&](const QueryTile& t, int64_t i, int64_t j) { score(t, i, j); });
@@ -183,8 +185,10 @@ class Attention {
     const int64_t dim = shape_.kv.key_dim;
     const bf16* q = query_ + (t.head * batch_.rows + t.row) * group_ * dim;
     for (int64_t p = first; p < last; ++p) {
-      const bf16* keys = shape_.kv.key_page(t.span->pages[t.begin / PAGE + p], t.head);
-      product(q, dim, t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width());
+      bf16* const* page = t.span->pages + t.begin / PAGE + p;
+      const bf16* keys = shape_.kv.key_page(*page, t.head);
+      const bf16* next = p + 1 < last ? shape_.kv.key_page(page[1], t.head) : nullptr;
+      product(q, dim, t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next, next ? PAGE * dim / 32 : 0);
     }
   }
 
@@ -251,8 +255,11 @@ class Attention {
     const bf16* w = weights_.data() + t.scratch + first * width;
     std::fill(sums, sums + queries * stride, 0.0f);
     for (int64_t at = t.begin; at < t.common; at += PAGE) {
-      const bf16* page = shape_.kv.value_page(t.span->pages[at / PAGE], t.head) + block * PAGE * 16;
-      pair_product(w + at - t.begin, width, queries, page, PAGE * 16, std::min(PAGE, t.common - at) / 2, blocks, sums, stride, true);
+      bf16* const* page = t.span->pages + at / PAGE;
+      const bf16* values = shape_.kv.value_page(*page, t.head) + block * PAGE * 16;
+      const bf16* next = at + PAGE < t.common ? shape_.kv.value_page(page[1], t.head) + block * PAGE * 16 : nullptr;
+      pair_product(w + at - t.begin, width, queries, values, PAGE * 16, std::min(PAGE, t.common - at) / 2, blocks, sums, stride, true, next,
+                   next ? blocks * PAGE / 2 : 0);
     }
     for (int64_t i = 0; i < queries; ++i) {
       const int64_t row = t.row + (first + i) / group_, length = seen(row);

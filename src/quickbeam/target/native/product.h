@@ -80,9 +80,9 @@ static Tile tile_for(int rows, int blocks) {
   }
 }
 
-// y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: add to what is in y.
+// y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: go on from what is in y.
 static void pair_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
-                         int64_t y_stride, bool more) {
+                         int64_t y_stride, bool more, const void* ahead = nullptr, int64_t lines = 0) {
   int64_t tallest = MOST_ROWS;  // as many rows as leave room for all blocks side by side
   while (tallest > MOST_ROWS / 2 && WIDEST[tallest] < blocks && WIDEST[tallest] < 4) --tallest;
   const int64_t parts = (rows + tallest - 1) / tallest;
@@ -92,18 +92,18 @@ static void pair_product(const bf16* x, int64_t x_stride, int64_t rows, const bf
     for (int64_t b = 0; b < blocks; b += most) {
       const int64_t some = b + most < blocks ? most : blocks - b;
       tile_for(int(last - first), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, pairs, y + first * y_stride + b * 16,
-                                             y_stride, more, nullptr, 0);
+                                             y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
     }
   }
 }
 
 // The same from zero, by AMX where the machine has it and the inputs come in 32s.
 static void product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
-                    int64_t y_stride) {
+                    int64_t y_stride, const void* ahead, int64_t lines) {
 #ifdef QB_AMX
-  if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride);
+  if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride, ahead, lines);
 #endif
-  pair_product(x, x_stride, rows, w, w_stride, inputs / 2, blocks, y, y_stride, false);
+  pair_product(x, x_stride, rows, w, w_stride, inputs / 2, blocks, y, y_stride, false, ahead, lines);
 }
 
 // A whole product: panels of blocks [first, last), each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made.
@@ -120,10 +120,10 @@ static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w,
     const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
     for (int64_t b = first; b < last; b += most) {
       const int64_t some = b + most < last ? most : last - b;
-      const char* next = b + most < last ? reinterpret_cast<const char*>(w + (b + most) * w_stride) : nullptr;
+      const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
       for (int64_t r = 0; r < rows; r += group) {
         const int64_t count = r + group < rows ? group : rows - r;
-        tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, rows > group ? next : nullptr);
+        tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r ? nullptr : next);
         done(r, count, b, some, sums, some * 16);
       }
     }

@@ -111,7 +111,8 @@ class Worker {
   Scratch& scratch_;
   Meeting& meeting_;
   const int64_t thread_, threads_;
-  int64_t rows_ = 0;  // of BEST
+  int64_t rows_ = 0;              // of BEST
+  const Op* planned_ = nullptr;   // whose tiles of queries the scratch holds
   alignas(64) float sums_[PANEL];
 
   template <class T>
@@ -358,7 +359,9 @@ class Worker {
   void attend(const Op& op) {
     const AttentionShape shape{kv_of(op), op.heads, op.window, op.scaling, op.softcap, op.sinks};
     Attention attention(shape, batch_, at<bf16>(op.source), at<bf16>(op.target), scratch_.scores, scratch_.weights, scratch_.sums);
-    attention.run(thread_, threads_, [this] { meeting_.wait(); }, scratch_.tiles, scratch_.waves);
+    const bool fresh = !planned_ || planned_->window != op.window || planned_->heads != op.heads || planned_->kv_heads != op.kv_heads;
+    planned_ = &op;
+    attention.run(thread_, threads_, fresh, [this] { meeting_.wait(); }, scratch_.tiles, scratch_.waves);
   }
 };
 
@@ -401,19 +404,30 @@ void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t thre
   qb::Worker(*call, mine, alone, 0, 1).run(ops, count);
 }
 
-// [outputs, inputs] bfloat16 to [ceil(outputs / 16)][ceil(inputs / 2)][16][2], zeros where the weight ends; blocks `stride` apart.
+// [outputs, inputs] bfloat16 to [ceil(outputs / 16)][inputs / 2][16][2], zeros where the weight ends; blocks `stride` apart.
 void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint16_t* packed, int64_t stride) {
-  const int64_t pairs = (inputs + 1) / 2;
+  constexpr int64_t PART = 256;  // pairs at a time, so that what is written stays in the cache
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
   for (int64_t block = 0; block < (outputs + 15) / 16; ++block)
-    for (int64_t k = 0; k < pairs; ++k)
-      for (int64_t lane = 0; lane < 16; ++lane)
-        for (int64_t i = 0; i < 2; ++i) {
-          const int64_t o = block * 16 + lane, in = 2 * k + i;
-          packed[block * stride + k * 32 + lane * 2 + i] = o < outputs && in < inputs ? weight[o * row_stride + in] : uint16_t(0);
+    for (int64_t part = 0; part < inputs / 2; part += PART)
+      for (int64_t lane = 0; lane < 16; ++lane) {
+        const int64_t o = block * 16 + lane, end = std::min(inputs / 2, part + PART);
+        uint16_t* to = packed + block * stride + lane * 2;
+        for (int64_t k = part; k < end; ++k) {
+          if (o < outputs) std::memcpy(to + k * 32, weight + o * row_stride + 2 * k, 4);
+          else std::memset(to + k * 32, 0, 4);
         }
+      }
+}
+
+// Rows `token` [count] of `weight` into places `first` on of a packed weight.
+void qb_put(const uint16_t* weight, int64_t inputs, const int64_t* token, int64_t count, int64_t first, uint16_t* packed) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint16_t* to = packed + (first + i) / 16 * inputs * 16 + (first + i) % 16 * 2;
+    for (int64_t k = 0; k < inputs; k += 2) std::memcpy(to + k * 16, weight + token[i] * inputs + k, 4);
+  }
 }
 
 // Back from it: `weight` [outputs, inputs].

@@ -69,11 +69,8 @@ inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, 
 inline Lanes least(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }     // b where either is NaN
 inline Lanes greatest(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // likewise
 inline Lanes round_even(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
-inline Lanes two_to(Lanes n) {  // n is whole
+inline Lanes two_to(Lanes n) {  // n is whole, -127 stands for minus infinity
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
-}
-inline Lanes zero_below(Lanes x, float low, Lanes value) {  // value, 0 where x < low
-  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(low), _CMP_NLT_UQ), value.v)};
 }
 
 #elif defined(QB_AVX2)
@@ -132,10 +129,6 @@ inline Lanes two_to(Lanes n) {
   };
   return {half(n.a), half(n.b)};
 }
-inline Lanes zero_below(Lanes x, float low, Lanes value) {
-  __m256 limit = _mm256_set1_ps(low);
-  return {_mm256_and_ps(_mm256_cmp_ps(x.a, limit, _CMP_NLT_UQ), value.a), _mm256_and_ps(_mm256_cmp_ps(x.b, limit, _CMP_NLT_UQ), value.b)};
-}
 
 #else
 
@@ -167,9 +160,8 @@ inline Lanes least(const Lanes& a, const Lanes& b) { return each([&](int i) { re
 inline Lanes greatest(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes round_even(const Lanes& a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 inline Lanes two_to(const Lanes& n) {
-  return each([&](int i) { return n.v[i] == n.v[i] ? std::ldexp(1.0f, int(n.v[i])) : 0.0f; });
+  return each([&](int i) { return n.v[i] > -127.0f ? std::ldexp(1.0f, int(n.v[i])) : 0.0f; });
 }
-inline Lanes zero_below(const Lanes& x, float low, const Lanes& value) { return each([&](int i) { return x.v[i] < low ? 0.0f : value.v[i]; }); }
 
 #endif
 
@@ -232,15 +224,12 @@ inline float peak(const Lanes& a) {  // NaN where any lane is
   return best;
 }
 
-inline Lanes exponential(const Lanes& x) {  // within 2 units in the last place; 0 below -87, NaN stays NaN
-  Lanes y = least(all(88.0f), x), n = round_even(mul(y, all(1.44269504f)));
-  n = greatest(all(-126.0f), n);
-  Lanes r = fma(n, all(-0.693359375f), y);
-  r = fma(n, all(2.12194440e-4f), r);
-  Lanes p = all(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = fma(p, r, all(c));
-  p = add(fma(p, mul(r, r), r), all(1.0f));
-  return zero_below(x, -87.0f, mul(p, two_to(n)));
+// e^x as 2^n * 2^r with |r| <= 1/2, a polynomial for the latter; 0 below about -88, NaN stays NaN. Relative error below 3e-7 * max(1, |x|).
+inline Lanes exponential(const Lanes& x) {
+  const Lanes t = least(all(127.0f), greatest(all(-127.0f), mul(x, all(1.44269504f)))), n = round_even(t), r = sub(t, n);
+  Lanes p = all(1.535336188e-4f);
+  for (float c : {1.339887440e-3f, 9.618437357e-3f, 5.550332471e-2f, 2.402264791e-1f, 6.931472029e-1f, 1.0f}) p = fma(p, r, all(c));
+  return mul(p, two_to(n));
 }
 
 }  // namespace qb

@@ -62,6 +62,7 @@ static void shape_tiles(int upper, int lower) {
     uint8_t rows[16] = {};
   } shape;
   for (int t = 0; t < 8; ++t) shape.bytes[t] = 64, shape.rows[t] = uint8_t(rows[t]);
+  asm volatile("" ::"r"(&shape) : "memory");  // the intrinsic names 8 of the 64 bytes that it reads
   _tile_loadconfig(&shape);
 #endif
 }
@@ -74,14 +75,16 @@ static void release_tiles() {
 #endif
 }
 
-// Up to 16 rows and 4 blocks, or up to 32 rows and 2 blocks; sums to y. `next`: weights to fetch meanwhile, those here where null.
+// Up to 16 rows and 4 blocks, or up to 32 rows and 2 blocks; sums to y. `next`: weights of as many blocks to fetch meanwhile, or null.
 static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
                       int64_t y_stride, const char* next) {
   const int64_t ws = w_stride, xs = x_stride * 2, ys = y_stride * 4;
-  auto fetch = [&](const bf16* p, int64_t b, int64_t k) {
-    const char* from = next ? next + (b * ws + k * 16) * 2 : reinterpret_cast<const char*>(p) + 4096;
-    for (int l = 0; l < 1024; l += 64) QB_PREFETCH(from + l);
+  auto fetch = [&](int64_t k) {
+    if (!next) return;
+    for (int64_t b = 0; b < blocks; ++b)
+      for (int l = 0; l < 1024; l += 64) QB_PREFETCH(next + (b * ws + k * 16) * 2 + l);
   };
+  asm volatile("" ::: "memory");  // the intrinsics don't say that they read memory
   if (rows <= 16) {
     shape_tiles(int(rows), 0);
     QB_TILE_ZERO(0);
@@ -90,7 +93,7 @@ static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16*
     QB_TILE_ZERO(3);
     for (int64_t k = 0; k < inputs; k += 32) {
       const bf16* p = w + k * 16;
-      for (int64_t b = 0; b < blocks; ++b) fetch(p + b * ws, b, k);
+      fetch(k);
       QB_TILE_LOAD(4, x + k, xs);
       QB_TILE_LOAD(6, p, 64);
       QB_TILE_DOT(0, 4, 6);
@@ -120,7 +123,7 @@ static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16*
   QB_TILE_ZERO(3);
   for (int64_t k = 0; k < inputs; k += 32) {
     const bf16* p = w + k * 16;
-    for (int64_t b = 0; b < blocks; ++b) fetch(p + b * ws, b, k);
+    fetch(k);
     QB_TILE_LOAD(4, x + k, xs);
     QB_TILE_LOAD(5, x + 16 * x_stride + k, xs);
     QB_TILE_LOAD(6, p, 64);
@@ -141,7 +144,8 @@ static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16*
 }
 
 static void tile_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
-                         int64_t y_stride) {
+                         int64_t y_stride, const void* ahead, int64_t lines) {
+  for (int64_t l = 0; l < lines; ++l) QB_PREFETCH(static_cast<const char*>(ahead) + l * 64);
   const int64_t group = rows > 16 ? 32 : 16, most = rows > 16 ? 2 : 4;
   for (int64_t r = 0; r < rows; r += group)
     for (int64_t b = 0; b < blocks; b += most)
