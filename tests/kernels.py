@@ -68,7 +68,7 @@ def filled(kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: i
 def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
     """A store with the same tokens in other memory, its pages in another order there."""
     pages = store._pages
-    memory = torch.full((len(pages) + 1, pages[0].numel() + 32), torch.nan, dtype=torch.bfloat16)
+    memory = torch.full((len(pages) + 1, store._numbers + 32), torch.nan, dtype=torch.bfloat16)
     places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
     other = PagedStore(store.shapes, store.kernels)
     other._pages = [memory[place, 32:].copy_(page) for place, page in zip(places, pages, strict=True)]
