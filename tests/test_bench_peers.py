@@ -105,27 +105,6 @@ def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
         Loaded(str(tmp_path), "float32", "cpu")
 
 
-def test_passes_are_measured_side_by_side(toy_folder):
-    from typer.testing import CliRunner
-
-    from quickbeam.bench.passes import make_passes, measure
-    from quickbeam.cli.bench import commands
-
-    ways = make_passes(toy_folder, "float32", "cpu", 20)
-    assert list(ways) == ["transformers", "plain", "fast"]  # float32: no bit-identical one
-    first = {name: run(4) for name, run in ways.items()}
-    assert all(value == pytest.approx(first["transformers"], rel=1e-4) for value in first.values())
-    figures = measure(ways, [1, 3], repeats=2)
-    assert all(ms > 0 for by_width in figures.values() for ms in by_width.values())
-    shown = CliRunner().invoke(commands, ["passes", "--model", toy_folder, "--dtype", "float32", "--widths", "1,2", "--repeats", "1"])
-    assert shown.exit_code == 0 and "transformers" in shown.stdout
-    with pytest.raises(InvalidInput, match="context is 512"):
-        make_passes(toy_folder, "float32", "cpu", 500)
-    for widths in ("0", "129", "1,x", ""):
-        refused = CliRunner().invoke(commands, ["passes", "--model", toy_folder, "--widths", widths])
-        assert isinstance(refused.exception, InvalidInput)
-
-
 @pytest.mark.parametrize("method", ["hf", "hf-pld", "hf-assisted"])
 def test_generate_answers_with_a_peer(toy_folder, method):
     drafter = ["--drafter", toy_folder] if method == "hf-assisted" else []

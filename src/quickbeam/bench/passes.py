@@ -1,20 +1,44 @@
-"""What one pass of the model costs, by how many tokens it looks at: transformers as it comes, and ours, interleaved."""
+"""What one pass of the model costs, by how many tokens it looks at and how many stand behind it: ways to run it, interleaved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from statistics import median
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model, parse_dtype, pick_device
+from quickbeam.target.native import library
+from quickbeam.target.native.library import ATTEND, CHOSEN, LINEAR
+from quickbeam.target.pages import PagedStore
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
-Pass = Callable[[int], object]  # runs one pass over so many tokens behind the context
+WAYS = {
+    "transformers": "the model as it comes",
+    "plain": "our reference path",
+    "fast": "PyTorch's packed products",
+    "exact": "the same with bit-identical rows",
+    "native": "our own kernels",
+}
+PARTS = {"products": (LINEAR, CHOSEN), "attention": (ATTEND,)}  # of a native pass; the rest is what is left of its time
+CHUNK = 512  # tokens of the context that transformers reads at a time
+ROOM = 128  # the widest pass
+
+
+class Took(NamedTuple):
+    milliseconds: float
+    logit: float = 0.0  # the first one, to see that ways agree
+
+
+Pass = Callable[[int, int], Took]  # runs one pass over so many tokens, behind so many others
+Figures = dict[str, dict[int, dict[int, float]]]  # milliseconds, by name, context and width
 
 
 def comb(nodes: int, vocab: int) -> TokenTree:
@@ -27,56 +51,179 @@ def comb(nodes: int, vocab: int) -> TokenTree:
     return tree
 
 
-def make_passes(folder: str, dtype: str, device: str | None, context: int) -> dict[str, Pass]:
-    """The ways to run a pass, each with its own copy of the model and `context` tokens behind it. Raises as `load_model` does."""
+class Passes(NamedTuple):
+    ways: dict[str, Pass]
+    parts: dict[str, Pass]  # of the native way; none where it does not run the whole pass
+    weight_bytes: int  # that a native pass reads; 0 where that is not known
+
+
+def make_passes(
+    folder: str,
+    dtype: str,
+    device: str | None,
+    contexts: Sequence[int],
+    names: Sequence[str] = (),
+    progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
+) -> Passes:
+    """The ways to run a pass, each with its own copy of the model and the longest of the contexts behind it. `names`: of `WAYS`; without
+    any, all that this model, number format and machine have.
+
+    Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
+    """
     place, kind = pick_device(device), parse_dtype(dtype)
-    passes: dict[str, Pass] = {}
     model, _ = load_model(folder, kind, place)
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit and context + 128 > limit:
-        raise InvalidInput(f"--context {context}: the model's context is {limit}; give at most {limit - 128}")
+    limit, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(contexts)
+    if limit and longest + ROOM > limit:
+        raise InvalidInput(f"--context {longest}: the model's context is {limit}; give at most {limit - ROOM}")
     vocab = model.get_output_embeddings().weight.shape[0]
-    ids = torch.randint(vocab, (context,), generator=torch.Generator().manual_seed(0))
-    passes["transformers"] = _transformers(model.eval(), ids.to(place))
-    for name, options in (("plain", {"fast": False}), ("fast", {"exact": False}), ("exact", {"exact": True})):
+    ids = torch.randint(vocab, (longest,), generator=torch.Generator().manual_seed(0))
+    passes = Passes({}, {}, 0)
+    for name in names or WAYS:
+        progress(f"{name}: reading {longest} tokens", None)
+        if name == "transformers":
+            passes.ways[name] = _transformers(model.eval(), ids.to(place), contexts)
+            continue
         try:
-            target = Target(load_model(folder, kind, place)[0], **options)
+            target = _target(name, lambda: load_model(folder, kind, place)[0], progress)
         except InvalidInput:
-            if name != "exact":
+            if names or name not in ("exact", "native"):
                 raise
             continue  # not to be had for this model, type or machine
         target.prefill(ids.tolist())
-        passes[name] = _ours(target)
+        passes.ways[name] = _ours(target)
+        if name == "native" and (fused := target._fused) is not None:
+            passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
+            passes = passes._replace(weight_bytes=fused.weight_bytes)
     return passes
 
 
-def _transformers(model: PreTrainedModel, ids: torch.Tensor) -> Pass:
-    cache, vocab = DynamicCache(config=model.config), model.get_output_embeddings().weight.shape[0]
+def _target(name: str, load: Callable[[], PreTrainedModel], progress: Callable[[str, float | None], None]) -> Target:
+    if name == "plain":
+        return Target(load(), fast=False)
+    if name == "native":
+        model = load()
+        if model.device.type == "cpu" and model.dtype is torch.bfloat16:
+            library.prepare(lambda stage: progress(stage, None))
+        target = Target(model)
+        if not isinstance(target.store, PagedStore):
+            raise InvalidInput(f"--ways native: {library.describe(target.device.type, str(target.dtype).removeprefix('torch.'))}")
+        return target
+    with _pytorchs_kernels():
+        return Target(load(), exact=name == "exact")
+
+
+@contextmanager
+def _pytorchs_kernels() -> Iterator[None]:
+    """Models that are prepared meanwhile go without the native kernels."""
+    before = os.environ.get("QUICKBEAM_KERNELS")
+    os.environ["QUICKBEAM_KERNELS"] = "eager"
+    try:
+        yield
+    finally:
+        del os.environ["QUICKBEAM_KERNELS"]
+        if before is not None:
+            os.environ["QUICKBEAM_KERNELS"] = before
+
+
+def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[int]) -> Pass:
+    vocab = model.get_output_embeddings().weight.shape[0]
+    caches = {context: DynamicCache(config=model.config) for context in contexts}
     with torch.inference_mode():
-        model(ids[None], past_key_values=cache, use_cache=True)
+        for context, cache in caches.items():
+            for start in range(0, context, CHUNK):
+                model(ids[None, start : min(start + CHUNK, context)], past_key_values=cache, use_cache=True)
 
     @torch.inference_mode()
-    def run(width: int) -> object:
+    def run(width: int, context: int) -> Took:
         tokens = torch.tensor([comb(width, vocab).token], device=ids.device)
-        logits = model(tokens, past_key_values=cache, use_cache=True).logits
-        cache.crop(-width)
-        return logits[0, 0, 0].item()
+        start = perf_counter()
+        logits = model(tokens, past_key_values=caches[context], use_cache=True).logits
+        logit = logits[0, 0, 0].item()
+        took = perf_counter() - start
+        caches[context].crop(-width)
+        return Took(took * 1e3, logit)
 
     return run
 
 
+@contextmanager
+def _behind(target: Target, context: int) -> Iterator[None]:
+    """As if the target had read `context` tokens and no more. A pass then writes over keys and values of some that follow: what they are
+    makes no difference to the time of another."""
+    certain = target.store.length
+    target.store.length = context
+    try:
+        yield
+    finally:
+        target.store.length = certain
+
+
 def _ours(target: Target) -> Pass:
-    return lambda width: target.verify(comb(width, target.vocab_size))[0, 0].item()
+    def run(width: int, context: int) -> Took:
+        tree = comb(width, target.vocab_size)
+        with _behind(target, context):
+            start = perf_counter()
+            logit = target.verify(tree)[0, 0].item()
+            return Took((perf_counter() - start) * 1e3, logit)
+
+    return run
 
 
-def measure(passes: dict[str, Pass], widths: Sequence[int], repeats: int) -> dict[str, dict[int, float]]:
-    """Median milliseconds of a pass, by name and width. Each round runs all ways at each width: they share what the machine does."""
-    times: dict[str, dict[int, list[float]]] = {name: {width: [] for width in widths} for name in passes}
+def _part(target: Target, kinds: Sequence[int]) -> Pass:
+    """Operations of these kinds alone, of the same passes."""
+    assert target._fused is not None and isinstance(target.store, PagedStore)
+    part, store = target._fused.part(kinds), target.store
+
+    def run(width: int, context: int) -> Took:
+        tree = comb(width, target.vocab_size)
+        with _behind(target, context):
+            rows = store.tree(tree.token, tree.parent, tree.depth)
+        start = perf_counter()
+        part(rows, context + max(tree.depth))
+        return Took((perf_counter() - start) * 1e3)
+
+    return run
+
+
+def measure(
+    passes: Mapping[str, Pass],
+    contexts: Sequence[int],
+    widths: Sequence[int],
+    repeats: int,
+    singles: Mapping[str, Pass] | None = None,
+    progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
+) -> Figures:
+    """Median milliseconds of a pass. Each round runs all passes behind each context at each width: they share what the machine does.
+    `singles` are run over one token alone."""
+    singles = singles or {}
+    plan = [(name, run, context, width) for context in contexts for width in widths for name, run in passes.items()]
+    plan += [(name, run, context, 1) for context in contexts for name, run in singles.items()]
+    plan.sort(key=lambda entry: contexts.index(entry[2]) * (ROOM + 1) + entry[3])  # at each width one after the other
+    times: dict[str, dict[int, dict[int, list[float]]]] = {}
     for turn in range(repeats + 2):  # the first two warm up
-        for width in widths:
-            for name, run in passes.items():
-                start = perf_counter()
-                run(width)
-                if turn >= 2:
-                    times[name][width].append((perf_counter() - start) * 1e3)
-    return {name: {width: median(taken) for width, taken in by_width.items()} for name, by_width in times.items()}
+        progress(f"round {turn + 1} of {repeats + 2}", turn / (repeats + 2))
+        for name, run, context, width in plan:
+            took = run(width, context).milliseconds
+            taken = times.setdefault(name, {}).setdefault(context, {}).setdefault(width, [])
+            if turn >= 2:
+                taken.append(took)
+    return {
+        name: {context: {width: median(taken) for width, taken in by_width.items()} for context, by_width in by_context.items()}
+        for name, by_context in times.items()
+    }
+
+
+def over_first_width(figures: Figures) -> Figures:
+    """Each pass over the narrowest of the same way behind the same context."""
+    return {
+        name: {context: {width: ms / by_width[min(by_width)] for width, ms in by_width.items()} for context, by_width in found.items()}
+        for name, found in figures.items()
+    }
+
+
+def over_first_context(figures: Figures) -> Figures:
+    """Each pass over the same one behind the shortest context."""
+    return {
+        name: {context: {width: ms / found[min(found)][width] for width, ms in by_width.items()} for context, by_width in found.items()}
+        for name, found in figures.items()
+    }

@@ -20,6 +20,7 @@ from quickbeam.cli.generate import generate
 from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
+from quickbeam.cli.passes import passes
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
 from quickbeam.cli.vocabulary import bench_vocabulary
@@ -78,7 +79,7 @@ def root(
 
 for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
-for measurement in (acceptance, drafting, heads):
+for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from enum import Enum
@@ -12,7 +11,6 @@ from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from quickbeam.bench import report
@@ -104,39 +102,6 @@ def bench(
     }
     log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
     carry_out(asked, runners, params, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
-
-
-@commands.command()
-def passes(
-    model: options.Model = None,
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens behind the pass.")] = 200,
-    widths: Annotated[str, typer.Option("--widths", help="Tokens a pass looks at, comma-separated, 128 at most.")] = "1,2,4,8,16,32,64",
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
-    dtype: options.DtypeOption = options.Dtype.bfloat16,
-    device: options.DeviceOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
-) -> None:
-    """Milliseconds of one pass of the model by its width: transformers as it comes, our plain path, the fast one, the bit-identical one."""
-    numbers = [part.strip() for part in widths.split(",")]
-    if not all(part.isascii() and part.isdigit() and 1 <= int(part) <= 128 for part in numbers):
-        raise InvalidInput(f"--widths {widths!r}: must be numbers of tokens from 1 to 128, comma-separated")
-    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
-        from quickbeam import hub
-        from quickbeam.bench.passes import make_passes, measure
-
-        ways = make_passes(hub.resolve(model, loading), dtype.value, device.value if device else None, context)
-    figures = measure(ways, [int(part) for part in numbers], repeats)
-    if as_json:
-        print(json.dumps({"context": context, "dtype": dtype.value, "milliseconds": figures}))
-        return
-    table = Table(title=f"milliseconds a pass behind {context} tokens, {dtype.value}; in brackets: transformers' over it")
-    table.add_column("tokens a pass")
-    for name in figures:
-        table.add_column(name, justify="right")
-    for width in map(int, numbers):
-        base = figures["transformers"][width]
-        table.add_row(str(width), *(f"{ms[width]:.1f} ({base / ms[width]:.2f})" for ms in figures.values()))
-    stdout().print(table)
 
 
 class Log:

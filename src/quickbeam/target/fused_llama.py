@@ -6,7 +6,7 @@ each of them to bfloat16. Angles come from the model's own module, so every scal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -46,9 +46,10 @@ class FusedLlama:
         self.embedding: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
         self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
-        groups = [self._linears(layer) for layer in base.layers]
-        sizes = [Packed.size([linear.weight for linear in linears], gated) for group in groups for linears, gated in group]
-        head = model.lm_head
+        head, self.heads = model.lm_head, base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim
+        sizes = [
+            Packed.size([linear.weight for linear in linears], gated) for layer in base.layers for linears, gated in self._linears(layer)
+        ]
         # One piece of memory, which the system can keep in huge pages; weights follow one another as a pass reads them.
         self._weights = torch.empty(sum(sizes) + Packed.size([head.weight]), dtype=torch.bfloat16)
         used = 0
@@ -61,7 +62,6 @@ class FusedLlama:
             return Packed(kernels, weights, bias_of(linears), gated=gated, place=self._weights[used - size : used])
 
         self.layers: list[FusedLayer] = []
-        self.heads = groups[0][0][0][0].out_features // shapes[0].key_dim
         for i in range(len(base.layers)):
             self.layers.append(FusedLayer(base.layers[i], layers[i], place))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
@@ -136,14 +136,33 @@ class FusedLlama:
             self._angles = (cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
         return self._angles
 
-    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
-        """Logits `[wanted, vocab]` float32. No row stands behind `last_position`."""
+    def _whole(self) -> Program:
         if self._program is None:
             self._program = self._make()
-        wanted = rows.batch.wanted
-        logits, best = torch.empty(wanted, self.vocab), torch.empty(wanted, dtype=torch.int64)
-        self.hidden = torch.empty(rows.rows, len(self.watched) * self.embedding.embedding_dim, dtype=torch.bfloat16)
-        given = {"logits": logits, "best": best, "hidden": self.hidden}
-        self._program.run(rows, given, self._angles_to(last_position))
-        self.best = best.tolist()
-        return logits
+        return self._program
+
+    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """Room for what a pass gives."""
+        wanted, columns = rows.batch.wanted, len(self.watched) * self.embedding.embedding_dim
+        return {
+            "logits": torch.empty(wanted, self.vocab),
+            "best": torch.empty(wanted, dtype=torch.int64),
+            "hidden": torch.empty(rows.rows, columns, dtype=torch.bfloat16),
+        }
+
+    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
+        """Logits `[wanted, vocab]` float32. No row stands behind `last_position`."""
+        given = self._results(rows)
+        self._whole().run(rows, given, self._angles_to(last_position))
+        self.hidden, self.best = given["hidden"], given["best"].tolist()
+        return given["logits"]
+
+    def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
+        """A pass of the operations of these kinds alone, which takes the time that they take (`Program.subset`)."""
+        program = self._whole().subset(kinds)
+        return lambda rows, last_position: program.run(rows, self._results(rows), self._angles_to(last_position))
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the products of a pass read."""
+        return self._weights.nbytes

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -346,6 +346,15 @@ class Program:
         if blocks is not None:
             call.block, call.blocks = blocks.ctypes.data, len(blocks)
         self.kernels.run(self._list, len(self._ops), ctypes.byref(call), torch.get_num_threads())
+
+    def subset(self, kinds: Collection[int]) -> Program:
+        """The operations of these kinds alone, on the same weights and on buffers of their own: what comes out means nothing, but it takes
+        the time that they take."""
+        part = Program(self.kernels)
+        part._ops = [Op.from_buffer_copy(op) for op in self._ops if op.kind in kinds]
+        part._widths, part._owned = list(self._widths), [None] * len(self._owned)
+        part._names, part._keep = dict(self._names), list(self._keep)
+        return part
 
     def set(self, operation: int, **fields: int) -> None:
         """Change an operation's fields for the next calls: strides that depend on the number of rows."""

@@ -1,0 +1,78 @@
+"""Where the time of a native pass goes, and how near its products come to what the machine's memory gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.bench.passes import Figures
+from quickbeam.target.native import library
+from quickbeam.target.native.program import Packed, Program, Rows
+
+MEGABYTES = 512  # more than caches hold
+INPUTS = 2048  # of the product's weight
+
+
+class Bandwidth(NamedTuple):
+    """Gigabytes a second that all threads read together: with a sum of float32 numbers, and with the kernels' own product of one row (0
+    where there are none)."""
+
+    sum: float
+    product: float
+
+    @property
+    def best(self) -> float:
+        return max(self)
+
+
+def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 5) -> Bandwidth:
+    """Reads a buffer of that size from memory; the best of the repeats counts."""
+    numbers = torch.ones(megabytes * 250_000)
+    by_sum = _gigabytes(numbers.nbytes, numbers.sum, repeats)
+    del numbers
+    if (kernels := library.kernels()) is None:
+        return Bandwidth(by_sum, 0.0)
+    weight = torch.zeros(max(1, megabytes * 500_000 // INPUTS), INPUTS, dtype=torch.bfloat16)
+    packed, program = Packed(kernels, [weight]), Program(kernels)
+    del weight
+    program.linear(packed, program.buffer(INPUTS), program.buffer(packed.outputs))
+    rows = Rows([0], [0])
+    return Bandwidth(by_sum, _gigabytes(packed.data.nbytes, lambda: program.run(rows), repeats))
+
+
+def _gigabytes(size: int, read: Callable[[], object], repeats: int) -> float:
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        read()
+        best = min(best, perf_counter() - start)
+    return size / best / 1e9
+
+
+class Breakdown(NamedTuple):
+    """Milliseconds of one native pass and of its parts, each run by itself; `rest` is what they leave of the whole: norms, rotary angles,
+    keys and values to their pages, Python. `share`: of the memory's bandwidth that the weights reach in the time of the whole pass."""
+
+    milliseconds: float
+    products: float
+    attention: float
+    gigabytes_per_second: float
+    share: float
+
+    @property
+    def rest(self) -> float:
+        return self.milliseconds - self.products - self.attention
+
+
+def break_down(figures: Figures, weight_bytes: int, bandwidth: Bandwidth) -> dict[int, dict[int, Breakdown]]:
+    """By context and width, from figures with the parts beside `native`."""
+    found: dict[int, dict[int, Breakdown]] = {}
+    for context, by_width in figures["native"].items():
+        for width, ms in by_width.items():
+            products, attention = (figures[part][context][width] for part in ("products", "attention"))
+            rate = weight_bytes / ms / 1e6
+            found.setdefault(context, {})[width] = Breakdown(ms, products, attention, rate, rate / bandwidth.best)
+    return found
