@@ -122,6 +122,13 @@ def test_version_says_which_kernels(monkeypatch):
     )
 
 
+def test_version_answers_without_what_the_commands_import():
+    code = "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; main(); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    first, second = done.stdout.splitlines()
+    assert (done.returncode, done.stderr, first) == (0, "", __version__) and second == f"kernels: {choice.outlook()}"
+
+
 def test_other_formats_and_devices_use_pytorchs_kernels():
     assert library.describe("cpu", "float32") == "PyTorch's (float32 on cpu)"
     assert library.describe("cuda", "bfloat16") == "PyTorch's (bfloat16 on cuda)"

@@ -135,6 +135,8 @@ class LLM:
             library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
+        if progress:
+            progress(f"loading {self.name}", None)
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
         loaded, self.tokenizer = load_model(self.folder, torch_dtype, place)
         self.eos_ids = eos_ids(loaded, self.tokenizer)

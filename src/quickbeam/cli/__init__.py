@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import suppress
+
+from quickbeam.errors import InvalidInput
 
 
 def main() -> None:
@@ -16,6 +19,12 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of failing
 
+    if sys.argv[1:] == ["--version"]:
+        from quickbeam.cli.version import version
+
+        with suppress(InvalidInput):  # of which the app tells
+            print(version())
+            return
     from quickbeam.cli.app import app
 
     app()

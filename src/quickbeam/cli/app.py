@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quickbeam import __version__
 from quickbeam.cli import bench, train
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.chat import chat
@@ -23,9 +22,9 @@ from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
+from quickbeam.cli.version import version as show_version
 from quickbeam.cli.vocabulary import bench_vocabulary
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.target.native.choice import outlook
 
 
 class Commands(TyperGroup):
@@ -72,7 +71,7 @@ def root(
     version: Annotated[bool, typer.Option("--version", help="Print the version and the kernels used, and exit.")] = False,
 ) -> None:
     if version:
-        print(f"{__version__}\nkernels: {outlook()}")
+        print(show_version())
     elif context.invoked_subcommand is None:
         print(context.get_help())
 
