@@ -40,13 +40,16 @@ def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> Eagle
 
 
 class Pair:
-    """A drafter at its target, and the same two as they are written down."""
+    """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of the drafter and its target, whose weights
+    both pairs then have; `fast`: as the kind has it where None."""
 
-    def __init__(self, kind: str) -> None:
-        layout, fast, self.config = KINDS[kind]
-        self.model = tiny(layout, seed=3)
-        self.network = head_of(self.config, self.model)
-        self.target = Target(copy.deepcopy(self.model), fast=fast, chunk=6)
+    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, fast: bool | None = None) -> None:
+        layout, usual, self.config = KINDS[kind]
+        fast = usual if fast is None else fast
+        self.model = tiny(layout, seed=3).to(dtype).float()
+        self.network = head_of(self.config, self.model).to(dtype).float()
+        self.network.rotary = self.config.rotary()  # no rounded angles
+        self.target = Target(copy.deepcopy(self.model).to(dtype), fast=fast, chunk=6)
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
         self.drafter = EagleDrafter(network, self.target, fast=fast)

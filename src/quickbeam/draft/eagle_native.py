@@ -46,7 +46,8 @@ class NativeEagle:
         """Whether the kernels have all that this network computes."""
         config = network.config
         sizes = (config.hidden_size, config.intermediate_size, config.head_dim, config.target_size)
-        return config.activation == "silu" and all(size % 2 == 0 for size in sizes)
+        plain = type(network.embedding) is torch.nn.Embedding  # others scale what they look up
+        return plain and config.activation == "silu" and all(size % 2 == 0 for size in sizes)
 
     def _pack(self, linear: torch.nn.Linear) -> Packed:
         return Packed(self._kernels, [linear.weight], linear.bias)
@@ -71,7 +72,7 @@ class NativeEagle:
         """`[n, draft vocabulary]` float32 of all of the head."""
         if self._head is None:
             head: Any = self.network.head
-            packed = head.packed if isinstance(head, NativeLinear) else Packed(self._kernels, [head.weight])
+            packed = head.packed if isinstance(head, NativeLinear) else Packed(self._kernels, [head.weight], head.bias)
             self._head = Program(self._kernels)
             self._head.linear(packed, self._head.given("feature", self._width), self._head.given("logits", packed.outputs, True))
             self._outputs = packed.outputs

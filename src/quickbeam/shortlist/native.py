@@ -59,7 +59,7 @@ class NativeBlocks:
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Logits `[n, s]` float32 and tokens `[s]`, as `head.Scores` has them."""
-        chosen = clusters.numpy()
+        chosen = clusters.numpy()[clusters.numpy() >= 0]
         blocks = self._blocks
         if len(chosen):
             spans = (self._first + chosen[:, None] * self._each + np.arange(self._each)).ravel()

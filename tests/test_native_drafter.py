@@ -1,0 +1,336 @@
+"""The feature drafter, its router and its shortlisted head on the native kernels.
+
+pytest tests/test_native_drafter.py
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from features import KINDS, WIDE, Pair, context_of, head_of
+from kernels import best_set, every_set, load, number
+from models import VOCAB, tiny
+from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.feature import EagleDrafter
+from quickbeam.shortlist.context import ContextTokens, PlainRows
+from quickbeam.shortlist.head import BlockHead
+from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows
+from quickbeam.shortlist.router import EPS, Router, RouterConfig
+from quickbeam.shortlist.schedule import Schedule
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.native import reference
+from quickbeam.target.native.program import Program, Rows
+from quickbeam.target.target import Target
+from quickbeam.tree import TokenTree
+from test_shortlist_head import expected, spread
+
+SINGLE, HALF = 2.0**-23, 2.0**-8
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes targets and drafters use the kernels of an instruction set, or PyTorch's operators ("eager")."""
+
+    def take(isa: str) -> None:
+        if isa == "eager":
+            monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+            monkeypatch.delenv("QUICKBEAM_ISA", raising=False)
+            return
+        load(isa)
+        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+        monkeypatch.setenv("QUICKBEAM_ISA", isa)
+
+    return take
+
+
+def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
+    tree = TokenTree(root)
+    while len(tree) < nodes:
+        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(VOCAB)
+        if tree.child(parent, token) is None:
+            tree.add(parent, token, "random")
+    return tree
+
+
+def rounds(tree: TokenTree) -> list[list[int]]:
+    """Its nodes by depth: how they can be asked for."""
+    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
+
+
+def distance(pair: Pair) -> float:
+    """Mean total variation between a drafter's laws and those of the equations, over trees in an answer."""
+    rng, far = random.Random(5), []
+    for length in (1, 7, 30, 66):
+        ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
+        pair.begin(ids[:-1], ids[-1])
+        context = context_of(ids)
+        for _ in range(3):
+            tree = grown(rng, context.ids[-1], 7)
+            for nodes in rounds(tree):
+                laws = pair.drafter.laws(context, tree, nodes)
+                far += ((laws - pair.expected(context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2).tolist()
+            pair.target.verify(tree)
+            path = tree.path(rng.randrange(len(tree)))
+            pair.target.commit(tree, path)
+            context.ids.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
+    return sum(far) / len(far)
+
+
+@best_set
+@pytest.mark.parametrize("kind", KINDS)
+def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(isa: str, kind: str, native: Callable[[str], None]) -> None:
+    found = {}
+    for way in (isa, "eager"):
+        native(way)
+        pair = Pair(kind, torch.bfloat16, fast=True)
+        assert (pair.drafter._native is not None) is (way != "eager")
+        found[way] = distance(pair)
+    assert found[isa] <= 1.25 * found["eager"] + 1e-3, found
+
+
+@every_set
+def test_every_set_computes_the_same_laws_up_to_rounding(isa: str, native: Callable[[str], None]) -> None:
+    native("eager")
+    usual = distance(Pair("ours", torch.bfloat16, fast=True))
+    native(isa)
+    pair = Pair("ours", torch.bfloat16, fast=True)
+    assert distance(pair) <= 1.25 * usual + 1e-3
+
+
+@best_set
+def test_a_drafter_that_computes_something_else_is_seen(isa: str, native: Callable[[str], None]) -> None:
+    native(isa)
+    pair = Pair("attention", torch.bfloat16)
+    before = distance(pair)
+    pair.network.out.weight.mul_(1.5)
+    assert distance(pair) > 5 * before + 0.01
+
+
+@every_set
+@pytest.mark.parametrize("kind", ["attention", "input", "ours", "own-head"])
+def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(isa: str, kind: str, native: Callable[[str], None]) -> None:
+    native(isa)
+    pair, rng = Pair(kind, torch.bfloat16), random.Random(0)
+    ids = [rng.randrange(VOCAB) for _ in range(70)]
+    pair.begin(ids[:-1], ids[-1])
+    context, tree = context_of(ids), grown(rng, ids[-1], 30)
+
+    def laws_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
+        """Each in a tree of its own, as a node is asked for once in a tree."""
+        return {node: law for nodes in calls for node, law in zip(nodes, pair.drafter.laws(context, asked, nodes), strict=True)}
+
+    together = laws_of(rounds(tree), tree)
+    one_by_one = laws_of([[node] for node in range(len(tree))], copy_of(tree))
+    assert all(torch.equal(together[node], one_by_one[node]) for node in together)
+    for _ in range(3):  # any of the nodes whose parents were asked for, in any order
+        again, calls, left = copy_of(tree), [[0]], set(range(1, len(tree)))
+        while left:
+            ready = sorted(node for node in left if tree.parent[node] not in left)
+            calls.append(sorted(rng.sample(ready, rng.randint(1, len(ready)))))
+            left -= set(calls[-1])
+        mixed = laws_of(calls, again)
+        assert all(torch.equal(together[node], mixed[node]) for node in together)
+
+
+def copy_of(tree: TokenTree) -> TokenTree:
+    other = TokenTree(tree.token[0])
+    for parent, token in zip(tree.parent[1:], tree.token[1:], strict=True):
+        other.add(parent, token, "x")
+    return other
+
+
+@every_set
+def test_chunks_of_the_certain_text_give_the_same_laws(isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    native(isa)
+    pair, laws = Pair("ours", torch.bfloat16), []
+    ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
+    for chunk in (512, 64, 7):
+        monkeypatch.setattr("quickbeam.draft.feature.CHUNK", chunk)
+        pair.drafter.forget()
+        pair.begin(ids[:-1], ids[-1])
+        tree = grown(random.Random(2), ids[-1], 9)
+        laws.append(torch.cat([pair.drafter.laws(context_of(ids), tree, nodes) for nodes in rounds(tree)]))
+    assert torch.equal(laws[0], laws[1]) and torch.equal(laws[0], laws[2])
+
+
+# --- the head on parts of the vocabulary ---
+
+
+@st.composite
+def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:
+    vocab, size, d = draw(st.integers(1, 200)), draw(st.integers(1, 50)), 2 * draw(st.integers(1, 40))
+    seed = draw(st.integers(0, 99))
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[: draw(st.integers(0, vocab))]
+    layout = Layout(order, draw(st.integers(0, len(order))), size, vocab)
+    clusters = sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
+    return number(vocab, d, seed=seed), number(draw(st.integers(1, 20)), d, seed=seed + 1), layout, clusters
+
+
+@every_set
+@settings(deadline=None, derandomize=True, max_examples=60)
+@given(heads())
+def test_blocks_give_what_the_plain_head_does(isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]) -> None:
+    """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens, nothing at all."""
+    weight, h, layout, clusters = case
+    blocks = NativeBlocks(weight, layout, load(isa))
+    logits, tokens = blocks(h, torch.tensor(clusters, dtype=torch.int64))
+    assert logits.shape == (len(h), len(tokens)) and logits.dtype is torch.float32
+    plain = BlockHead(weight.float(), layout, backend="plain")(h.float(), torch.tensor(clusters, dtype=torch.int64))
+    allowed = (weight.shape[1] + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
+    got = spread(type(plain)(logits, tokens), layout.vocab)
+    torch.testing.assert_close(got, spread(plain, layout.vocab), rtol=1e-6, atol=allowed)
+    torch.testing.assert_close(got, expected(weight, h, layout, clusters), rtol=1e-6, atol=allowed)
+
+
+@best_set
+def test_blocks_take_paddings_no_rows_and_strided_rows(isa: str) -> None:
+    weight, layout = number(90, 16), Layout(torch.randperm(90), 20, 30, 90)
+    blocks = NativeBlocks(weight, layout, load(isa))
+    wide = number(6, 40, seed=1)
+    chosen = torch.tensor([0, 2])
+    logits, tokens = blocks(wide[:, :16], chosen)
+    padded = blocks(wide[:, :16].contiguous(), torch.tensor([0, 2, -1, -1]))  # -1 counts for nothing (`BlockHead`)
+    assert torch.equal(padded[0], logits) and torch.equal(padded[1], tokens)
+    assert torch.equal(blocks(wide[::2, ::2][:, :16], chosen)[0], blocks(wide[::2, ::2][:, :16].contiguous(), chosen)[0])
+    assert blocks(wide[:0, :16], chosen)[0].shape == (0, len(tokens))
+
+
+@every_set
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(rng=st.randoms(use_true_random=False), window=st.integers(1, 60), d=st.integers(1, 40).map(lambda half: 2 * half))
+def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.Random, window: int, d: int) -> None:
+    """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
+    weight, skip = number(100, d), torch.tensor([token % 7 == 0 for token in range(100)])
+    contexts = [ContextTokens(weight, window, skip) for _ in range(2)]
+    for context, rows in zip(contexts, (NativeRows(weight, load(isa)), PlainRows(weight)), strict=True):
+        context._rows = rows
+    h = number(rng.randint(1, 20), d, seed=1)
+    right = h.double() @ weight.double().T
+    allowed = (d + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
+    for _ in range(6):
+        tokens = [rng.randrange(100) for _ in range(rng.randint(0, 50))]
+        afresh = rng.random() < 0.1
+        for context in contexts:
+            (context.reset if afresh else context.extend)(tokens)
+    fast, plain = contexts
+    assert torch.equal(fast.tokens, plain.tokens)
+    for context in contexts:
+        got = context.logits(h)
+        assert got.shape == (len(h), len(context)) and len(context) <= window
+        rounded = HALF * right[:, context.tokens].abs() if context is plain else 0.0
+        assert bool(((got.double() - right[:, context.tokens]).abs() <= allowed + rounded).all())
+    assert fast.logits(h).dtype is torch.float32
+
+
+@best_set
+def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: Callable[[str], None]) -> None:
+    weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
+    native(isa)
+    assert isinstance(ContextTokens(weight)._rows, NativeRows) and BlockHead(weight, layout).backend == "native"
+    assert isinstance(ContextTokens(weight.float())._rows, PlainRows) and BlockHead(weight.float(), layout).backend == "packed"
+    assert isinstance(ContextTokens(weight[:, :15])._rows, PlainRows) and BlockHead(weight[:, :15], layout).backend == "packed"
+    native("eager")
+    assert isinstance(ContextTokens(weight)._rows, PlainRows) and BlockHead(weight, layout).backend == "packed"
+
+
+# --- the router ---
+
+
+@every_set
+@settings(deadline=None, derandomize=True, max_examples=40)
+@given(
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)).filter(lambda sizes: sum(sizes) % 2 == 0),
+    width=st.integers(1, 70),
+    clusters=st.integers(1, 70),
+    n=st.integers(1, 20),
+    seed=st.integers(0, 99),
+)
+def test_the_router_scores_clusters(isa: str, sizes: tuple[int, int], width: int, clusters: int, n: int, seed: int) -> None:
+    """Widths that are odd and numbers of clusters that are no multiples of 16; scores of the rows that are wanted."""
+    kernels, rng = load(isa), random.Random(seed)
+    torch.manual_seed(seed)
+    router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
+    for parameter in router.parameters():
+        parameter.copy_(parameter.to(torch.bfloat16))
+    hidden, embedded = number(n, sizes[0], like=torch.float32, seed=seed), number(n, sizes[1], seed=seed + 1)
+    wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
+    made, program = NativeRouter(router, kernels), Program(kernels)
+    named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
+    made.add(program, *named, program.given("routed", made.clusters, True))
+    scores = torch.full((len(wanted), clusters), torch.nan)
+    program.run(Rows([0] * n, [0] * n, wanted=wanted), {"hidden": hidden, "embedded": embedded, "routed": scores})
+    x = torch.cat([reference.norm(part[wanted], None, EPS) for part in (hidden, embedded)], -1).to(torch.bfloat16)
+    middle = reference.activate(x, router.up.weight, router.up.bias)
+    right = reference.linear(middle.to(torch.bfloat16), router.down.weight, router.down.bias)
+    allowed = HALF * reference.linear(middle.abs(), router.down.weight.abs(), router.down.bias.abs())  # one bit of what is between
+    assert bool(((scores.double() - right).abs() <= allowed + 1e-6).all())
+    torch.testing.assert_close(scores, router(hidden[wanted], embedded[wanted].float()), rtol=0.05, atol=0.05)
+
+
+@every_set
+@pytest.mark.parametrize("kind", ["attention", "ours"])
+def test_a_routed_drafter_gives_the_laws_of_its_shortlist(isa: str, kind: str, native: Callable[[str], None]) -> None:
+    """With a router, clusters and the context: the full law on the tokens that are scored, whatever is asked for together."""
+    native(isa)
+    pair, rng = Pair(kind, torch.bfloat16), random.Random(3)
+    torch.manual_seed(0)
+    layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)  # the last cluster holds 2
+    router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
+    weight = pair.model.get_output_embeddings().weight.detach().to(torch.bfloat16)
+    ids = [rng.randrange(VOCAB) for _ in range(30)]
+    tree = grown(rng, ids[-1], 12)
+    laws: dict[bool, list[torch.Tensor]] = {}
+    for short in (False, True):
+        context = ContextTokens(weight, 40)
+        shortlist = Shortlist(weight, layout, router=router, schedule=Schedule(2, 1, deepest=5), context=context) if short else None
+        pair.drafter.use(shortlist)
+        assert shortlist is None or (shortlist.native_router is not None and shortlist.head.backend == "native")
+        pair.drafter.forget()
+        pair.begin(ids[:-1], ids[-1])
+        asked = copy_of(tree)
+        laws[short] = [law for nodes in rounds(tree) for law in pair.drafter.laws(context_of(ids), asked, nodes)]
+    for whole, part in zip(laws[False], laws[True], strict=True):
+        held = part > 0
+        assert 20 <= int(held.sum()) < VOCAB
+        torch.testing.assert_close(part[held], (whole / whole[held].sum())[held], rtol=1e-3, atol=1e-5)
+
+
+def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators() -> None:
+    model = tiny("llama", torch.bfloat16)
+    for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
+        assert EagleDrafter(head_of(config, model), Target(tiny("llama", torch.bfloat16)))._native is None
+
+
+@best_set
+@pytest.mark.parametrize("config", [replace(WIDE, layers=(1, 2, 3)), replace(WIDE, layers=(3,), join="input", final_norm=False)])
+def test_an_embedding_that_scales_is_not_passed_over(
+    isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
+    found = {}
+    for way in (isa, "eager"):
+        native(way)
+        found[way] = distance(Pair("scaled", torch.bfloat16))
+    assert found[isa] <= 1.25 * found["eager"] + 1e-3, found
+
+
+@best_set
+def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> None:
+    native(isa)
+    for fast in (False, True):
+        model = tiny("llama", torch.bfloat16)
+        model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
+        right, feature = copy.deepcopy(model.lm_head).float().requires_grad_(False), number(5, 32)
+        target = Target(model, fast=fast)
+        drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
+        assert drafter._native is not None
+        torch.testing.assert_close(drafter._native.logits(feature), right(feature.float()), rtol=1e-3, atol=1e-3)
