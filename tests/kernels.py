@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,18 +15,7 @@ from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.program import KVShape, Program, Rows
 from quickbeam.target.pages import PagedStore
 
-
-def _flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
-
-
-SETS = build.machine_sets()
-if SETS and build.NEEDS[build.EMULATED] <= _flags():
-    SETS.append(build.EMULATED)
+SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)
 best_set = pytest.mark.parametrize("isa", SETS[:1])
 
