@@ -13,7 +13,7 @@ from torch import nn
 from quickbeam.shortlist.head import BlockHead
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import FastRouter, Router, RouterConfig
-from quickbeam.target.linear import FastLinear
+from quickbeam.target.linear import FastLinear, native_linear
 
 CLUSTER, FREQUENT, WIDTH = 512, 24, 256  # tokens a cluster, one token in so many always scored, the router's hidden width
 SWEEP = 16 * 2**20  # numbers read between two calls, more than caches hold: a real drafter finds them cold
@@ -51,7 +51,7 @@ def measure(
     weight = weight.to(device)
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    full = FastLinear(linear) if device.type == "cpu" else linear
+    full = linear if device.type != "cpu" else native_linear([linear]) or FastLinear(linear)
     frequent = vocab // FREQUENT // CLUSTER * CLUSTER
     layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
     most = max(1, *(round((vocab * share - frequent) / CLUSTER) for share in shares))

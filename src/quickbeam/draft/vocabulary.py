@@ -14,6 +14,7 @@ from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.linear import NativeLinear
 from quickbeam.target.target import Target
 
 SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
@@ -82,6 +83,8 @@ def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
 @torch.inference_mode()
 def rows_of(head: nn.Module, size: int, target: Target) -> torch.Tensor:
     """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the identity, which no rounding touches."""
+    if isinstance(head, NativeLinear):
+        return head.packed.rows()[: target.vocab_size]
     weight = getattr(head, "weight", None)
     if type(head) is nn.Linear and weight is not None:
         linear: torch.Tensor = weight.detach()[: target.vocab_size]

@@ -62,6 +62,8 @@ class NativeLinear(nn.Module):
         self._program.linear(packed, source, target)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.dtype is not torch.bfloat16 or x.shape[-1] != self.in_features:
+            raise ValueError(f"a product of {x.dtype} {list(x.shape)}: must be bfloat16 [..., {self.in_features}]")
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
         if rows := x.numel() // self.in_features:

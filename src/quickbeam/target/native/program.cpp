@@ -3,7 +3,9 @@
 // to a plain reference (`reference.py`).
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstddef>
+#include <memory>
 #include <thread>
 #include <vector>
 
@@ -47,7 +49,10 @@ struct Call {
   int64_t blocks;
 };
 
-// Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up.
+using Clock = std::chrono::steady_clock;
+
+// Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
+// long waits, as for a thread whose core does other work.
 class Meeting {
  public:
   explicit Meeting(int threads) : threads_(threads) {}
@@ -59,15 +64,21 @@ class Meeting {
       turn_.store(turn + 1, std::memory_order_release);
       return;
     }
-    for (int spins = 0; turn_.load(std::memory_order_acquire) == turn; ++spins) {
-      if (spins > 4000) std::this_thread::yield();
+    for (int spins = 0; spins < 4000; ++spins) {
+      if (turn_.load(std::memory_order_acquire) != turn) return;
 #if defined(__x86_64__)
-      else __builtin_ia32_pause();
+      __builtin_ia32_pause();
 #endif
     }
+    const Clock::time_point began = Clock::now();
+    while (turn_.load(std::memory_order_acquire) == turn) std::this_thread::yield();
+    const Clock::duration waited = Clock::now() - began;
+    if (waited > std::chrono::milliseconds(1)) lost_.fetch_add(waited.count(), std::memory_order_relaxed);
   }
+  Clock::duration lost() const { return Clock::duration(lost_.load()); }
 
  private:
+  std::atomic<Clock::rep> lost_{0};
   const int threads_;
   alignas(64) std::atomic<int> count_{0};
   alignas(64) std::atomic<uint32_t> turn_{0};
@@ -154,8 +165,11 @@ class Worker {
     std::vector<float> x(size_t(op.inputs));
     for (int64_t r = low(rows(op)); r < high(rows(op)); ++r) {
       const int64_t from = (op.wanted == 1 ? batch_.want[r] : r) * op.source_stride + op.source_offset;
-      for (int64_t i = 0; i < op.inputs; ++i) x[size_t(i)] = number(op, call_.buffer[op.source], from + i);
-      normalise(x.data(), x.data(), op.inputs, op.epsilon, static_cast<const bf16*>(op.weight));
+      const float* in = x.data();
+      if (op.source_float) in = at<float>(op.source) + from;
+      else
+        for (int64_t i = 0; i < op.inputs; ++i) x[size_t(i)] = widen(at<bf16>(op.source)[from + i]);
+      normalise(in, x.data(), op.inputs, op.epsilon, static_cast<const bf16*>(op.weight));
       const int64_t to = r * op.target_stride + op.target_offset;
       if (op.target_float) std::copy(x.begin(), x.end(), at<float>(op.target) + to);
       else narrow_all(x.data(), at<bf16>(op.target) + to, op.inputs);
@@ -387,16 +401,21 @@ void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t thre
   static thread_local qb::Scratch scratch;
   qb::Scratch& mine = scratch;
 #ifdef _OPENMP
-  if (threads > 1 && !omp_in_parallel()) {
+  // Where other work holds a core, threads that meet after every operation wait more than they work: then the next calls go alone.
+  static thread_local int64_t alone_for = 0, longer = 16;
+  if (threads > 1 && !omp_in_parallel() && --alone_for < 0) {
     const int wished = int(std::min<int64_t>(threads, omp_get_max_threads()));
-    std::atomic<qb::Meeting*> shared{nullptr};
+    const qb::Clock::time_point began = qb::Clock::now();
+    std::unique_ptr<qb::Meeting> meeting;
 #pragma omp parallel num_threads(wished)
     {
 #pragma omp single
-      shared.store(new qb::Meeting(omp_get_num_threads()));
-      qb::Worker(*call, mine, *shared.load(), omp_get_thread_num(), omp_get_num_threads()).run(ops, count);
+      meeting = std::make_unique<qb::Meeting>(omp_get_num_threads());
+      qb::Worker(*call, mine, *meeting, omp_get_thread_num(), omp_get_num_threads()).run(ops, count);
     }
-    delete shared.load();
+    const bool busy = meeting->lost() * 4 > qb::Clock::now() - began;
+    if (busy) alone_for = longer;
+    longer = busy ? std::min<int64_t>(2 * longer, 512) : 16;
     return;
   }
 #endif

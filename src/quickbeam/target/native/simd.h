@@ -200,11 +200,12 @@ inline Lanes dot(const Pairs& a, const Pairs& b, const Lanes& c) { return fma(a.
 
 // Both numbers of each pair from different places: (p[2i + p_odd], q[2i + q_odd]), 0 where q is null.
 inline Pairs join(const bf16* p, int p_odd, const bf16* q, int q_odd) {
+  alignas(64) uint32_t a[16], b[16] = {};
+  std::memcpy(a, p, 64);
+  if (q) std::memcpy(b, q, 64);
+  for (int i = 0; i < 16; ++i) a[i] = ((a[i] >> (16 * p_odd)) & 0xffff) | (b[i] >> (16 * q_odd) << 16);
   alignas(64) bf16 both[32];
-  for (int i = 0; i < 16; ++i) {
-    both[2 * i] = p[2 * i + p_odd];
-    both[2 * i + 1] = q ? q[2 * i + q_odd] : 0;
-  }
+  std::memcpy(both, a, 64);
   return load_pairs(both);
 }
 
