@@ -95,6 +95,12 @@ def test_what_is_not_to_be_had_is_refused_where_it_is_asked_for(toy_folder):
         make_passes(toy_folder, "float32", "cpu", [9, 500])
 
 
+def test_a_wish_for_kernels_that_cannot_be_met_is_refused(toy_folder, monkeypatch):
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "nativ")
+    with pytest.raises(InvalidInput, match="QUICKBEAM_KERNELS"):
+        make_passes(toy_folder, "bfloat16", "cpu", [9])
+
+
 def test_rounds_are_interleaved_and_the_median_counts():
     ran: list[tuple[str, int, int]] = []
 

@@ -65,7 +65,7 @@ def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
     with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
         choice.wish()
-    for command in (["--version"], ["generate", "hi", "--dtype", "bfloat16", "--device", "cpu"]):
+    for command in (["--version"], *(["generate", "hi", "--dtype", dtype, "--device", "cpu"] for dtype in ("bfloat16", "float32"))):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code, result.stdout) == (2, "")
         assert result.stderr.startswith(f"error: {name}='{value}'") and result.stderr.count("\n") == 1

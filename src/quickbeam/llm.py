@@ -25,7 +25,7 @@ from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
-from quickbeam.target.native import library
+from quickbeam.target.native import choice, library
 from quickbeam.target.target import Target
 
 Prompt = str | Sequence[int]
@@ -131,6 +131,7 @@ class LLM:
             make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
         check_vocab(vocab or chosen.vocab)
         torch_dtype, place = parse_dtype(dtype), pick_device(device)
+        choice.wish()  # raises for words that are not known, whether kernels are used or not
         if fast and place.type == "cpu" and torch_dtype is torch.bfloat16:
             library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))

@@ -71,6 +71,8 @@ def make_passes(
     Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
     """
     place, kind = pick_device(device), parse_dtype(dtype)
+    if place.type == "cpu" and kind is torch.bfloat16 and "native" in (names or WAYS):
+        library.prepare(lambda stage: progress(stage, None))
     model, _ = load_model(folder, kind, place)
     limit, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(contexts)
     if limit and longest + ROOM > limit:
@@ -84,7 +86,7 @@ def make_passes(
             passes.ways[name] = _transformers(model.eval(), ids.to(place), contexts)
             continue
         try:
-            target = _target(name, lambda: load_model(folder, kind, place)[0], progress)
+            target = _target(name, lambda: load_model(folder, kind, place)[0])
         except InvalidInput:
             if names or name not in ("exact", "native"):
                 raise
@@ -97,14 +99,11 @@ def make_passes(
     return passes
 
 
-def _target(name: str, load: Callable[[], PreTrainedModel], progress: Callable[[str, float | None], None]) -> Target:
+def _target(name: str, load: Callable[[], PreTrainedModel]) -> Target:
     if name == "plain":
         return Target(load(), fast=False)
     if name == "native":
-        model = load()
-        if model.device.type == "cpu" and model.dtype is torch.bfloat16:
-            library.prepare(lambda stage: progress(stage, None))
-        target = Target(model)
+        target = Target(load())
         if not isinstance(target.store, PagedStore):
             raise InvalidInput(f"--ways native: {library.describe(target.device.type, str(target.dtype).removeprefix('torch.'))}")
         return target

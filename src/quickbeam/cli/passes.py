@@ -55,6 +55,7 @@ def passes(
             from quickbeam.bench.environment import environment
             from quickbeam.bench.llama_cpp import llama_cpp as run_llama_cpp
             from quickbeam.bench.passes import WAYS, make_passes, measure, over_first_context, over_first_width
+            from quickbeam.target.loading import pick_device
 
             if unknown := [name for name in names if name not in WAYS]:
                 raise InvalidInput(f"--ways: unknown way {unknown[0]!r}; known: {', '.join(WAYS)}")
@@ -85,7 +86,7 @@ def passes(
             }
         if beside:
             record["llama_cpp"] = {"way": ours, "contexts": beside}
-        print(json.dumps({**record, "environment": environment(device.value if device else "cpu", dtype.value)}))
+        print(json.dumps({**record, "environment": environment(str(pick_device(place)), dtype.value)}))
         return
     console = stdout()
     console.print(times(figures, dtype.value, contexts, width_numbers))
