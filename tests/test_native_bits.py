@@ -27,10 +27,11 @@ LAYOUTS = [name for name in CONFIGS if "sinks" not in name]
 WIDEST = 128
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def threads() -> Iterator[Callable[[int], None]]:
-    """Sets the number of threads for one test."""
+    """One thread, unless a test sets another number: work this small is slower on several, far slower on a busy machine."""
     before = torch.get_num_threads()
+    torch.set_num_threads(1)
     yield torch.set_num_threads
     torch.set_num_threads(before)
 
