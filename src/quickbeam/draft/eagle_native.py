@@ -11,7 +11,7 @@ from quickbeam.shortlist.native import NativeRouter
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import Buffer, KVShape, Packed, Program, Rows
+from quickbeam.target.native.program import Buffer, KVShape, Packed, Program, Rows, plain_rows
 from quickbeam.target.pages import PagedStore
 
 
@@ -77,7 +77,7 @@ class NativeEagle:
             self._head.linear(packed, self._head.given("feature", self._width), self._head.given("logits", packed.outputs, True))
             self._outputs = packed.outputs
         logits = torch.empty(len(feature), self._outputs)
-        self._head.run(Rows([0] * len(feature), [0] * len(feature)), {"feature": feature.contiguous(), "logits": logits})
+        self._head.run(plain_rows(len(feature)), {"feature": feature.contiguous(), "logits": logits})
         return logits
 
     def _make(self, committed: bool, router: NativeRouter | None) -> Program:

@@ -53,16 +53,18 @@ class ContextTokens:
             raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
         self.window = window
         self.rebuilt = 0  # how often tokens had to go
+        self.version = 0  # another one whenever the tokens kept, or their places, are others
         self._weight = weight.detach()
         self._skip: list[bool] = [False] * len(weight) if skip is None else skip.tolist()
         self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
         found = kernels() if native_fits(self._weight) else None
-        self._rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found)
+        self.rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found)
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def reset(self, ids: Sequence[int]) -> None:
         """Forget everything and read `ids`."""
         self._row.clear()
+        self.version += 1
         self.extend(ids)
 
     @torch.inference_mode()
@@ -77,10 +79,11 @@ class ContextTokens:
         fresh = [token for token in reversed(recent) if self._row[token] < 0]
         if not fresh:
             return
+        self.version += 1
         self._reserve(known, known + len(fresh))
         ids = torch.tensor(fresh, device=self._tokens.device)
         self._tokens[known : known + len(fresh)] = ids
-        self._rows.write(known, ids)
+        self.rows.write(known, ids)
         self._row.update(zip(fresh, range(known, known + len(fresh)), strict=True))
 
     @property
@@ -97,7 +100,7 @@ class ContextTokens:
     @torch.inference_mode()
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """`[n, d]` to `[n, m]`, a column a token of `tokens`."""
-        return self._rows.logits(h, len(self._row))
+        return self.rows.logits(h, len(self._row))
 
     def _rebuild(self, keep: int) -> int:
         """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row, which is moved to the front."""
@@ -107,7 +110,7 @@ class ContextTokens:
         kept = sorted((row, token) for token, row in self._row.items() if row >= 0)
         rows = torch.tensor([row for row, _ in kept], dtype=torch.int64, device=self._tokens.device)
         self._tokens[: len(kept)] = self._tokens[rows]
-        self._rows.write(0, self._tokens[: len(kept)])
+        self.rows.write(0, self._tokens[: len(kept)])
         self._row.update((token, place) for place, (_, token) in enumerate(kept))
         return len(kept)
 
@@ -116,7 +119,7 @@ class ContextTokens:
         if size <= len(self._tokens):
             return
         size = -(-min(self.window, max(2 * len(self._tokens), size)) // STEP) * STEP
-        self._rows.reserve(size)
+        self.rows.reserve(size)
         tokens = self._tokens.new_empty(size)
         tokens[:used] = self._tokens[:used]
         self._tokens = tokens

@@ -52,14 +52,14 @@ class BlockHead:
         self.layout = layout
         self.most = layout.clusters if most is None else min(most, layout.clusters)
         self.backend = _choose(backend, weight.device.type, native_fits(weight))
-        self._run = _MAKERS[self.backend](weight.detach(), layout, self.most)
+        self.run = _MAKERS[self.backend](weight.detach(), layout, self.most)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
         """Scores of the frequent block and `clusters` (`[k]` int64, ascending, no repeats; -1 behind them counts for nothing) for `h`
         `[n, d]` of the weight's dtype. Raises `ValueError` for more than `most`."""
         if len(clusters) > self.most:
             raise ValueError(f"{len(clusters)} clusters: this head was made for {self.most} a call at most")
-        return self._run(h, clusters)
+        return self.run(h, clusters)
 
 
 def native_fits(weight: torch.Tensor) -> bool:
@@ -142,8 +142,7 @@ def _native(weight: torch.Tensor, layout: Layout, most: int) -> Run:
 
     found = kernels()
     assert found is not None
-    blocks = NativeBlocks(weight, layout, found)
-    return lambda h, clusters: Scores(*blocks(h, clusters))
+    return NativeBlocks(weight, layout, found)
 
 
 _MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {"plain": _plain, "packed": _packed, "native": _native, "triton": _triton}

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from quickbeam.shortlist.head import Scores
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import EPS, Router
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import BLOCK, Buffer, Packed, Program, Rows
+from quickbeam.target.native.program import BLOCK, Buffer, Packed, Program, plain_rows
 
 
 class NativeRouter:
@@ -35,12 +37,19 @@ class NativeRouter:
         program.linear(self._down, middle, target, gathered=True)
 
 
+class Prepared(NamedTuple):
+    """What calls that score the same part of the vocabulary share."""
+
+    blocks: npt.NDArray[np.int64]  # of 16 outputs
+    tokens: torch.Tensor  # [s] int64, of the columns
+    bias: torch.Tensor | None  # [m] of the context's columns, behind the others: -inf for those that a block holds too; None without any
+
+
 class NativeBlocks:
     """Rows of a head in a layout's order, packed: the frequent block, then the clusters, each filled up to whole blocks of 16 outputs. What
     fills up has -inf for a logit."""
 
     def __init__(self, weight: torch.Tensor, layout: Layout, kernels: Kernels) -> None:
-        self._kernels = kernels
         self._first = -(-layout.frequent // BLOCK)  # blocks of the frequent tokens
         self._each = -(-layout.size // BLOCK)  # and of a cluster
         parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
@@ -55,25 +64,38 @@ class NativeBlocks:
         self._packed = Packed(kernels, [rows], bias)
         self._tokens = tokens.clamp_(min=0).view(-1, BLOCK).numpy()
         self._blocks = np.arange(self._first)
-        self._program: Program | None = None
+        self._alone, self._beside = Program(kernels), Program(kernels)
+        for program in (self._alone, self._beside):
+            h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
+            program.chosen(self._packed, h, logits)
+        one = Packed(kernels, [weight[:1]], torch.zeros(1))  # its place is taken by the context's rows
+        self._beside.linear(one, h, logits)
 
-    def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits `[n, s]` float32 and tokens `[s]`, as `head.Scores` has them."""
+    def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their outputs."""
         chosen = clusters.numpy()[clusters.numpy() >= 0]
         blocks = self._blocks
         if len(chosen):
             spans = (self._first + chosen[:, None] * self._each + np.arange(self._each)).ravel()
             blocks = np.concatenate([blocks, spans])
-        n, width = len(h), len(blocks) * BLOCK
-        logits, tokens = torch.empty(n, width), torch.from_numpy(self._tokens[blocks].ravel())
+        return np.ascontiguousarray(blocks), torch.from_numpy(self._tokens[blocks].ravel())
+
+    def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
+        blocks, tokens = self.find(clusters)
+        return Scores(self.score(h, Prepared(blocks, tokens, None)), tokens)
+
+    def score(self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None) -> torch.Tensor:
+        """Logits `[n, s]` float32 of what was prepared; `rows`: where those of the context are."""
+        width, columns = len(prepared.tokens), len(prepared.blocks) * BLOCK
+        logits = torch.empty(len(h), width)
         if width:
-            if self._program is None:
-                self._program = Program(self._kernels)
-                self._program.chosen(self._packed, self._program.given("h", self._packed.inputs), self._program.given("logits", 0, True))
-            self._program.set(0, target_stride=width)
-            given: dict[str, Any] = {"h": h.contiguous(), "logits": logits}
-            self._program.run(Rows([0] * n, [0] * n), given, blocks=np.ascontiguousarray(blocks))
-        return logits, tokens
+            program = self._beside if prepared.bias is not None else self._alone
+            program.set(0, target_stride=width)
+            if prepared.bias is not None and rows is not None:
+                places = {"weight": rows.address, "bias": prepared.bias.data_ptr()}
+                program.set(1, outputs=len(prepared.bias), target_stride=width, target_offset=columns, **places)
+            program.run(plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks)
+        return logits
 
 
 class NativeRows:
@@ -96,10 +118,15 @@ class NativeRows:
         """Rows of `tokens` from place `first` on."""
         self._kernels.put(self._weight.data_ptr(), self._inputs, tokens.data_ptr(), len(tokens), first, self._data.data_ptr())
 
+    @property
+    def address(self) -> int:
+        """Where the rows are; `reserve` may move them."""
+        return self._data.data_ptr()
+
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
         """`[n, d]` to `[n, count]` float32, of the first rows."""
         logits = torch.empty(len(h), count)
         if count:
-            self._program.set(0, weight=self._data.data_ptr(), outputs=count, target_stride=count)
-            self._program.run(Rows([0] * len(h), [0] * len(h)), {"h": h.contiguous(), "logits": logits})
+            self._program.set(0, weight=self.address, outputs=count, target_stride=count)
+            self._program.run(plain_rows(len(h)), {"h": h.contiguous(), "logits": logits})
         return logits

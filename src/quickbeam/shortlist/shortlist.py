@@ -13,7 +13,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.head import BlockHead, Scores, native_fits
 from quickbeam.shortlist.layout import FREQUENT, Layout
-from quickbeam.shortlist.native import NativeRouter
+from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared
 from quickbeam.shortlist.router import FastRouter, Router
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.target.native.library import kernels
@@ -70,6 +70,7 @@ class Shortlist:
         self._always = torch.zeros(layout.clusters + 2, dtype=torch.bool, device=self.device)
         self._always[FREQUENT] = True
         self._scored: torch.Tensor | int = 0
+        self._ready: tuple[Routed, int, Prepared, int] | None = None  # with the version of the context: what the kernels scored last
 
     def reset(self, ids: Sequence[int]) -> None:
         """Begin a sequence with its prompt."""
@@ -124,6 +125,8 @@ class Shortlist:
         A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
         to score.
         """
+        if isinstance(self.head.run, NativeBlocks):
+            return self._score_native(self.head.run, feature, routed)
         logits, tokens = self.head(feature, routed.clusters)
         size, repeated = self._found(routed)
         if self.context is not None and repeated is not None:
@@ -133,6 +136,25 @@ class Shortlist:
             raise ValueError("the shortlist holds no token: reset it with a prompt first")
         self._scored = self._scored + size
         return Scores(logits, tokens)
+
+    def _score_native(self, blocks: NativeBlocks, feature: torch.Tensor, routed: Routed) -> Scores:
+        """All of it in one call of the kernels, prepared once for the calls of a tree that score the same."""
+        context = self.context
+        version = 0 if context is None else context.version
+        if self._ready is None or self._ready[0] is not routed or self._ready[1] != version:
+            size, repeated = self._found(routed)
+            found, tokens = blocks.find(routed.clusters)
+            bias = None
+            if context is not None and repeated is not None:
+                bias = torch.zeros(len(repeated)).masked_fill_(repeated, -torch.inf)
+                tokens = torch.cat([tokens, context.tokens])
+            self._ready = (routed, version, Prepared(found, tokens, bias), int(size))
+        prepared, size = self._ready[2:]
+        if not len(prepared.tokens):
+            raise ValueError("the shortlist holds no token: reset it with a prompt first")
+        self._scored = self._scored + size
+        rows = None if context is None else context.rows
+        return Scores(blocks.score(feature, prepared, rows if isinstance(rows, NativeRows) else None), prepared.tokens)
 
     def holds(self, token: int, routed: Routed) -> bool:
         """Whether `score` gives this token a column that counts, with the context as it is now."""

@@ -6,7 +6,6 @@ about twice as fast as `F.linear` for a few rows. The operators are private to P
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Sequence
 
@@ -16,7 +15,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.native.library import Kernels, kernels
-from quickbeam.target.native.program import Packed, Program, Rows
+from quickbeam.target.native.program import Packed, Program, plain_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +45,6 @@ def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     return torch.cat([linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
 
 
-@functools.lru_cache(maxsize=256)
-def _rows(n: int) -> Rows:
-    return Rows([0] * n, [0] * n)
-
-
 class NativeLinear(nn.Module):
     """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't depend on the other rows."""
 
@@ -67,7 +61,7 @@ class NativeLinear(nn.Module):
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
         if rows := x.numel() // self.in_features:
-            self._program.run(_rows(rows), {"x": x, "y": out})
+            self._program.run(plain_rows(rows), {"x": x, "y": out})
         return out
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -126,6 +127,12 @@ class Rows:
         at = self._numbers.ctypes.data
         starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
         self.batch = library.Batch(n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None)
+
+
+@functools.lru_cache(maxsize=256)
+def plain_rows(n: int) -> Rows:
+    """Rows of no sequence, for operations that look at numbers alone."""
+    return Rows([0] * n, [0] * n)
 
 
 class Program:
