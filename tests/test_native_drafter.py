@@ -212,7 +212,7 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.R
     weight, skip = number(100, d), torch.tensor([token % 7 == 0 for token in range(100)])
     contexts = [ContextTokens(weight, window, skip) for _ in range(2)]
     for context, rows in zip(contexts, (NativeRows(weight, load(isa)), PlainRows(weight)), strict=True):
-        context._rows = rows
+        context.rows = rows
     h = number(rng.randint(1, 20), d, seed=1)
     right = h.double() @ weight.double().T
     allowed = (d + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
@@ -235,11 +235,11 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.R
 def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: Callable[[str], None]) -> None:
     weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
     native(isa)
-    assert isinstance(ContextTokens(weight)._rows, NativeRows) and BlockHead(weight, layout).backend == "native"
+    assert isinstance(ContextTokens(weight).rows, NativeRows) and BlockHead(weight, layout).backend == "native"
     assert isinstance(ContextTokens(weight.float())._rows, PlainRows) and BlockHead(weight.float(), layout).backend == "packed"
-    assert isinstance(ContextTokens(weight[:, :15])._rows, PlainRows) and BlockHead(weight[:, :15], layout).backend == "packed"
+    assert isinstance(ContextTokens(weight[:, :15]).rows, PlainRows) and BlockHead(weight[:, :15], layout).backend == "packed"
     native("eager")
-    assert isinstance(ContextTokens(weight)._rows, PlainRows) and BlockHead(weight, layout).backend == "packed"
+    assert isinstance(ContextTokens(weight).rows, PlainRows) and BlockHead(weight, layout).backend == "packed"
 
 
 # --- the router ---
