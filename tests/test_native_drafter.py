@@ -236,7 +236,7 @@ def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: C
     weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
     native(isa)
     assert isinstance(ContextTokens(weight).rows, NativeRows) and BlockHead(weight, layout).backend == "native"
-    assert isinstance(ContextTokens(weight.float())._rows, PlainRows) and BlockHead(weight.float(), layout).backend == "packed"
+    assert isinstance(ContextTokens(weight.float()).rows, PlainRows) and BlockHead(weight.float(), layout).backend == "packed"
     assert isinstance(ContextTokens(weight[:, :15]).rows, PlainRows) and BlockHead(weight[:, :15], layout).backend == "packed"
     native("eager")
     assert isinstance(ContextTokens(weight).rows, PlainRows) and BlockHead(weight, layout).backend == "packed"
