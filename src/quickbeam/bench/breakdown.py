@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import median
 from time import perf_counter
 from typing import NamedTuple
 
@@ -28,9 +29,9 @@ class Bandwidth(NamedTuple):
         return max(self)
 
 
-def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 5) -> Bandwidth:
-    """Reads a buffer of that size from memory; the best of the repeats counts."""
-    numbers = torch.ones(megabytes * 250_000)
+def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 9) -> Bandwidth:
+    """Reads a buffer of that size from memory; the median of the repeats counts, as for passes."""
+    numbers = torch.rand(megabytes * 250_000)
     by_sum = _gigabytes(numbers.nbytes, numbers.sum, repeats)
     del numbers
     if (kernels := library.kernels()) is None:
@@ -44,12 +45,12 @@ def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 5) -> Bandwidth
 
 
 def _gigabytes(size: int, read: Callable[[], object], repeats: int) -> float:
-    best = float("inf")
+    seconds = []
     for _ in range(repeats + 1):
         start = perf_counter()
         read()
-        best = min(best, perf_counter() - start)
-    return size / best / 1e9
+        seconds.append(perf_counter() - start)
+    return size / median(seconds[1:]) / 1e9
 
 
 class Breakdown(NamedTuple):

@@ -50,10 +50,8 @@ class NativeBlocks:
     fills up has -inf for a logit."""
 
     def __init__(self, weight: torch.Tensor, layout: Layout, kernels: Kernels) -> None:
-        self._first = -(-layout.frequent // BLOCK)  # blocks of the frequent tokens
-        self._each = -(-layout.size // BLOCK)  # and of a cluster
         parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
-        sizes = [self._first * BLOCK] + [self._each * BLOCK] * layout.clusters
+        sizes = [-(-len(part) // BLOCK) * BLOCK for part in parts]
         tokens = torch.full((sum(sizes),), -1, dtype=torch.int64)
         at = 0
         for part, size in zip(parts, sizes, strict=True):
@@ -62,8 +60,8 @@ class NativeBlocks:
         rows = weight.detach()[tokens.clamp(min=0)]
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         self._packed = Packed(kernels, [rows], bias)
-        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK).numpy()
-        self._blocks = np.arange(self._first)
+        self._tokens = torch.split(tokens.clamp_(min=0), sizes)  # by part
+        self._blocks = np.split(np.arange(len(tokens) // BLOCK), np.cumsum([size // BLOCK for size in sizes])[:-1])
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
@@ -73,12 +71,8 @@ class NativeBlocks:
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their outputs."""
-        chosen = clusters.numpy()[clusters.numpy() >= 0]
-        blocks = self._blocks
-        if len(chosen):
-            spans = (self._first + chosen[:, None] * self._each + np.arange(self._each)).ravel()
-            blocks = np.concatenate([blocks, spans])
-        return np.ascontiguousarray(blocks), torch.from_numpy(self._tokens[blocks].ravel())
+        parts = [0, *(cluster + 1 for cluster in clusters.tolist() if cluster >= 0)]
+        return np.concatenate([self._blocks[part] for part in parts]), torch.cat([self._tokens[part] for part in parts])
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
         blocks, tokens = self.find(clusters)
