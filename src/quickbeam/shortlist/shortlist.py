@@ -158,8 +158,12 @@ class Shortlist:
 
     def holds(self, token: int, routed: Routed) -> bool:
         """Whether `score` gives this token a column that counts, with the context as it is now."""
-        cluster = self._cluster_of[token]
-        return bool(self._chosen(routed)[cluster]) or (self.context is not None and token in self.context)
+        if self.device.type == "cpu":  # without tensors, each of which would find cold caches
+            cluster = int(self.layout.cluster_of[token])
+            chosen = cluster == FREQUENT or cluster in routed.clusters.tolist()
+        else:
+            chosen = bool(self._chosen(routed)[self._cluster_of[token]])
+        return chosen or (self.context is not None and token in self.context)
 
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
