@@ -195,13 +195,14 @@ TESTS = """
 import pytest
 sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-k", sys.argv[1], sys.argv[3]]))
 """
+# In bfloat16: the sanitizer does not look at masked stores.
 BEYOND = """
 import torch
 from kernels import number, plain_rows
 from quickbeam.target.native.program import Packed, Program
 program = Program(kernels)
-program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40, True))
-program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79)})
+program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40))
+program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch.bfloat16)})
 """
 
 
