@@ -75,6 +75,13 @@ static void release_tiles() {
 #endif
 }
 
+static void clear_sums() {
+  QB_TILE_ZERO(0);
+  QB_TILE_ZERO(1);
+  QB_TILE_ZERO(2);
+  QB_TILE_ZERO(3);
+}
+
 // Up to 16 rows and 4 blocks, or up to 32 rows and 2 blocks; sums to y. `next`: weights of as many blocks to fetch meanwhile, or null.
 static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
                       int64_t y_stride, const char* next) {
@@ -87,10 +94,7 @@ static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16*
   asm volatile("" ::: "memory");  // the intrinsics don't say that they read memory
   if (rows <= 16) {
     shape_tiles(int(rows), 0);
-    QB_TILE_ZERO(0);
-    QB_TILE_ZERO(1);
-    QB_TILE_ZERO(2);
-    QB_TILE_ZERO(3);
+    clear_sums();
     for (int64_t k = 0; k < inputs; k += 32) {
       const bf16* p = w + k * 16;
       fetch(k);
@@ -117,10 +121,7 @@ static void tile_part(const bf16* x, int64_t x_stride, int64_t rows, const bf16*
     return;
   }
   shape_tiles(16, int(rows - 16));
-  QB_TILE_ZERO(0);
-  QB_TILE_ZERO(1);
-  QB_TILE_ZERO(2);
-  QB_TILE_ZERO(3);
+  clear_sums();
   for (int64_t k = 0; k < inputs; k += 32) {
     const bf16* p = w + k * 16;
     fetch(k);
