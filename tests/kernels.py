@@ -12,7 +12,8 @@ import torch
 
 from quickbeam.target.native import build, library, reference
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import KVShape, Program, Rows
+from quickbeam.target.native.operands import KVShape, Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.pages import PagedStore
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]

@@ -17,7 +17,8 @@ from kernels import best_set, every_set, load, number, plain_rows, relocated
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.target.native import library, reference
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import KVShape, Packed, Program, Rows
+from quickbeam.target.native.operands import KVShape, Packed, Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.pages import PagedStore
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree

@@ -199,7 +199,8 @@ sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-k", sys.argv[1], s
 BEYOND = """
 import torch
 from kernels import number, plain_rows
-from quickbeam.target.native.program import Packed, Program
+from quickbeam.target.native.operands import Packed
+from quickbeam.target.native.program import Program
 program = Program(kernels)
 program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40))
 program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch.bfloat16)})

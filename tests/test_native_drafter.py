@@ -28,7 +28,8 @@ from quickbeam.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.native import reference
-from quickbeam.target.native.program import Program, Rows
+from quickbeam.target.native.operands import Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from test_shortlist_head import expected, spread

@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kernels import attend, every_set, filled, load, number, plain_rows, random_paths, relocated
 from quickbeam.target.native import library, reference
-from quickbeam.target.native.program import BLOCK, KVShape, Packed, Program, Rows
+from quickbeam.target.native.operands import BLOCK, KVShape, Packed, Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.pages import PagedStore
 
 NAN, INF = torch.nan, torch.inf

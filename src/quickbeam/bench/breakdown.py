@@ -11,7 +11,8 @@ import torch
 
 from quickbeam.bench.passes import Figures
 from quickbeam.target.native import library
-from quickbeam.target.native.program import Packed, Program, Rows
+from quickbeam.target.native.operands import Packed, Rows
+from quickbeam.target.native.program import Program
 
 MEGABYTES = 512  # more than caches hold
 INPUTS = 2048  # of the product's weight

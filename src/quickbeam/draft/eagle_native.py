@@ -11,7 +11,8 @@ from quickbeam.shortlist.native import NativeRouter
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import Buffer, KVShape, Packed, Program, Rows, plain_rows
+from quickbeam.target.native.operands import KVShape, Packed, Rows, plain_rows
+from quickbeam.target.native.program import Buffer, Program
 from quickbeam.target.pages import PagedStore
 
 

@@ -18,7 +18,7 @@ from quickbeam.shortlist.shortlist import Routed, Shortlist
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.native.library import kernels
-from quickbeam.target.native.program import Rows
+from quickbeam.target.native.operands import Rows
 from quickbeam.target.pages import PagedStore
 from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import Target

@@ -14,7 +14,8 @@ from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import EPS, Router
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import BLOCK, Buffer, Packed, Program, plain_rows
+from quickbeam.target.native.operands import BLOCK, Packed, plain_rows
+from quickbeam.target.native.program import Buffer, Program
 
 
 class NativeRouter:

@@ -17,7 +17,8 @@ from quickbeam.target.attention import Layer
 from quickbeam.target.lean import LAYOUTS
 from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.native import library
-from quickbeam.target.native.program import Packed, Program, Rows
+from quickbeam.target.native.operands import Packed, Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.pages import PagedStore
 
 ANGLES = 1024  # positions that the table of angles grows by
@@ -67,6 +68,7 @@ class FusedLlama:
             base.layers[i] = nn.Identity()  # frees the weights that were packed
         self.vocab = head.out_features
         self.head = NativeLinear(kernels, place((head,)))
+        model.lm_head = nn.Identity()  # frees a head that is not the embedding's
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
         self.best: list[int] = []  # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits are not finite

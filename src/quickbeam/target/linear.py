@@ -15,7 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.native.library import Kernels, kernels
-from quickbeam.target.native.program import Packed, Program, plain_rows
+from quickbeam.target.native.operands import Packed, plain_rows
+from quickbeam.target.native.program import Program
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from quickbeam.target.attention import Layer
-from quickbeam.target.native.program import Program, Rows
+from quickbeam.target.native.operands import Rows
+from quickbeam.target.native.program import Program
 from quickbeam.target.pages import PagedStore
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import KVShape, Rows
+from quickbeam.target.native.operands import KVShape, Rows
 
 
 class PagedStore:

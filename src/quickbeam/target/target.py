@@ -19,7 +19,7 @@ from quickbeam.target.lean import LeanModel
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.loading import refuse_unfit
 from quickbeam.target.native.library import kernels
-from quickbeam.target.native.program import KVShape, Rows
+from quickbeam.target.native.operands import KVShape, Rows
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore
 from quickbeam.target.store import KVStore, LayerShape

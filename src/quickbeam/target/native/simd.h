@@ -23,7 +23,6 @@
 namespace qb {
 
 using bf16 = uint16_t;
-constexpr int64_t LANES = 16;
 
 inline float widen(bf16 v) {
   uint32_t bits = uint32_t(v) << 16;

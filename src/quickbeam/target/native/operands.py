@@ -1,0 +1,122 @@
+"""What the kernels' operations run on: packed weights, and the rows of a call."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from quickbeam.target.native import library
+from quickbeam.target.native.library import Kernels
+
+BLOCK = 16  # outputs a block of a packed weight
+
+
+class KVShape(NamedTuple):
+    """What one layer keeps of a token. Dimensions of keys are even."""
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def numbers(self) -> int:
+        """In a page, a token."""
+        return self.kv_heads * (self.key_dim + -(-self.value_dim // BLOCK) * BLOCK)
+
+
+class Packed:
+    """A weight `[outputs, inputs]` in the kernels' layout, `[blocks][inputs / 2][16][2]` bfloat16, and its bias in float32.
+
+    `gated`: two weights of the same shape, blocks of 16 outputs in turn: gates, then what they let through. `place`: where to put it, a
+    piece of a larger tensor of `size` numbers; its own where None. Raises `ValueError` for an odd number of inputs.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        weights: Sequence[torch.Tensor],
+        bias: torch.Tensor | None = None,
+        *,
+        gated: bool = False,
+        place: torch.Tensor | None = None,
+    ) -> None:
+        self.inputs = weights[0].shape[1]
+        if self.inputs % 2:
+            raise ValueError(f"{self.inputs} inputs: must be even")
+        self.gated, self.outputs = gated, sum(len(weight) for weight in weights)
+        self._kernels, block = kernels, self.inputs * BLOCK
+        if gated or len(weights) == 1:
+            parts, rows = list(weights), len(weights[0])
+        else:
+            parts, rows = [torch.cat(list(weights))], self.outputs
+        self.blocks = -(-rows // BLOCK) * len(parts)
+        self.data = torch.empty(self.blocks * block, dtype=torch.bfloat16) if place is None else place
+        for i, part in enumerate(parts):
+            part = part.detach().to(torch.bfloat16).contiguous()
+            kernels.pack(part.data_ptr(), rows, self.inputs, self.inputs, self.data.data_ptr() + 2 * i * block, block * len(parts))
+        self.bias: torch.Tensor | None = None
+        if bias is not None:
+            self.bias = bias.detach().float().contiguous()
+            if gated:  # by block, as the weights are
+                both = torch.zeros(2, self.blocks * BLOCK // 2)
+                both[:, :rows] = self.bias.view(2, rows)
+                self.bias = both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
+
+    @staticmethod
+    def size(weights: Sequence[torch.Tensor], gated: bool = False) -> int:
+        """Numbers that these take."""
+        rows = [len(weight) for weight in weights] if gated else [sum(len(weight) for weight in weights)]
+        return sum(-(-n // BLOCK) * BLOCK for n in rows) * weights[0].shape[1]
+
+    def rows(self) -> torch.Tensor:
+        """`[outputs, inputs]` bfloat16, as it came; not for gated ones."""
+        weight = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
+        self._kernels.unpack(self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr())
+        return weight
+
+
+class Rows:
+    """The rows of one call: tokens of several sequences side by side.
+
+    `tokens`, `positions`, `orders`, `prefix`: by row, see attention.h; `paths`: by row, the orders of the draft tree that it sees, itself
+    last; none for a row that sees the orders below its prefix alone. `spans`: (rows, address of the page table) of each sequence.
+    `wanted`: the rows that a head is asked about.
+    """
+
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        positions: Sequence[int],
+        orders: Sequence[int] | range = (),
+        prefix: Sequence[int] = (),
+        paths: Sequence[Sequence[int]] = (),
+        spans: Sequence[tuple[int, int]] = (),
+        wanted: Sequence[int] | range = (),
+    ) -> None:
+        self.rows, n = len(tokens), len(tokens)
+        ends, flat = [0], list[int]()
+        for path in paths:
+            flat += path
+            ends.append(len(flat))
+        if not paths:
+            ends = [0] * (n + 1)
+        numbers = [*tokens, *positions, *(orders or [0] * n), *(prefix or [0] * n), *ends, *flat, *wanted]
+        self._numbers = np.array(numbers, dtype=np.int64)
+        first = 0
+        self._spans = (library.Span * max(1, len(spans)))()
+        for span, (rows, pages) in zip(self._spans, spans, strict=False):
+            span.row, span.rows, span.pages, first = first, rows, pages, first + rows
+        at = self._numbers.ctypes.data
+        starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
+        self.batch = library.Batch(n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None)
+
+
+@functools.lru_cache(maxsize=256)
+def plain_rows(n: int) -> Rows:
+    """Rows of no sequence, for operations that look at numbers alone."""
+    return Rows([0] * n, [0] * n)
