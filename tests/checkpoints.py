@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from quickbeam.draft.checkpoints import load_eagle
-from quickbeam.draft.eagle import EagleHead
+from quickbeam.draft.eagle_model import EagleHead
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
 LLAMA: dict[str, Any] = dict(

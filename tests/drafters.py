@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quickbeam.draft.base import Context, Drafter
-from quickbeam.grow import DRAFTED
-from quickbeam.grow.base import TreePolicy
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.base import TreePolicy
 from toy import ToyModel, path_tokens
 
 LawOf = Callable[[Sequence[int]], torch.Tensor]

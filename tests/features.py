@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.draft.base import Context
-from quickbeam.draft.eagle import EagleConfig, EagleHead
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 

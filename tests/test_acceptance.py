@@ -11,9 +11,9 @@ from scipy.stats import binomtest
 from drafters import KnownDrafter, context_of, policies
 from quickbeam.bench.acceptance import Tally, Tried, by_bin, by_depth, draft_probabilities, summarise, tried, wilson
 from quickbeam.engine.trace import StepRecord
-from quickbeam.grow import DRAFTED
-from quickbeam.grow.greedy import Greedy
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.greedy import Greedy
 from quickbeam.verify import verify_greedy, verify_sampled
 from toy import ToyModel, path_tokens
 

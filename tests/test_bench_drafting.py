@@ -16,8 +16,8 @@ from quickbeam.bench.drafting import SURE, MadeUp, measure
 from quickbeam.cli.bench import commands
 from quickbeam.draft.base import Context
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
 
 
 def test_made_up_laws_are_as_sure_as_a_drafters_and_sharper_when_cold() -> None:

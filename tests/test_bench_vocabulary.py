@@ -19,7 +19,7 @@ from quickbeam.bench.methods import MethodItem
 from quickbeam.bench.summary import Summary
 from quickbeam.bench.vocabulary import FULL, items, kept
 from quickbeam.cli.app import app
-from quickbeam.draft.eagle import EagleHead
+from quickbeam.draft.eagle_model import EagleHead
 from test_vocabulary import artefact
 
 

@@ -13,8 +13,8 @@ import torch
 
 from drafters import KnownDrafter, context_of, toy_laws
 from quickbeam.bench.trees import reached
-from quickbeam.grow.chances import Chances, Likeliest, Measured, Printed
-from quickbeam.grow.greedy import Greedy
+from quickbeam.trees.acceptance import Chances, Likeliest, Measured, Printed
+from quickbeam.trees.greedy import Greedy
 from quickbeam.verify import verify_greedy, verify_sampled
 from toy import ToyModel, path_tokens
 

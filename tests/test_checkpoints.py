@@ -30,7 +30,7 @@ from checkpoints import (
     write,
 )
 from quickbeam.draft.checkpoints import is_eagle
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
 
 

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from models import VOCAB, tiny
 from quickbeam.engine.budget import AutoBudget, CostModel, DraftingCost
 from quickbeam.engine.loop import Generation
-from quickbeam.engine.text import Output
+from quickbeam.engine.output import Output
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.grow import make_policy
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees import make_policy
 
 CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]  # the others: test_lm_drafter.py
 DRAFTED = [name for name in CERTAIN if name != "ar"]

@@ -10,12 +10,12 @@ import torch
 
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target import attention, exactness
+from quickbeam.target import attention, bit_exact
 from quickbeam.target.attention import SPLIT
-from quickbeam.target.exactness import attention_is_order_free, examine, rows_alike
+from quickbeam.target.bit_exact import attention_is_order_free, examine, rows_alike
+from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import WIDEST, FastLinear
 from quickbeam.target.loading import load_model
-from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import EXACT_NODES, Target
 from quickbeam.tree import TokenTree
 
@@ -113,7 +113,7 @@ def test_the_probe_sees_an_attention_that_depends_on_storage(monkeypatch: pytest
         return KVStore(*args, **{**kwargs, "pairwise": False})
 
     with monkeypatch.context() as patch:
-        patch.setattr(exactness, "KVStore", in_plain_order)
+        patch.setattr(bit_exact, "KVStore", in_plain_order)
         assert not attention_is_order_free.__wrapped__(64)
     monkeypatch.setattr(attention, "SPLIT", 1 << 20)
     assert not attention_is_order_free.__wrapped__(64)
@@ -134,7 +134,7 @@ def computing_otherwise(from_rows: int, upto_rows: int):
 )
 def test_products_whose_rows_depend_on_their_number_are_seen(rows, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FastLinear, "_product", computing_otherwise(*rows))
-    monkeypatch.setattr(exactness, "rows_alike", rows_alike.__wrapped__)
+    monkeypatch.setattr(bit_exact, "rows_alike", rows_alike.__wrapped__)
     linear = FastLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
     promise = examine([LayerShape(2, 64, 64)], [linear])
     assert promise.broken == (() if least else ("products of 64 inputs and 32 outputs",))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from features import KINDS, WIDE, Pair, context_of, head_of
 from models import VOCAB, tiny
-from quickbeam.draft import feature
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft import eagle
+from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import QuickbeamError
 from quickbeam.target.target import Target
 from quickbeam.train.shards import Conversation
@@ -70,7 +70,7 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, passes = Pair("attention"), list[int]()
     run = pair.drafter._run
     monkeypatch.setattr(pair.drafter, "_run", lambda hidden, tokens, *rest: (passes.append(len(tokens)), run(hidden, tokens, *rest))[1])
-    monkeypatch.setattr(feature, "CHUNK", 5)
+    monkeypatch.setattr(eagle, "CHUNK", 5)
     prompt = list(range(10, 22))
     pair.begin(prompt, 50)
     context, tree = context_of([*prompt, 50]), TokenTree(50)
@@ -157,5 +157,5 @@ def test_the_largest_logits_are_those_of_a_sort(spread: float) -> None:
     """Whether all, some or few tokens lie near the peak."""
     logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(0))
     for count in (1, 16, 60):
-        assert feature._largest(logits, count) == logits.topk(count).indices.tolist()
-    assert sorted(feature._largest(logits[:7], 16)) == list(range(7))
+        assert eagle._largest(logits, count) == logits.topk(count).indices.tolist()
+    assert sorted(eagle._largest(logits[:7], 16)) == list(range(7))

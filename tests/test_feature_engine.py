@@ -18,18 +18,18 @@ import torch
 from features import KINDS, WIDE, Pair, context_of
 from models import VOCAB
 from quickbeam import LLM, hub
-from quickbeam.draft import feature
-from quickbeam.draft.eagle import EagleHead
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft import eagle
+from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.engine.loop import Generation
-from quickbeam.engine.text import Output
+from quickbeam.engine.output import Output
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED
-from quickbeam.grow.base import NoDraft, TreePolicy
 from quickbeam.sampling import SamplingParams
-from quickbeam.target.store import KVStore
+from quickbeam.target.kv_cache import KVStore
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.base import NoDraft, TreePolicy
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs: dict[str, Pa
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, params, prompt = Pair("attention"), SamplingParams(max_tokens=12, ignore_eos=True), list(range(20))
     target, drafter = pair.target, pair.drafter
-    monkeypatch.setattr(feature, "CHUNK", 6)
+    monkeypatch.setattr(eagle, "CHUNK", 6)
     fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt)
     whole, run = fresh.output.token_ids, drafter._run
     for when, late in itertools.product(range(1, 9), (False, True)):

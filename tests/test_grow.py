@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickbeam.draft.base import Context
-from quickbeam.draft.logits import LastLogits
-from quickbeam.draft.retrieval import Ngram
+from quickbeam.draft.last_logits import LastLogits
+from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
-from quickbeam.grow.base import NoDraft, TreePolicy
-from quickbeam.grow.chain import Chain, graft
-from quickbeam.grow.logitspec import LogitSpec, branch_length
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
+from quickbeam.trees.base import NoDraft, TreePolicy
+from quickbeam.trees.logitspec import LogitSpec, branch_length
+from quickbeam.trees.prompt_lookup import Chain, graft
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 budgets = st.integers(1, 80)

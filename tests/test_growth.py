@@ -18,21 +18,21 @@ from scipy.stats import chi2_contingency
 from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws
 from models import VOCAB, tiny
 from quickbeam.engine.loop import Generation
-from quickbeam.engine.text import Output
+from quickbeam.engine.output import Output
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED, greedy, make_policy, wide
-from quickbeam.grow.base import TreePolicy
-from quickbeam.grow.branches import Branches
-from quickbeam.grow.chances import Measured
-from quickbeam.grow.draws import Draws
-from quickbeam.grow.greedy import Greedy
-from quickbeam.grow.sequoia import Sequoia
-from quickbeam.grow.threshold import Threshold
-from quickbeam.grow.topk import TopK
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED, greedy, make_policy, wide
+from quickbeam.trees.acceptance import Measured
+from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.draws import Draws
+from quickbeam.trees.dyspec_threshold import Threshold
+from quickbeam.trees.eagle2 import TopK
+from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.sequoia import Sequoia
+from quickbeam.trees.specinfer import Branches
 from quickbeam.verify import verify_greedy
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, zipf_drafter
 from quickbeam.draft.base import Laws
-from quickbeam.grow import greedy
-from quickbeam.grow.chances import Printed
-from quickbeam.grow.draws import Draws, drawn, ranked
-from quickbeam.grow.greedy import Greedy
-from quickbeam.grow.threshold import Threshold
+from quickbeam.trees import greedy
+from quickbeam.trees.acceptance import Printed
+from quickbeam.trees.draws import Draws, drawn, ranked
+from quickbeam.trees.dyspec_threshold import Threshold
+from quickbeam.trees.greedy import Greedy
 from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
@@ -137,7 +137,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quickbeam.grow.drafted.drawn", draw_from)
+        patch.setattr("quickbeam.trees.drafted.drawn", draw_from)
         tree = Greedy(KnownDrafter(model.draft), Printed()).grow(context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from drafters import KnownDrafter, LawOf, context_of, paths, zipf_drafter
-from quickbeam.grow.order import depth_first, heavy_path, mask_blocks
-from quickbeam.grow.sequoia import GENERIC, Sequoia, Shape, Shapes
-from quickbeam.grow.topk import TopK
 from quickbeam.tree import TokenTree
+from quickbeam.trees.eagle2 import TopK
+from quickbeam.trees.order import depth_first, heavy_path, mask_blocks
+from quickbeam.trees.sequoia import GENERIC, Sequoia, Shape, Shapes
 from toy import ToyModel
 
 Path = tuple[int, ...]

@@ -14,12 +14,12 @@ import pytest
 from transformers import MambaConfig, T5Config
 
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.draft.lm import LMDrafter
+from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.engine.trace import StepRecord
-from quickbeam.grow.sequoia import GENERIC, Sequoia
 from quickbeam.llm import Setting
 from quickbeam.presets import PRESETS
 from quickbeam.target.target import Target
+from quickbeam.trees.sequoia import GENERIC, Sequoia
 
 PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)

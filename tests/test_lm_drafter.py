@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 
 from models import VOCAB, tiny
 from quickbeam.draft.base import Context
-from quickbeam.draft.lm import GAP, LMDrafter, check_vocabulary
+from quickbeam.draft.draft_model import GAP, LMDrafter, check_vocabulary
 from quickbeam.engine.loop import Generation
-from quickbeam.engine.text import Output
+from quickbeam.engine.output import Output
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.grow import make_policy
-from quickbeam.grow.base import NoDraft, TreePolicy
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams, draw
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees import make_policy
+from quickbeam.trees.base import NoDraft, TreePolicy
 
 NAMES = ("llama", "mistral-window", "gpt2")
 METHODS = [name for name, preset in PRESETS.items() if LMDrafter.name in preset.sources]

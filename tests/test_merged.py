@@ -17,20 +17,20 @@ from drafters import KnownDrafter, context_of, paths, toy_laws, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.draft.base import Laws
+from quickbeam.draft.ngram import Ngram
 from quickbeam.draft.prices import Prices
-from quickbeam.draft.retrieval import Ngram
 from quickbeam.engine.budget import CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.market import Market
-from quickbeam.engine.text import Output
-from quickbeam.grow import make_policy
-from quickbeam.grow.chances import Likeliest, Printed
-from quickbeam.grow.draws import Draws, drawn
-from quickbeam.grow.greedy import Greedy
-from quickbeam.grow.merged import LONGEST, Merged, Repeats
+from quickbeam.engine.output import Output
 from quickbeam.llm import Setting
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees import make_policy
+from quickbeam.trees.acceptance import Likeliest, Printed
+from quickbeam.trees.draws import Draws, drawn
+from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.hybrid import LONGEST, Merged, Repeats
 from quickbeam.verify import Verdict, verify_greedy, verify_sampled
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 

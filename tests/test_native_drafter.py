@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from features import KINDS, WIDE, Pair, context_of, head_of
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
-from quickbeam.draft.eagle import EagleConfig, EagleHead
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.shortlist.context import ContextTokens, PlainRows
 from quickbeam.shortlist.head import BlockHead
 from quickbeam.shortlist.layout import Layout
@@ -155,7 +155,7 @@ def test_chunks_of_the_certain_text_give_the_same_laws(isa: str, native: Callabl
     pair, laws = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
-        monkeypatch.setattr("quickbeam.draft.feature.CHUNK", chunk)
+        monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", chunk)
         pair.drafter.forget()
         pair.begin(ids[:-1], ids[-1])
         tree = grown(random.Random(2), ids[-1], 9)

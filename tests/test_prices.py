@@ -15,9 +15,9 @@ from drafters import KnownDrafter, context_of, zipf_drafter
 from quickbeam.draft.prices import Prices
 from quickbeam.engine.budget import CostModel
 from quickbeam.engine.market import Market
-from quickbeam.grow.chances import Printed
-from quickbeam.grow.greedy import Greedy
 from quickbeam.tree import TokenTree
+from quickbeam.trees.acceptance import Printed
+from quickbeam.trees.greedy import Greedy
 from toy import path_tokens
 
 # --- prices --------------------------------------------------------------------------------------------------------------------------

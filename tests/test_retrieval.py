@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quickbeam.draft.base import Source
-from quickbeam.draft.retrieval import SCAN, Match, Ngram, NgramIndex
+from quickbeam.draft.ngram import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 
 small = st.lists(st.integers(0, 2), max_size=40)

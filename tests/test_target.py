@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, MambaCo
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
-from quickbeam.target.lean import LeanModel
+from quickbeam.target.eager_llama import LeanModel
+from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import FastLinear, pack_linears, pack_weight
-from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from quickbeam.engine.text import Detokenizer, Output
+from quickbeam.engine.output import Detokenizer, Output
 from quickbeam.sampling import SamplingParams
 
 SENTENCES = [

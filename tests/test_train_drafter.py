@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import drafter, stages
 from quickbeam.train.shards import Conversation, Shards, ShardWriter

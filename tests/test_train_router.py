@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.shortlist.layout import ABSENT, FREQUENT, Layout
 from quickbeam.shortlist.router import Router, RouterConfig

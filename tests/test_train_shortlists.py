@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from quickbeam.cli.app import app
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.router import RouterConfig
 from quickbeam.train import router as training

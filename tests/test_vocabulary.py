@@ -17,11 +17,9 @@ from features import Pair, context_of
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
-from quickbeam.draft.lm import LMDrafter
+from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.draft.vocabulary import make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED
-from quickbeam.grow.base import NoDraft
 from quickbeam.presets import VOCABS
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.artefact import Artefact
@@ -30,6 +28,8 @@ from quickbeam.shortlist.overlap import WAYS, Overlap
 from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.target.linear import FastLinear
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.base import NoDraft
 from test_feature_engine import answer
 
 SHORT = tuple(word for word in VOCABS if word != "full")

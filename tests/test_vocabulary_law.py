@@ -13,13 +13,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from quickbeam.draft import feature
-from quickbeam.draft.eagle import EagleConfig, EagleHead
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft import eagle
+from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.draft.vocabulary import make_shortlist
-from quickbeam.grow import DRAFTED
 from quickbeam.sampling import SamplingParams
 from quickbeam.target.target import Target
+from quickbeam.trees import DRAFTED
 from test_feature_engine import answer
 from test_vocabulary import artefact
 from toy import chi_square, exact_law
@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sampled_answers_have_the_models_law(
     folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(feature, "OFFERED", 1)
+    monkeypatch.setattr(eagle, "OFFERED", 1)
     torch.manual_seed(0)
     sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes)).eval()

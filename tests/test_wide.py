@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from drafters import context_of, zipf_drafter
 from quickbeam.draft.base import Laws
-from quickbeam.grow import DRAFTED
-from quickbeam.grow.draws import drawn
-from quickbeam.grow.wide import CHUNK, distinct, independent, likeliest, likeliest_plain, peaks
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.draws import drawn
+from quickbeam.trees.wide import CHUNK, distinct, independent, likeliest, likeliest_plain, peaks
 from toy import chi_square
 
 vocabs = st.sampled_from([1, 5, 127, 128, 129, 300, 1000, 4096, 5003])
@@ -173,6 +173,6 @@ def test_trees_over_wide_laws_are_those_of_the_plain_ways(name: str, monkeypatch
 
     fast = grown()
     for module in ("draws", "search"):
-        monkeypatch.setattr(f"quickbeam.grow.{module}.likeliest", likeliest_plain)
+        monkeypatch.setattr(f"quickbeam.trees.{module}.likeliest", likeliest_plain)
     for one, other in zip(fast, grown(), strict=True):
         assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value) and len(one) > 1

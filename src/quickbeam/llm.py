@@ -15,18 +15,18 @@ from quickbeam.draft.vocabulary import is_routed, make_shortlist
 from quickbeam.engine.budget import AutoBudget, CostModel
 from quickbeam.engine.loop import Generation
 from quickbeam.engine.market import Market
+from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
-from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTER, make_policy
-from quickbeam.grow.base import TreePolicy
 from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
 from quickbeam.target.native import choice, library
 from quickbeam.target.target import Target
+from quickbeam.trees import DRAFTER, make_policy
+from quickbeam.trees.base import TreePolicy
 
 Prompt = str | Sequence[int]
 Message = dict[str, str]

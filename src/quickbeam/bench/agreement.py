@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from quickbeam.bench.questions import Question
 from quickbeam.draft.base import Context
 from quickbeam.engine.loop import Generation
-from quickbeam.engine.text import Output
+from quickbeam.engine.output import Output
 from quickbeam.engine.trace import StepRecord
-from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.sampling import SamplingParams
 from quickbeam.tree import TokenTree
+from quickbeam.trees.drafted import DraftedPolicy
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM

@@ -10,8 +10,8 @@ from time import perf_counter
 import torch
 
 from quickbeam.draft.base import Context, Drafter
-from quickbeam.grow import DRAFTED
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
 
 SURE = 0.55  # mean probability of the likeliest token at temperature 1: about what drafters of good use have
 LAWS = 64  # different laws; a node's path picks one

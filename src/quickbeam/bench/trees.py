@@ -22,10 +22,10 @@ from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Skipped
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.grow import DRAFTED, make_policy
-from quickbeam.grow.base import TreePolicy
 from quickbeam.sampling import Sampler, SamplingParams, draw
 from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED, make_policy
+from quickbeam.trees.base import TreePolicy
 from quickbeam.verify import verify_greedy, verify_sampled
 
 if TYPE_CHECKING:

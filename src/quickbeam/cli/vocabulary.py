@@ -57,7 +57,7 @@ def bench_vocabulary(
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
         from quickbeam.bench.environment import environment
         from quickbeam.bench.methods import LLMRunner
-        from quickbeam.draft.feature import EagleDrafter
+        from quickbeam.draft.eagle import EagleDrafter
         from quickbeam.shortlist.overlap import Overlap
 
         place = device.value if device else None

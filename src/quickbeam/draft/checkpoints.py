@@ -18,9 +18,9 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quickbeam.draft.eagle import MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
-from quickbeam.target.interface import check_layers
+from quickbeam.target.hf_attention import check_layers
 
 KNOWN = "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' eagle and eagle3, quickbeam's own"
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin")

@@ -1,4 +1,4 @@
-"""The feature drafter's network in the native kernels: one call for its layer and the router, one for its head (see `eagle.py`)."""
+"""The feature drafter's network in the native kernels: one call for its layer and the router, one for its head (see `eagle_model.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.draft.eagle import EagleHead, Norm
+from quickbeam.draft.eagle_model import EagleHead, Norm
 from quickbeam.shortlist.native import NativeRouter
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.native import library

@@ -11,8 +11,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.checkpoints import is_eagle, load_eagle
-from quickbeam.draft.feature import EagleDrafter
-from quickbeam.draft.lm import LMDrafter, check_vocabulary
+from quickbeam.draft.draft_model import LMDrafter, check_vocabulary
+from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
 from quickbeam.target.target import Target

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from quickbeam.draft.base import Drafter
-from quickbeam.draft.feature import EagleDrafter
+from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.presets import check_vocab
 from quickbeam.shortlist.artefact import Artefact

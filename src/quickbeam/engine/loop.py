@@ -11,14 +11,14 @@ import torch
 from quickbeam.draft.base import Context
 from quickbeam.engine.budget import AutoBudget
 from quickbeam.engine.market import Market
+from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
-from quickbeam.engine.text import Output
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.base import TreePolicy
 from quickbeam.sampling import Sampler, SamplingParams, draw, logprobs, most_probable
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import TreePolicy
 from quickbeam.verify import Verdict, verify_greedy, verify_sampled
 
 DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer

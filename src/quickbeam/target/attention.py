@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from quickbeam.target.store import KVStore
+from quickbeam.target.kv_cache import KVStore
 
 SPLIT, WIDE_SPLIT = 384, 128  # positions; see `attend_grouped`
 BLOCK = 64  # a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes longer than the product
@@ -127,7 +127,7 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     kernels keep one float32 sum a result and add keys in pairs, the second of a pair first; the store's pairwise layout turns that into
     the tokens' own order, whatever hidden keys lie between. Beyond 512 keys the kernels cut the sum at places that depend on the number
     of keys, so positions are cut here, at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of the
-    weights is taken in float64, where order doesn't show after rounding. `exactness.py` checks all this on the machine at hand.
+    weights is taken in float64, where order doesn't show after rounding. `bit_exact.py` checks all this on the machine at hand.
 
     AMX keeps two sums a tile, of every other key, so that no layout gives an order. There (`step.wide`) the values behind the last cut are
     added in float64, too, and cuts are closer. What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.target.attention import Layer
-from quickbeam.target.lean import LAYOUTS
+from quickbeam.target.eager_llama import LAYOUTS
 from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.native import library
 from quickbeam.target.native.operands import Packed, Rows

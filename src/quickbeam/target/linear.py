@@ -89,7 +89,7 @@ class FastLinear(nn.Module):
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.out_features, self.in_features = self.weight.shape
         self.bias = bias_of(linears)
-        # Between these numbers of rows, each row has the same bits (`exactness.py`). A lone row takes a copy along where that needs two;
+        # Between these numbers of rows, each row has the same bits (`bit_exact.py`). A lone row takes a copy along where that needs two;
         # more rows, up to `WIDEST`, go in parts.
         self.min_rows, self.max_rows = 1, WIDEST
         packed = pack_weight(self.weight)

@@ -12,17 +12,17 @@ from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.attention import SPLIT, Attend, Step, attend_grouped, attend_plain, attend_sdpa, cuts
-from quickbeam.target.exactness import Promise, examine, same_bits
+from quickbeam.target.bit_exact import Promise, examine, same_bits
+from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.fused_llama import FusedLlama
-from quickbeam.target.interface import Features, check_layers, forward, install
-from quickbeam.target.lean import LeanModel
+from quickbeam.target.hf_attention import Features, check_layers, forward, install
+from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.loading import refuse_unfit
 from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import KVShape, Rows
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore
-from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Target:
         return fused.head if fused is not None else self._model.get_output_embeddings()
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Keep hidden states after `layers` (`interface.Features`) from now on, for `take_hidden`. Raises `InvalidInput` for layers that
+        """Keep hidden states after `layers` (`hf_attention.Features`) from now on, for `take_hidden`. Raises `InvalidInput` for layers that
         the model doesn't have."""
         check_layers(layers, self.config.num_hidden_layers)
         if self._fused is not None:

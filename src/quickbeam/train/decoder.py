@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer
-from quickbeam.target.interface import Features, Tap, install
+from quickbeam.target.hf_attention import Features, Tap, install
 from quickbeam.target.linear import pack_linears
 
 FEW = 16  # known tokens are cheaper run together than one a step

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam import hub
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.artefact import FIELDS, TENSORS, Artefact
 from quickbeam.target.loading import load_model, pick_device

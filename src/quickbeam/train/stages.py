@@ -15,7 +15,7 @@ import torch
 from accelerate import Accelerator
 
 from quickbeam import hub
-from quickbeam.draft.eagle import EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.train import drafter, text

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from accelerate import Accelerator
 
-from quickbeam.draft.eagle import EagleHead
+from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train.drafter import Held, LossVocabulary, Objective, Recipe, hold_out, split
 from quickbeam.train.shards import Shards, side_by_side, spread_lengths

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quickbeam.draft.eagle import EagleHead
+from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.train.shards import Conversation
 
 

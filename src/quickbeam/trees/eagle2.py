@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.search import Search
 from quickbeam.tree import TokenTree
+from quickbeam.trees.best_first import Search
+from quickbeam.trees.drafted import DraftedPolicy
 
 
 class TopK(DraftedPolicy):

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from itertools import islice
 
 from quickbeam.draft.base import Context
-from quickbeam.draft.logits import LastLogits
-from quickbeam.draft.retrieval import Ngram
+from quickbeam.draft.last_logits import LastLogits
+from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.base import TreePolicy
-from quickbeam.grow.chain import graft, promise
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.prompt_lookup import graft, promise
 
 CHAIN = 20  # tokens of the chain at most
 GUESSES = 64  # how far down the last logits are read

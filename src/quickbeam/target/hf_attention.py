@@ -17,8 +17,8 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Attend, Layer, Step, attend_sdpa
+from quickbeam.target.kv_cache import LayerShape
 from quickbeam.target.native_attention import NativeStep
-from quickbeam.target.store import LayerShape
 
 NAME = "quickbeam"
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.tree import TokenTree
+from quickbeam.trees.drafted import DraftedPolicy
 
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
 

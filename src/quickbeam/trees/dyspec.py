@@ -6,10 +6,10 @@ from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
 from quickbeam.draft.base import Context
-from quickbeam.grow.chances import Chances
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.draws import Draws
 from quickbeam.tree import TokenTree
+from quickbeam.trees.acceptance import Chances
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.draws import Draws
 
 PEAK = 0.6  # the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on our own questions, 0.33 at 1)
 FIRST = -1  # the place of a certain child that is tried before all draws

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quickbeam.draft.base import Context, Drafter
-from quickbeam.draft.retrieval import Ngram
-from quickbeam.grow.greedy import Greedy
-from quickbeam.grow.search import Candidate, Search
-from quickbeam.grow.slots import PEAK, Slots, Sure
-from quickbeam.grow.wide import Row
+from quickbeam.draft.ngram import Ngram
 from quickbeam.tree import TokenTree
+from quickbeam.trees.best_first import Candidate, Search
+from quickbeam.trees.dyspec import PEAK, Slots, Sure
+from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.wide import Row
 
 LONGEST = 16  # tokens of a continuation at most
 LONG = 8  # tokens of repetition that make another situation: much comes true, without a call

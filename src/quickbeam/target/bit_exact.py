@@ -15,8 +15,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
+from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
-from quickbeam.target.store import KVStore, LayerShape
 from quickbeam.tree import TokenTree
 
 WIDTHS = (2, 4, 8, 16, 32, 64)

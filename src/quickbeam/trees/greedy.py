@@ -7,11 +7,11 @@ from itertools import zip_longest
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.draft.prices import Prices
-from quickbeam.grow.chances import Chances, Likeliest, Measured
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.search import Candidate, Search
-from quickbeam.grow.slots import Slots
 from quickbeam.tree import TokenTree
+from quickbeam.trees.acceptance import Chances, Likeliest, Measured
+from quickbeam.trees.best_first import Candidate, Search
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.dyspec import Slots
 
 FINDS = 2  # nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen on our own questions
 # Best-first search asks for a path's children where this much of its probability would get one in. On our own questions, asking for all
@@ -57,9 +57,9 @@ class Greedy(DraftedPolicy):
     """Above temperature 0, Alg. 1: a heap of open slots, the best of which is filled (`Slots`). At temperature 0, best-first search
     (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand in order of worth.
 
-    As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`chances.Printed`). That makes trees too wide:
-    a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `chances.Measured`, the
-    default, goes by what was accepted, and `chances.Likeliest` does at temperature 0. Slots are chosen by what is known before their
+    As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`acceptance.Printed`). That makes trees too wide:
+    a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `acceptance.Measured`, the
+    default, goes by what was accepted, and `acceptance.Likeliest` does at temperature 0. Slots are chosen by what is known before their
     tokens are: that keeps sampling exact.
 
     The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quickbeam.draft.base import Context
-from quickbeam.draft.retrieval import Ngram
-from quickbeam.grow.base import TreePolicy
+from quickbeam.draft.ngram import Ngram
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import TreePolicy
 
 
 def graft(tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int) -> int:

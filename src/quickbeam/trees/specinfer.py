@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.drafted import DraftedPolicy
 from quickbeam.tree import TokenTree
+from quickbeam.trees.drafted import DraftedPolicy
 
 
 class Branches(DraftedPolicy):

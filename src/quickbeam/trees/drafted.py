@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from time import perf_counter
 
 from quickbeam.draft.base import Context, Drafter, HeadUse, Laws
-from quickbeam.grow.base import TreePolicy
-from quickbeam.grow.draws import Draws, drawn, ranked
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.draws import Draws, drawn, ranked
 
 
 class DraftedPolicy(TreePolicy):

@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from quickbeam.draft.base import Laws
-from quickbeam.grow.wide import Stream, distinct, likeliest, peaks
+from quickbeam.trees.wide import Stream, distinct, likeliest, peaks
 
 ROUND = 16  # draws that are prepared at once
 TOP = 4  # of a law's likeliest tokens that its peaks are told by

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from quickbeam.draft.base import Drafter
-from quickbeam.draft.logits import LastLogits
-from quickbeam.draft.retrieval import Ngram
+from quickbeam.draft.last_logits import LastLogits
+from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.base import NoDraft, TreePolicy
-from quickbeam.grow.branches import Branches
-from quickbeam.grow.chain import Chain
-from quickbeam.grow.chances import Printed
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.greedy import Greedy
-from quickbeam.grow.logitspec import LogitSpec
-from quickbeam.grow.merged import Merged
-from quickbeam.grow.sequoia import Sequoia
-from quickbeam.grow.threshold import Threshold
-from quickbeam.grow.topk import TopK
+from quickbeam.trees.acceptance import Printed
+from quickbeam.trees.base import NoDraft, TreePolicy
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.dyspec_threshold import Threshold
+from quickbeam.trees.eagle2 import TopK
+from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.hybrid import Merged
+from quickbeam.trees.logitspec import LogitSpec
+from quickbeam.trees.prompt_lookup import Chain
+from quickbeam.trees.sequoia import Sequoia
+from quickbeam.trees.specinfer import Branches
 
 DRAFTER = "drafter"  # the source that needs a model
 SOURCES = ("ngram", "last_logits")  # the others

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from quickbeam.draft.base import Context
-from quickbeam.grow.chances import Chances, Printed
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.wide import ROUNDING, Row, likeliest
 from quickbeam.tree import TokenTree
+from quickbeam.trees.acceptance import Chances, Printed
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.wide import ROUNDING, Row, likeliest
 
 PLAIN = Printed()
 

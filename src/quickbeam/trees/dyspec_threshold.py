@@ -6,10 +6,10 @@ from itertools import count
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.grow.drafted import DraftedPolicy
-from quickbeam.grow.draws import Draws
-from quickbeam.grow.wide import ROUNDING
 from quickbeam.tree import TokenTree
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.draws import Draws
+from quickbeam.trees.wide import ROUNDING
 
 
 class Threshold(DraftedPolicy):
