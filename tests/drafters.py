@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest, Laws
+from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
-from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.base import Grown, TreePolicy
 from toy import ToyModel, path_tokens
 
 LawOf = Callable[[Sequence[int]], torch.Tensor]
@@ -19,7 +20,7 @@ LawOf = Callable[[Sequence[int]], torch.Tensor]
 class KnownDrafter(Drafter):
     """Laws by a function of the context, and the contract held: each node once a tree, the root first, parents before children.
 
-    `calls` has the nodes of each call since the last root.
+    `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes asked for, of all trees.
     """
 
     name = "drafter"
@@ -27,23 +28,48 @@ class KnownDrafter(Drafter):
     def __init__(self, law: LawOf) -> None:
         self.law = law
         self.calls: list[list[int]] = []
-        self._tree: TokenTree | None = None
+        self.rounds = self.rows = 0
+        self._asked: dict[int, tuple[TokenTree, set[int]]] = {}  # by context: its tree, and the nodes that were asked for
 
-    def reset(self, ids: Sequence[int]) -> None:
-        pass
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+        return DrafterState()
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        pass
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        assert requests and len({id(request.context) for request in requests}) == len(requests)
+        self.rounds += 1
+        return [self._answer(request) for request in requests]
 
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+    def _answer(self, request: DraftRequest) -> Laws:
+        context, tree, nodes, _ = request
         if list(nodes) == [0]:
-            self.calls, self._tree = [], tree
-        asked = [node for call in self.calls for node in call]
-        assert nodes and tree is self._tree
+            self.calls, self._asked[id(context)] = [], (tree, set())
+        known, asked = self._asked[id(context)]
+        assert nodes and tree is known
         assert all(node == 0 or tree.parent[node] in asked for node in nodes)
         assert len({*asked, *nodes}) == len(asked) + len(nodes)
+        asked.update(nodes)
         self.calls.append(list(nodes))
-        return torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes])
+        self.rows += len(nodes)
+        return Laws(torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes]))
+
+
+def grow(policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")) -> Grown:
+    """A growth run to its end. Sources that have not read the text yet do so. Requests that promise no more than `call` are refused."""
+    context.begin([source for source in policy.sources if source.name not in context.states])
+    drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
+    growth, laws = policy.grow(context, budget, max_depth), None
+    while True:
+        try:
+            request = growth.send(laws)
+        except StopIteration as end:
+            return end.value
+        assert drafter is not None and request.context is context
+        laws = drafter.answer([request])[0] if request.gain > call else None
+
+
+def tree_of(policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")) -> TokenTree:
+    """The tree of `grow`."""
+    return grow(policy, context, budget, max_depth, call).tree
 
 
 def tempered(law: torch.Tensor, temperature: float) -> torch.Tensor:

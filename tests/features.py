@@ -11,9 +11,11 @@ import torch
 from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
-from quickbeam.draft.base import Context
-from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.base import Context, DraftRequest
+from quickbeam.draft.eagle import EagleDrafter, EagleState
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.model import Model
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
@@ -49,7 +51,7 @@ class Pair:
         self.model = tiny(layout, seed=3).to(dtype).float()
         self.network = head_of(self.config, self.model).to(dtype).float()
         self.network.rotary = self.config.rotary()  # no rounded angles
-        self.target = Target(copy.deepcopy(self.model).to(dtype), fast=fast, chunk=6)
+        self.target = Model(copy.deepcopy(self.model).to(dtype), fast=fast, chunk=6)
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
         self.drafter = EagleDrafter(network, self.target, fast=fast)
@@ -109,15 +111,72 @@ class Pair:
             laws.append(law)
         return torch.stack(laws)
 
-    def begin(self, prompt: list[int], token: int, keep: int = 0) -> None:
+    def begin(self, prompt: list[int], token: int, temperature: float = 1.0, shortlist: Shortlist | None = None) -> Text:
         """As an answer begins."""
-        self.target.prefill(prompt, keep)
-        self.drafter.reset([*prompt, token])
+        text = Text(self, [*prompt, token], temperature, shortlist)
+        text.read(prompt)
+        return text
 
-    def check(self, context: Context, tree: TokenTree, nodes: list[int]) -> None:
-        laws = self.drafter.laws(context, tree, nodes)
-        expected = self.expected(context.ids, tree, nodes, context.temperature or 1.0)
+
+class Text:
+    """A sequence of a pair's target and drafter; its last token is the root of the next tree. `heard`: hidden states of all others."""
+
+    def __init__(self, pair: Pair, ids: list[int], temperature: float, shortlist: Shortlist | None) -> None:
+        self.pair, self.target = pair, Target(pair.target)
+        self.context = context_of(ids, temperature)
+        self.state: EagleState = pair.drafter.begin(ids, shortlist)
+        self.context.states[pair.drafter.name] = self.state
+        self.heard: list[torch.Tensor] = []
+
+    def read(self, prompt: list[int], keep: int = 0) -> None:
+        """Have the target read a prompt of which it knows the first tokens."""
+        self.target.prefill(prompt, keep)
+        self._hear()
+
+    def _hear(self) -> None:
+        hidden = self.target.take_hidden()
+        self.heard += hidden.split(1)
+        self.state.hear(hidden)
+
+    def request(self, tree: TokenTree, nodes: Sequence[int]) -> DraftRequest:
+        return DraftRequest(self.context, tree, nodes)
+
+    def laws(self, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+        """`[len(nodes), vocab]`, from a call for this text alone."""
+        return self.pair.drafter.answer([self.request(tree, nodes)])[0].dense()
+
+    def check(self, tree: TokenTree, nodes: Sequence[int]) -> None:
+        laws = self.laws(tree, nodes)
+        expected = self.pair.expected(self.context.ids, tree, nodes, self.context.temperature or 1.0)
         torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
+
+    def go_on(self, tree: TokenTree, path: Sequence[int], last: int) -> None:
+        """As a step ends that accepts a path of a tree and a token of the target's own."""
+        self.target.verify(tree)
+        self.target.commit(tree, path)
+        self._hear()
+        self.context.extend([*(tree.token[node] for node in path[1:]), last])
+
+    def shared(self, tokens: int) -> int:
+        """How many chunks of so many tokens another text could begin with."""
+        chunk = 0
+        while self.state.share(chunk, tokens) is not None:
+            chunk += 1
+        return chunk
+
+    def follow(self, ids: list[int], chunks: int, tokens: int, shortlist: Shortlist | None = None) -> Text:
+        """Another text, `ids`, that takes its first chunks over from this one."""
+        other, kept = Text(self.pair, ids, self.context.temperature, shortlist), chunks * tokens
+        if chunks:
+            other.target.store.adopt([self.target.store.share(chunk, tokens) for chunk in range(chunks)], tokens)
+            other.target.ids, other.heard = ids[:kept], self.heard[:kept]
+            other.state.adopt([self.state.share(chunk, tokens) for chunk in range(chunks)], tokens, self.heard[kept - 1])
+        other.read(ids[:-1], kept)
+        return other
+
+    def release(self) -> None:
+        self.state.release()
+        self.target.store.release()
 
 
 def context_of(ids: list[int], temperature: float = 1.0) -> Context:

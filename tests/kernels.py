@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -10,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from quickbeam.target.kv_cache import Page
 from quickbeam.target.native import build, library, reference
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import KVShape, Rows
+from quickbeam.target.native.operands import KVShape, RowList, Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagedStore, PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)
@@ -39,29 +39,40 @@ def plain_rows(n: int, wanted: Sequence[int] | range = ()) -> Rows:
     return Rows([0] * n, [0] * n, wanted=wanted)
 
 
+def chain_rows(store: PagedStore, tokens: Sequence[int]) -> Rows:
+    """Rows of tokens behind the committed ones of one sequence."""
+    rows = RowList()
+    store.add_chain(rows, tokens, ())
+    return rows.rows()
+
+
 def filled(kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None) -> PagedStore:
     """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16, `length` of them committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
     shape = KVShape(kv_heads, dim, value_dim)
-    store, program = PagedStore([shape], kernels), Program(kernels)
+    store, program = PagePool([shape], kernels).new(), Program(kernels)
     names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
     strides = {"query_stride": kv_heads * dim, "key_stride": dim, "key_head": tokens * dim}
     program.split(*names, kv_heads, shape, 0, {**strides, "value_stride": value_dim, "value_head": tokens * value_dim})
     query = torch.zeros(tokens, kv_heads * dim, dtype=torch.bfloat16)
     given = {"query": query, "key": keys.contiguous(), "value": values.contiguous(), "sorted": torch.zeros_like(query)}
-    program.run(store.chain([0] * tokens, ()), given)
+    program.run(chain_rows(store, [0] * tokens), given)
     store.length = tokens if length is None else length
     return store
 
 
 def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
     """A store with the same tokens in other memory, its pages in another order there."""
-    pages = store._pages
-    memory = torch.full((len(pages) + 1, store._numbers + 32), torch.nan, dtype=torch.bfloat16)
+    pages, numbers = store._pages, store.pool._numbers
+    memory = torch.full((len(pages) + 1, numbers + 32), torch.nan, dtype=torch.bfloat16)
     places = random.Random(seed).sample(range(len(pages) + 1), len(pages))
-    other = PagedStore(store.shapes, store.kernels)
-    other._pages = [memory[place, 32:].copy_(page) for place, page in zip(places, pages, strict=True)]
-    other._table = (ctypes.c_void_p * len(pages))(*[page.data_ptr() for page in other._pages])
+    other = store.pool.new()
+    for place, page in zip(places, pages, strict=True):
+        moved = Page(memory[place, 32:].copy_(page.data))
+        moved.users = 1
+        other._pages.append(moved)
+    other.pool.take(len(pages))
+    other.bind()
     other.length = store.length
     return other
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from scipy.stats import binomtest
 
-from drafters import KnownDrafter, context_of, policies
+from drafters import KnownDrafter, context_of, policies, tree_of
 from quickbeam.bench.acceptance import Tally, Tried, by_bin, by_depth, draft_probabilities, summarise, tried, wilson
 from quickbeam.engine.trace import StepRecord
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
-from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.verify import verify_greedy, verify_sampled
 from toy import ToyModel, path_tokens
 
@@ -79,7 +79,7 @@ def test_every_policys_draft_probabilities_are_its_laws(name: str, temperature: 
     model = ToyModel(vocab=8, zeros=0.0)
     policy, generator, later = policies(model.draft)[name], torch.Generator().manual_seed(3), 0
     for prompt in range(8):
-        tree = policy.grow(context_of([prompt], temperature, generator), 14, 8)
+        tree = tree_of(policy, context_of([prompt], temperature, generator), 14, 8)
         for node in range(len(tree)):
             law = model.draft([prompt, *path_tokens(tree, node)]).double()
             found = list(draft_probabilities(tree, node))
@@ -95,9 +95,9 @@ def test_every_policys_draft_probabilities_are_its_laws(name: str, temperature: 
 
 def steps(draft: torch.Tensor, target: Callable[[list[int]], torch.Tensor], temperature: float, count: int, budget: int = 32) -> Tally:
     """`count` steps of DySpec from a drafter that always has the law `draft`."""
-    policy, generator, tally = Greedy(KnownDrafter(lambda _: draft)), torch.Generator().manual_seed(5), Tally()
+    policy, generator, tally = DySpec(KnownDrafter(lambda _: draft)), torch.Generator().manual_seed(5), Tally()
     for _ in range(count):
-        tree = policy.grow(context_of([0], temperature, generator), budget, 8)
+        tree = tree_of(policy, context_of([0], temperature, generator), budget, 8)
         if temperature > 0:
             verdict = verify_sampled(tree, lambda node: target(path_tokens(tree, node)), generator)  # noqa: B023 (called here only)
         else:

@@ -87,6 +87,18 @@ def test_budget_words():
         parse_budget("-1")
 
 
+class FakeTarget:
+    """One sequence on a `FakeLLM`'s model."""
+
+    released: ClassVar[list[object]] = []
+
+    def __init__(self, model):
+        self.store = SimpleNamespace(release=lambda: self.released.append(model))
+
+    def prefill(self, ids):
+        return torch.arange(4.0) * len(ids)
+
+
 class FakeLLM:
     made: ClassVar[list[tuple]] = []
 
@@ -94,7 +106,7 @@ class FakeLLM:
         self.made.append((model, method, dtype, device, exact, fast))
         self.drafter, self.prepared = drafter, []
         self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
-        self.target = SimpleNamespace(device=torch.device("cpu"), prefill=lambda ids: torch.arange(4.0) * len(ids))
+        self.model = SimpleNamespace(device=torch.device("cpu"))
 
     def prepare(self, method, vocab, shortlist):
         self.prepared.append((method, vocab, shortlist))
@@ -126,13 +138,15 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
     assert runners["ar"].llm.prepared == [("ar", None, None), ("pld", None, None)], "a drafter is loaded before anything is timed"
 
 
-def test_llm_runner_asks_for_its_method_and_budget():
+def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
+    monkeypatch.setattr("quickbeam.bench.methods.Target", FakeTarget)
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
     runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
     figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125)
     assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures)
     assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
     assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
+    assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"
     llm.reason = "interrupted"
     with pytest.raises(KeyboardInterrupt):
         runner.answer([4], PARAMS)

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from quickbeam.bench.drafting import SURE, MadeUp, measure
-from quickbeam.cli.bench import commands
-from quickbeam.draft.base import Context
-from quickbeam.errors import InvalidInput
+from quickbeam.cli.app import app
+from quickbeam.draft.base import Context, DraftRequest
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
+
+
+def laws_of(drafter: MadeUp, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+    (laws,) = drafter.answer([DraftRequest(Context([tree.token[0]], torch.zeros(1)), tree, nodes)])
+    return laws.dense()
 
 
 def test_made_up_laws_are_as_sure_as_a_drafters_and_sharper_when_cold() -> None:
@@ -25,7 +30,7 @@ def test_made_up_laws_are_as_sure_as_a_drafters_and_sharper_when_cold() -> None:
     nodes = [tree.add(0, token, "drafter") for token in range(200)]
     tops = {}
     for temperature in (0.0, 1.0, 0.6):
-        laws = MadeUp(1000, temperature).laws(Context([3], torch.zeros(1)), tree, [0, *nodes])
+        laws = laws_of(MadeUp(1000, temperature), tree, [0, *nodes])
         assert laws.shape == (201, 1000) and torch.allclose(laws.sum(-1), torch.ones(201)) and bool((laws.amin(-1) > 0).all())
         assert len({tuple(law.tolist()) for law in laws}) > 30
         tops[temperature] = float(laws.amax(-1).mean())
@@ -33,13 +38,13 @@ def test_made_up_laws_are_as_sure_as_a_drafters_and_sharper_when_cold() -> None:
 
 
 def test_the_drafters_own_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    laws = MadeUp.laws
+    pick = MadeUp._pick
 
-    def slow(self, context, tree, nodes):
+    def slow(request: DraftRequest, node: int) -> int:
         time.sleep(0.02)
-        return laws(self, context, tree, nodes)
+        return pick(request, node)
 
-    monkeypatch.setattr(MadeUp, "laws", slow)
+    monkeypatch.setattr(MadeUp, "_pick", staticmethod(slow))
     found = measure(50, [2, 6], [0.0], 1)
     assert [(one.policy, one.budget) for one in found] == [(name, budget) for name in DRAFTED for budget in (2, 6)]
     for one in found:
@@ -48,26 +53,26 @@ def test_the_drafters_own_time_is_not_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_command_prints_a_table_or_json() -> None:
-    arguments = ["drafting", "--vocab", "300", "--budgets", "4,8", "--repeats", "2"]
-    shown = CliRunner().invoke(commands, arguments)
+    arguments = ["bench", "drafting", "--vocab", "300", "--budgets", "4,8", "--repeats", "2"]
+    shown = CliRunner().invoke(app, arguments)
     assert shown.exit_code == 0 and "vocabulary of 300" in shown.stdout and "8 nodes" in shown.stdout
     assert all(shown.stdout.count(f" {name} ") == 2 for name in DRAFTED)
-    record = json.loads(CliRunner().invoke(commands, [*arguments, "--json"]).stdout)
+    record = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert record["vocab"] == 300 and not record["cold"] and len(record["drafting"]) == 4 * len(DRAFTED)
     assert {one["temperature"] for one in record["drafting"]} == {0.0, 0.6}
 
 
 def test_cold_calls_read_much_before_they_give_the_same_laws(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quickbeam.bench.drafting.SWEEP", 10)
-    shown = CliRunner().invoke(commands, ["drafting", "--vocab", "300", "--budgets", "4", "--repeats", "1", "--cold"])
+    shown = CliRunner().invoke(app, ["bench", "drafting", "--vocab", "300", "--budgets", "4", "--repeats", "1", "--cold"])
     assert shown.exit_code == 0 and "cold caches" in shown.stdout
     warm, cold = MadeUp(300, 0.6), MadeUp(300, 0.6, cold=True)
-    context, tree, swept = Context([3], torch.zeros(1)), TokenTree(3), []
+    tree, swept = TokenTree(3), []
     monkeypatch.setattr(torch.Tensor, "sum", lambda self, *_: swept.append(len(self)))
-    assert torch.equal(warm.laws(context, tree, [0]), cold.laws(context, tree, [0])) and swept == [10]
+    assert torch.equal(laws_of(warm, tree, [0]), laws_of(cold, tree, [0])) and swept == [10]
 
 
 @pytest.mark.parametrize("options", [["--budgets", "1"], ["--budgets", "4.5"], ["--budgets", "many"], ["--temperatures", "-1"]])
 def test_numbers_that_make_no_sense_are_named(options: list[str]) -> None:
-    refused = CliRunner().invoke(commands, ["drafting", *options])
-    assert isinstance(refused.exception, InvalidInput) and options[0] in str(refused.exception)
+    refused = CliRunner().invoke(app, ["bench", "drafting", *options])
+    assert refused.exit_code == 2 and options[0] in refused.output and "Traceback" not in refused.output

@@ -11,10 +11,10 @@ from statistics import mean
 import pytest
 import torch
 
-from drafters import KnownDrafter, context_of, toy_laws
+from drafters import KnownDrafter, context_of, grow, toy_laws
 from quickbeam.bench.trees import reached
 from quickbeam.trees.acceptance import Chances, Likeliest, Measured, Printed
-from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.verify import verify_greedy, verify_sampled
 from toy import ToyModel, path_tokens
 
@@ -46,12 +46,12 @@ def test_policies_tell_what_had_its_turn() -> None:
         def observe(self, place: int, probability: float, accepted: bool) -> None:
             told.append((place, probability, accepted))
 
-    policy, generator = Greedy(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
+    policy, generator = DySpec(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
     for _ in range(40):
-        tree = policy.grow(context_of([0], 1.0, generator), 9, 5)
+        tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
         path, _ = verify_sampled(tree, lambda node: model.target([0, *path_tokens(tree, node)]), generator)  # noqa: B023
         told.clear()
-        policy.verified(tree, path)
+        learn(tree, path)
         expected = []
         for node, following in zip(path, [*path[1:], None], strict=True):
             left = 1.0
@@ -73,10 +73,10 @@ def test_certain_children_are_told_apart_by_their_rank() -> None:
         def observe(self, place: int, probability: float, accepted: bool) -> None:
             told.append((place, probability, accepted))
 
-    policy = Greedy(KnownDrafter(model.draft), Told())
-    tree = policy.grow(context_of([0], 0.0), 20, 5)
+    policy = DySpec(KnownDrafter(model.draft), Told())
+    tree, learn, _ = grow(policy, context_of([0], 0.0), 20, 5)
     path, _ = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
-    policy.verified(tree, path)
+    learn(tree, path)
     expected = []
     for node, following in zip(path, [*path[1:], None], strict=True):
         law = model.draft([0, *path_tokens(tree, node)])
@@ -93,16 +93,16 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
     for seed in range(4):
         model = ToyModel(vocab=12, seed=seed, noise=1.3, zeros=0.0)
         target, draft = toy_laws(model, temperature)
-        policy, generator, rng = Greedy(KnownDrafter(draft), chances), torch.Generator().manual_seed(seed), random.Random(seed)
+        policy, generator, rng = DySpec(KnownDrafter(draft), chances), torch.Generator().manual_seed(seed), random.Random(seed)
         for _ in range(150):
             context = [rng.randrange(12) for _ in range(3)]
-            tree = policy.grow(context_of(context, temperature, generator), budget, 12)
+            tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
 
             def law(node: int) -> torch.Tensor:
                 return target([*context, *path_tokens(tree, node)])  # noqa: B023
 
             found.append(sum(reached(tree, law)))
-            policy.verified(tree, verify_sampled(tree, law, generator)[0])
+            learn(tree, verify_sampled(tree, law, generator)[0])
     return mean(found)
 
 

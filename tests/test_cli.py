@@ -51,7 +51,8 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    assert options == {"dtype": "bfloat16"} | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact"))
+    expected = {"dtype": "bfloat16", "trust_remote_code": False, "kv_memory": None}
+    assert options == expected | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact"))
     assert (call, messages) == ("chat", [("user", "hello")])
     assert (params.max_tokens, params.temperature, params.seed) == (256, 0.0, None)
 
@@ -60,13 +61,25 @@ def test_every_option_arrives(run):
     sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
     sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
     loading = "--model folder --method dyspec --budget 12 --drafter small --vocab router --shortlist 99 --no-exact"
-    loading += " --dtype float32 --device cpu"
+    loading += " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB"
     result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     assert result.exit_code == 0, result.stderr
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
     assert (model, method) == ("folder", "dyspec")
     drafter = {"drafter": "small", "vocab": "router", "shortlist": 99}
-    assert options == {"dtype": "float32", "device": "cpu", "budget": 12, "exact": False, "progress": None} | drafter
+    assert (
+        options
+        == {
+            "dtype": "float32",
+            "device": "cpu",
+            "budget": 12,
+            "exact": False,
+            "progress": None,
+            "trust_remote_code": True,
+            "kv_memory": "1GB",
+        }
+        | drafter
+    )
     assert messages == [("system", "Be brief."), ("user", "hello")]
     assert vars(params) == {
         "max_tokens": 7,
@@ -83,6 +96,10 @@ def test_every_option_arrives(run):
         "ignore_eos": True,
         "logprobs": 2,
         "seed": 5,
+        "n": 1,
+        "min_tokens": 0,
+        "bad_words": (),
+        "include_stop_str_in_output": False,
     }
 
 

@@ -16,7 +16,8 @@ from quickbeam.target.bit_exact import attention_is_order_free, examine, rows_al
 from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import WIDEST, FastLinear
 from quickbeam.target.loading import load_model
-from quickbeam.target.target import EXACT_NODES, Target
+from quickbeam.target.model import EXACT_NODES
+from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
 in_order = attention_is_order_free(64)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from drafters import tree_of
 from quickbeam.draft.base import Context
 from quickbeam.draft.last_logits import LastLogits
 from quickbeam.draft.ngram import Ngram
@@ -17,7 +18,7 @@ from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
 from quickbeam.trees.base import NoDraft, TreePolicy
 from quickbeam.trees.logitspec import LogitSpec, branch_length
-from quickbeam.trees.prompt_lookup import Chain, graft
+from quickbeam.trees.prompt_lookup import PromptLookup, graft
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 budgets = st.integers(1, 80)
@@ -42,16 +43,17 @@ def contexts(draw: st.DrawFn) -> Context:
     return Context(ids, logits_in_order([*first, *(token for token in ranking if token not in first)], len(ranking)))
 
 
-def started(policy: TreePolicy, ids: Sequence[int]) -> TreePolicy:
-    """The policy, its sources fed as the engine does: the prompt, then what was emitted."""
+def started(policy: TreePolicy, context: Context) -> Context:
+    """The context, the policy's sources fed as the engine does: the prompt, then what was emitted."""
     for source in policy.sources:
-        source.reset(ids[:-1])
-        source.extend(ids[-1:])
-    return policy
+        state = context.states[source.name] = source.begin(context.ids[:-1])
+        state.extend(context.ids[-1:])
+    return context
 
 
 def grown(context: Context, budget: int, max_depth: int = 32, sources: Sequence[str] = SOURCES, tree: str = "logitspec") -> TokenTree:
-    return started(make_policy(sources, tree), context.ids).grow(context, budget, max_depth)
+    policy = make_policy(sources, tree)
+    return tree_of(policy, started(policy, context), budget, max_depth)
 
 
 def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
@@ -143,9 +145,11 @@ def test_a_smaller_budget_gives_the_beginning_of_the_tree(
     context: Context, small: int, large: int, max_depth: int, made: tuple[tuple[str, ...], str]
 ) -> None:
     small, large = sorted((small, large))
-    policy = started(make_policy(*made), context.ids)
-    whole = nodes(policy.grow(context, large, max_depth))
-    assert nodes(policy.grow(context, small, max_depth)) == whole[:small]
+    policy = make_policy(*made)
+    started(policy, context)
+    whole = nodes(tree_of(policy, context, large, max_depth))
+    assert nodes(tree_of(policy, context, small, max_depth)) == whole[:small]
+    assert policy.nested
 
 
 @pytest.mark.parametrize("ids", [[3], [3, 3], [3, 4]])
@@ -183,8 +187,7 @@ def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
 
 def test_last_logits_ranks() -> None:
     source = LastLogits()
-    source.reset([1, 2])
-    source.extend([3])
+    source.begin([1, 2]).extend([3])
     greedy = Context([5, 3], logits_in_order([3, 4, 0, 2], 6))
     assert source.ranked(greedy, 4) == [(1, 4), (2, 0), (3, 2)]
     assert source.candidates(greedy, 4) == [4, 0, 2]
@@ -208,12 +211,11 @@ def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_d
 
 
 def test_chain_length_is_a_cap() -> None:
-    ids = [1, 2, 3, 4, 5, 6, 1]
-    context = Context(ids, torch.zeros(8))
-    policy = started(Chain(Ngram(), length=3), ids)
-    assert policy.grow(context, 64, 32).token == [1, 2, 3, 4]
-    assert policy.grow(context, 64, 2).token == [1, 2, 3]
-    assert policy.grow(context, 2, 32).token == [1, 2]
+    policy = PromptLookup(Ngram(), length=3)
+    context = started(policy, Context([1, 2, 3, 4, 5, 6, 1], torch.zeros(8)))
+    assert tree_of(policy, context, 64, 32).token == [1, 2, 3, 4]
+    assert tree_of(policy, context, 64, 2).token == [1, 2, 3]
+    assert tree_of(policy, context, 2, 32).token == [1, 2]
 
 
 # --- LogitSpec -----------------------------------------------------------------------------------------------------------------------
@@ -324,7 +326,7 @@ def test_no_more_logits_are_ranked_than_the_budget_can_use(monkeypatch: pytest.M
     ("sources", "tree", "kind"),
     [
         ((), "none", NoDraft),
-        (("ngram",), "chain", Chain),
+        (("ngram",), "chain", PromptLookup),
         (("ngram",), "logitspec", LogitSpec),
         (("last_logits",), "logitspec", LogitSpec),
         (("last_logits", "ngram"), "logitspec", LogitSpec),
@@ -361,7 +363,25 @@ def test_logitspec_without_sources() -> None:
         LogitSpec(None, None)
 
 
-def test_policies_do_not_share_state() -> None:
-    first, second = (started(make_policy(["ngram"], "chain"), ids) for ids in ([1, 2, 1], [3, 4, 3]))
-    assert first.grow(Context([1, 2, 1], torch.zeros(5)), 2, 9).token == [1, 2]
-    assert second.grow(Context([3, 4, 3], torch.zeros(5)), 2, 9).token == [3, 4]
+def test_sequences_of_one_policy_do_not_share_state() -> None:
+    for name, sources in (("chain", ["ngram"]), ("logitspec", SOURCES)):
+        policy = make_policy(sources, name)
+        first, second = (started(policy, Context(ids, logits_in_order([ids[-1], 5], 6))) for ids in ([1, 2, 1], [3, 4, 3]))
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second, first)] == [[1, 2], [3, 4], [1, 2]]
+        first.extend([2, 0, 1])
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [[1, 2], [3, 4]]
+        first.extend([0, 1])
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [[1, 0], [3, 4]]
+
+
+def test_how_long_the_text_repeats_itself_is_the_situation() -> None:
+    policy = make_policy(["ngram"], "chain")
+    for ids, expected in (
+        ([1, 2, 3], 0),
+        ([5, 2, 6, 2], 1),
+        ([1, 2, 5, 1, 2], 2),
+        ([1, 2, 3, 4, 5, 1, 2, 3, 4], 3),
+        ([*range(9), *range(9)], 4),
+    ):
+        assert policy.situation(started(policy, Context(ids, torch.zeros(1)))) == expected
+    assert make_policy(["last_logits"], "logitspec").situation(Context([1, 1, 1], torch.zeros(1))) == 0

@@ -15,22 +15,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
-from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws
+from answers import answer
+from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws, tree_of
 from models import VOCAB, tiny
-from quickbeam.engine.loop import Generation
-from quickbeam.engine.output import Output
+from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
-from quickbeam.target.target import Target
+from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED, greedy, make_policy, wide
+from quickbeam.trees import DRAFTED, best_first, make_policy, wide
 from quickbeam.trees.acceptance import Measured
 from quickbeam.trees.base import TreePolicy
 from quickbeam.trees.draws import Draws
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.dyspec_threshold import Threshold
-from quickbeam.trees.eagle2 import TopK
-from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.eagle2 import Eagle2
 from quickbeam.trees.sequoia import Sequoia
 from quickbeam.trees.specinfer import Branches
 from quickbeam.verify import verify_greedy
@@ -45,7 +45,7 @@ def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int,
     generator = torch.Generator().manual_seed(count)
 
     def grow(ids: list[int], rng: random.Random) -> TokenTree:
-        tree = policy.grow(context_of(ids, temperature, generator), budget, 5)
+        tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
     counts = sample_sequences(model, grow, count=count, length=2, seed=1, law=target)
@@ -104,7 +104,7 @@ class Keen(Measured):
 def test_choosing_a_slot_by_its_own_token_is_found_out(name: str, worth: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worth that certain children have, for nodes that count as draws."""
     model = Opposed(vocab=4)
-    policy = Greedy(KnownDrafter(model.draft), Keen()) if name == "greedy" else policies(model.draft)[name]
+    policy = DySpec(KnownDrafter(model.draft), Keen()) if name == "greedy" else policies(model.draft)[name]
     assert p_value(policy, model, 1.0, count=2500, budget=6) > 1e-3
     monkeypatch.setattr(Draws, worth, lambda self, i: (self.draw(i) or (0, 0.0))[1])
     assert p_value(policy, model, 1.0, count=2500, budget=6) < 1e-6
@@ -128,21 +128,9 @@ def test_reranked_candidates_are_no_draws() -> None:
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_greedy_output_is_plain_decodings(name: str) -> None:
-    class Letters:
-        def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-            return "".join(chr(97 + i % 26) for i in ids)
-
-    target, params = Target(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
+    model, params = Model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
     prompt = [3, 1, 4, 1, 5]
-
-    def answer(policy: TreePolicy) -> Generation:
-        target.reset()
-        generation = Generation(target, policy, Output(Letters(), params, ()), prompt, params, 12)
-        for _ in generation:
-            pass
-        return generation
-
-    plain = answer(make_policy((), "none")).output.token_ids
+    plain = answer(model, make_policy((), "none"), params, prompt).output.token_ids
 
     def law(context: Sequence[int]) -> torch.Tensor:
         """Right about two times in three, as far as the answer goes."""
@@ -153,17 +141,19 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
             logits[plain[done]] += 5
         return logits.softmax(0)
 
-    drafted = answer(make_policy(("drafter",), name, KnownDrafter(law)))
+    drafter = KnownDrafter(law)
+    drafted = answer(model, make_policy(("drafter",), name, drafter), params, prompt, budget=12)
     assert drafted.output.token_ids == plain
     assert drafted.statistics.mean_accepted_tokens > 1.3
     assert drafted.statistics.sources["drafter"].accepted > 10
+    assert drafted.statistics.drafter_calls == drafter.rounds > 0
 
 
 @settings(deadline=None, derandomize=True, max_examples=60)
 @given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from(list(DRAFTED)))
 def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
     model = ToyModel(5, seed, noise=0.5)
-    tree = policies(model.draft)[name].grow(context_of([0], 0.0), budget, 8)
+    tree = tree_of(policies(model.draft)[name], context_of([0], 0.0), budget, 8)
     path, token = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
     text = [0, *(tree.token[node] for node in path[1:]), token]
     assert all(int(model.target(text[:i]).argmax()) == text[i] for i in range(1, len(text)))
@@ -174,7 +164,7 @@ def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name
 
 def makers(drafter: KnownDrafter) -> Iterator[TreePolicy]:
     yield from (make(drafter) for make in DRAFTED.values())
-    yield from (Branches(drafter, 5), Threshold(drafter, 0.01), TopK(drafter, 2, 3), Sequoia(drafter, (0.2, 0.5, 0.1)))
+    yield from (Branches(drafter, 5), Threshold(drafter, 0.01), Eagle2(drafter, 2, 3), Sequoia(drafter, (0.2, 0.5, 0.1)))
 
 
 @settings(deadline=None, derandomize=True, max_examples=100)
@@ -185,22 +175,21 @@ def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budg
     for policy in makers(drafter):
         drafter.calls = []
         context = context_of([seed % vocab], temperature)
-        tree = policy.grow(context, budget, max_depth)
+        tree = tree_of(policy, context, budget, max_depth)
         assert 1 <= len(tree) <= budget
         assert max(tree.depth) <= max_depth
         assert tree.token[0] == seed % vocab and set(tree.source[1:]) <= {"drafter"}
         assert (not drafter.calls) == (budget == 1 or max_depth == 0)
-        assert sum(map(len, drafter.calls)) == policy.rows and len(drafter.calls) == policy.calls
         reach = [1.0]
         for node in range(1, len(tree)):
             law = drafter.law([seed % vocab, *path_tokens(tree, tree.parent[node])])
             assert law[tree.token[node]] > 0
             reach.append(reach[tree.parent[node]] * float(law[tree.token[node]]))
-            drawn_node = temperature > 0 and not isinstance(policy, TopK)
+            drawn_node = temperature > 0 and not isinstance(policy, Eagle2)
             assert (tree.law[node] is not None) == drawn_node
             assert not drawn_node or torch.equal(tree.law[node], law)
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
-        if not (isinstance(policy, Greedy) and isinstance(policy.chances, Measured)):
+        if not (isinstance(policy, DySpec) and isinstance(policy.chances, Measured)):
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
 
 
@@ -212,38 +201,39 @@ def test_no_law_is_asked_that_cannot_be_used(seed: int, budget: int, max_depth: 
     model = ToyModel(6, seed, zeros=0.0)
     for name, policy in policies(model.draft).items():
         drafter = policy.drafter
-        ask, sizes = drafter.laws, []
+        answer, sizes = drafter.answer, []
 
-        def watched(context, tree, nodes):
-            assert all(tree.depth[node] < max_depth for node in nodes)
-            sizes.append(len(tree))  # noqa: B023 (called in this round only)
-            return ask(context, tree, nodes)  # noqa: B023
+        def watched(requests: Sequence[DraftRequest]) -> list[Laws]:
+            for _, tree, nodes, _ in requests:
+                assert all(tree.depth[node] < max_depth for node in nodes)
+                sizes.append(len(tree))  # noqa: B023 (called in this round only)
+            return answer(requests)  # noqa: B023
 
-        drafter.laws = watched
-        tree = policy.grow(context_of([0], temperature), budget, max_depth)
+        drafter.answer = watched
+        tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
         if name != "eagle2" and (temperature or name not in ("greedy", "greedy-printed", "threshold")):
             assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
             assert name == "greedy" or len(set(sizes)) == len(sizes)  # a law may turn out to promise less than others
 
 
 def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greedy, "HOPE", 1.0)
+    monkeypatch.setattr(best_first, "HOPE", 1.0)
     model = ToyModel(8, 3, zeros=0.0)
     policy = policies(model.draft)["greedy"]
-    whole = policy.grow(context_of([0], 0.0), 40, 9)
+    whole = tree_of(policy, context_of([0], 0.0), 40, 9)
     assert whole.value == sorted(whole.value, reverse=True)
     for budget in range(1, 40):
-        assert child_ranks(policy.grow(context_of([0], 0.0), budget, 9)) == child_ranks(whole)[:budget]
+        assert child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == child_ranks(whole)[:budget]
 
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_nested_policies_give_the_beginning_of_a_larger_tree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(greedy, "HOPE", 1.0)  # nearly the beginning, where less is searched for
+    monkeypatch.setattr(best_first, "HOPE", 1.0)  # nearly the beginning, where less is searched for
     begin_alike = []
     for seed in range(12):
         policy = policies(ToyModel(20, seed, zeros=0.0).draft)[name]
-        whole = child_ranks(policy.grow(context_of([0], 0.0), 30, 9))
-        begin_alike += [child_ranks(policy.grow(context_of([0], 0.0), budget, 9)) == whole[:budget] for budget in range(1, 30)]
+        whole = child_ranks(tree_of(policy, context_of([0], 0.0), 30, 9))
+        begin_alike += [child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == whole[:budget] for budget in range(1, 30)]
     assert all(begin_alike) == policy.nested
     assert Threshold(policy.drafter, 0.1).nested
 
@@ -253,7 +243,7 @@ def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: 
     policy, generator = policies(ToyModel(3, 1, zeros=0.0).draft)[name], torch.Generator().manual_seed(0)
 
     def counts(budget: int) -> Counter:
-        return Counter(tuple(child_ranks(policy.grow(context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1500))
+        return Counter(tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1500))
 
     small, large = counts(4), counts(8)
     table = [[count[key] for key in small | large] for count in (small, large)]
@@ -270,7 +260,7 @@ def test_presets_draft_with_a_model(method: str) -> None:
     drafter = KnownDrafter(ToyModel().draft)
     policy = make_policy(chosen.sources, chosen.tree, drafter)
     assert list(policy.sources) == [drafter]
-    assert 1 < len(policy.grow(context_of([0], 0.0), chosen.budget, 32)) <= chosen.budget
+    assert 1 < len(tree_of(policy, context_of([0], 0.0), chosen.budget, 32)) <= chosen.budget
     with pytest.raises(InvalidInput, match="drafts with a model: name one with --drafter"):
         make_policy(chosen.sources, chosen.tree)
 
@@ -289,8 +279,8 @@ def test_what_policies_refuse() -> None:
         lambda: Threshold(drafter, 0.0),
         lambda: Threshold(drafter, 1.5),
         lambda: Branches(drafter, 0),
-        lambda: TopK(drafter, 0),
-        lambda: TopK(drafter, 3, 0),
+        lambda: Eagle2(drafter, 0),
+        lambda: Eagle2(drafter, 3, 0),
         lambda: Sequoia(drafter, ()),
         lambda: Sequoia(drafter, (0.5, 1.5)),
     ):

@@ -14,13 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, zipf_drafter
+from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, tree_of, zipf_drafter
 from quickbeam.draft.base import Laws
-from quickbeam.trees import greedy
+from quickbeam.trees import best_first
 from quickbeam.trees.acceptance import Printed
 from quickbeam.trees.draws import Draws, drawn, ranked
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.dyspec_threshold import Threshold
-from quickbeam.trees.greedy import Greedy
 from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
@@ -108,11 +108,11 @@ def algorithm_1(
 @pytest.mark.parametrize(("seed", "max_depth"), [(0, 9), (1, 9), (2, 2)])
 def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> None:
     model = ToyModel(vocab=4, seed=seed)
-    policy, generator = Greedy(KnownDrafter(model.draft), Printed()), torch.Generator().manual_seed(seed)
+    policy, generator = DySpec(KnownDrafter(model.draft), Printed()), torch.Generator().manual_seed(seed)
     any_token = algorithm_1(model.draft, 4, max_depth, lambda node, residual: [t for t, r in enumerate(residual) if r > 0])
     exact = {nodes: chance for chance, nodes in any_token}
     assert len(exact) > 30
-    counts = Counter(paths(policy.grow(context_of([0], 1.0, generator), 5, max_depth)) for _ in range(2500))
+    counts = Counter(paths(tree_of(policy, context_of([0], 1.0, generator), 5, max_depth)) for _ in range(2500))
     assert chi_square(counts, exact) > 1e-3 / 3
 
 
@@ -138,7 +138,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quickbeam.trees.drafted.drawn", draw_from)
-        tree = Greedy(KnownDrafter(model.draft), Printed()).grow(context_of([0], 1.0), size + 1, max_depth)
+        tree = tree_of(DySpec(KnownDrafter(model.draft), Printed()), context_of([0], 1.0), size + 1, max_depth)
     assert paths(tree) == expected
 
 
@@ -154,11 +154,12 @@ def all_paths(law: LawOf, max_depth: int, least: float) -> list[tuple[float, Pat
     return sorted(found, key=lambda one: -one[0])
 
 
-def best_first(seed: int, size: int, max_depth: int, fraction: float, hope: float) -> tuple[Path, ...]:
+def likeliest_paths(seed: int, size: int, max_depth: int, fraction: float, hope: float) -> tuple[Path, ...]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(greedy, "FRACTION", fraction)
-        patch.setattr(greedy, "HOPE", hope)
-        return paths(Greedy(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), Printed()).grow(context_of([0], 0.0), size + 1, max_depth))
+        patch.setattr(best_first, "FRACTION", fraction)
+        patch.setattr(best_first, "HOPE", hope)
+        policy = DySpec(KnownDrafter(ToyModel(vocab=4, seed=seed).draft), Printed())
+        return paths(tree_of(policy, context_of([0], 0.0), size + 1, max_depth))
 
 
 searches = given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.1, 1.0]))
@@ -169,7 +170,7 @@ searches = given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
     """However many laws a call asks for."""
     likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
-    assert best_first(seed, size, max_depth, fraction, 1.0) == tuple(path for _, path in likeliest)
+    assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(path for _, path in likeliest)
 
 
 @settings(deadline=None, derandomize=True, max_examples=80)
@@ -180,7 +181,7 @@ def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_i
     everything = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)
     chance = {path: value for value, path in everything}
     likeliest = [path for _, path in everything[:size]]
-    found = best_first(seed, size, max_depth, fraction, 0.5)
+    found = likeliest_paths(seed, size, max_depth, fraction, 0.5)
     assert len(found) == len(likeliest)
     assert [chance[path] for path in found] == sorted((chance[path] for path in found), reverse=True)
     for path in set(likeliest) - set(found):
@@ -191,7 +192,7 @@ def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_i
 @given(seed=seeds, threshold=st.floats(0.005, 0.5), max_depth=st.integers(1, 6), budget=st.integers(2, 60))
 def test_at_temperature_0_threshold_takes_all_likely_paths(seed: int, threshold: float, max_depth: int, budget: int) -> None:
     model = ToyModel(vocab=5, seed=seed)
-    tree = Threshold(KnownDrafter(model.draft), threshold).grow(context_of([0], 0.0), budget, max_depth)
+    tree = tree_of(Threshold(KnownDrafter(model.draft), threshold), context_of([0], 0.0), budget, max_depth)
     likely = all_paths(model.draft, max_depth, threshold)
     if len(likely) < budget:
         assert set(paths(tree)) == {path for _, path in likely}
@@ -241,7 +242,7 @@ def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
     assert len(exact) > 10
 
     def grown() -> frozenset[tuple[Path, int]]:
-        tree = policy.grow(context_of([0], 1.0, generator), 100, 3)
+        tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
         return frozenset((tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:])
 
     assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
@@ -250,8 +251,8 @@ def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
 def test_the_threshold_is_a_share_of_the_budget() -> None:
     drafter = zipf_drafter()
     for budget in (4, 16, 64):
-        whole = Threshold(drafter, 1 / budget).grow(context_of([0], 0.0), budget, 20)
-        assert paths(Threshold(drafter).grow(context_of([0], 0.0), budget, 20)) == paths(whole)
+        whole = tree_of(Threshold(drafter, 1 / budget), context_of([0], 0.0), budget, 20)
+        assert paths(tree_of(Threshold(drafter), context_of([0], 0.0), budget, 20)) == paths(whole)
 
 
 # --- cost ----------------------------------------------------------------------------------------------------------------------------
@@ -261,11 +262,11 @@ def test_the_threshold_is_a_share_of_the_budget() -> None:
 def test_greedy_calls_the_drafter_about_once_a_layer(temperature: float) -> None:
     generator, extra, wasted = torch.Generator().manual_seed(0), [], []
     for seed in range(20):
-        policy = Greedy(zipf_drafter(seed=seed))
-        tree = policy.grow(context_of([seed], temperature, generator), 64, 40)
+        drafter = zipf_drafter(seed=seed)
+        tree = tree_of(DySpec(drafter), context_of([seed], temperature, generator), 64, 40)
         assert len(tree) == 64
-        extra.append(policy.calls - max(tree.depth))
-        wasted.append(policy.rows - 63)
+        extra.append(drafter.rounds - max(tree.depth))
+        wasted.append(drafter.rows - 63)
     assert max(extra) <= 6 and sum(extra) / 20 < 3
     assert max(wasted) < 32
 
@@ -273,6 +274,6 @@ def test_greedy_calls_the_drafter_about_once_a_layer(temperature: float) -> None
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_threshold_calls_the_drafter_once_a_layer(temperature: float) -> None:
     for seed in range(20):
-        policy = Threshold(zipf_drafter(seed=seed))
-        tree = policy.grow(context_of([seed], temperature), 64, 40)
-        assert policy.calls <= max(tree.depth) + 1
+        drafter = zipf_drafter(seed=seed)
+        tree = tree_of(Threshold(drafter), context_of([seed], temperature), 64, 40)
+        assert drafter.rounds <= max(tree.depth) + 1

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import KnownDrafter, LawOf, context_of, paths, zipf_drafter
+from drafters import KnownDrafter, LawOf, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.tree import TokenTree
-from quickbeam.trees.eagle2 import TopK
+from quickbeam.trees.eagle2 import Eagle2
 from quickbeam.trees.order import depth_first, heavy_path, mask_blocks
 from quickbeam.trees.sequoia import GENERIC, Sequoia, Shape, Shapes
 from toy import ToyModel
@@ -43,9 +43,9 @@ def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path
 
 @settings(deadline=None, derandomize=True, max_examples=80)
 @given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(2, 40), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_topk_expands_and_reranks(seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float) -> None:
+def test_eagle2_expands_and_reranks(seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float) -> None:
     model = ToyModel(vocab=6, seed=seed)
-    tree = TopK(KnownDrafter(model.draft), width, depth).grow(context_of([0], temperature), budget, max_depth)
+    tree = tree_of(Eagle2(KnownDrafter(model.draft), width, depth), context_of([0], temperature), budget, max_depth)
     assert set(paths(tree)) == expand_and_rerank(model.draft, width, min(depth, max_depth), budget - 1)
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
@@ -104,36 +104,38 @@ def test_sequoia_fills_its_shape() -> None:
     policy = Sequoia(zipf_drafter(), (0.5, 0.3, 0.2))
     for temperature in (0.0, 1.0):
         for budget in (2, 7, 30):
-            tree, shape = policy.grow(context_of([0], temperature), budget, 20), Shapes((0.5, 0.3, 0.2), budget).shape(budget, 20)
+            tree = tree_of(policy, context_of([0], temperature), budget, 20)
+            shape = Shapes((0.5, 0.3, 0.2), budget).shape(budget, 20)
             assert nested([list(children.values()) for children in tree.children]) == nested(shape)
 
 
 def test_sequoia_learns_what_is_accepted() -> None:
     """Second children always are: after a while nothing is put below the first ones."""
     policy, ids = Sequoia(zipf_drafter()), [0]
-    first = policy.grow(context_of(ids, 0.0), 16, 20)
+    first = tree_of(policy, context_of(ids, 0.0), 16, 20)
     for _ in range(400):
-        tree = policy.grow(context_of(ids, 0.0), 16, 20)
+        tree, learn, _ = grow(policy, context_of(ids, 0.0), 16, 20)
         path = [0]
         while len(tree.children[path[-1]]) > 1:
             token, node = list(tree.children[path[-1]].items())[1]
             ids.append(token)
             path.append(node)
         ids.append(499 if tree.child(path[-1], 499) is None else 498)
-        policy.verified(tree, path)
+        learn(tree, path)
     assert policy.acceptance[1] > 0.9 > 0.1 > policy.acceptance[0]
     assert max(tree.depth) >= 7 > max(first.depth)
     measured = Sequoia(zipf_drafter(), (0.5, 0.3))
-    measured.verified(tree, path)
+    grow(measured, context_of([0], 0.0), 16, 20).learn(tree, path)
     assert measured.acceptance == (0.5, 0.3)
 
 
 def test_sequoia_counts_every_child_of_a_node_that_was_reached() -> None:
     policy, tree = Sequoia(zipf_drafter()), TokenTree(0)
+    learn = grow(policy, context_of([0], 0.0), 16, 20).learn
     for parent, token in ((0, 1), (0, 2), (0, 3), (2, 4), (2, 5), (1, 6)):  # nodes 1 to 6
         tree.add(parent, token, "drafter")
     before = list(policy._tried), list(policy._accepted)
-    policy.verified(tree, [0, 2])  # its children are refused; node 1's were never tried
+    learn(tree, [0, 2])  # its children are refused; node 1's were never tried
     assert [a - b for a, b in zip(policy._tried, before[0], strict=True)][:4] == [2, 2, 1, 0]
     assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx([0, 1, 0, 0, 0, 0, 0, 0])
 

@@ -111,7 +111,7 @@ def test_hidden_states_are_those_of_a_plain_run(name: str, fast: bool) -> None:
     model = tiny(name)
     layers = all_layers(model)
     target = Target(copy.deepcopy(model), fast=fast, chunk=4)
-    target.watch(layers)
+    target.model.watch(layers)
     for seed in range(3):
         walk = Walk(target, model, layers, seed)
         walk.reset()
@@ -124,7 +124,7 @@ def test_hidden_states_are_those_of_a_plain_run(name: str, fast: bool) -> None:
 def test_a_prompt_is_given_in_order_and_once() -> None:
     model = tiny("llama")
     target = Target(copy.deepcopy(model), chunk=3)
-    target.watch((2,))
+    target.model.watch((2,))
     target.prefill(PREFIX)
     assert target.taken == 0
     close(target.take_hidden(), plain_states(model, PREFIX, (2,)))
@@ -137,8 +137,8 @@ def test_a_prompt_is_given_in_order_and_once() -> None:
 def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
     model = tiny("llama")
     target = Target(copy.deepcopy(model))
-    target._rows = 2  # as on machines whose kernels treat a single row differently
-    target.watch((1, 4))
+    target.model._rows = 2  # as on machines whose kernels treat a single row differently
+    target.model.watch((1, 4))
     target.prefill(PREFIX)
     tree = TokenTree(50)
     target.verify(tree)
@@ -153,7 +153,7 @@ def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_watching_changes_no_logits(name: str, layers: tuple[int, ...], fast: bool) -> None:
     watched, other = (Target(tiny(name), fast=fast, chunk=4) for _ in range(2))
-    watched.watch(layers)
+    watched.model.watch(layers)
     tree = random_tree(torch.Generator().manual_seed(1), 9)
     for _ in range(2):
         assert torch.equal(watched.prefill(PREFIX), other.prefill(PREFIX))
@@ -176,7 +176,7 @@ def test_without_watching_nothing_is_kept() -> None:
 def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...], fast: bool) -> None:
     target = Target(tiny("llama"), fast=fast)
     with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
-        target.watch(layers)
+        target.model.watch(layers)
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
@@ -186,5 +186,5 @@ def test_embedding_and_head_are_the_models(name: str, fast: bool) -> None:
     target = Target(copy.deepcopy(model), fast=fast)
     states = plain_states(model, PREFIX, (model.config.num_hidden_layers + 1,))
     with torch.inference_mode():
-        close(target.head(states), model(torch.tensor([PREFIX])).logits[0])
-        close(target.embedding(torch.tensor(PREFIX)), model.get_input_embeddings()(torch.tensor(PREFIX)))
+        close(target.model.head(states), model(torch.tensor([PREFIX])).logits[0])
+        close(target.model.embedding(torch.tensor(PREFIX)), model.get_input_embeddings()(torch.tensor(PREFIX)))

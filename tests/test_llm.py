@@ -5,7 +5,9 @@ pytest tests/test_llm.py
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import shutil
 import time
 from pathlib import Path
@@ -16,9 +18,11 @@ from transformers import MambaConfig, T5Config
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.engine.trace import StepRecord
+from quickbeam.errors import QuickbeamError
 from quickbeam.llm import Setting
 from quickbeam.presets import PRESETS
-from quickbeam.target.target import Target
+from quickbeam.target.batch import Batch, Passed
+from quickbeam.target.model import Model
 from quickbeam.trees.sequoia import GENERIC, Sequoia
 
 PLD = Setting("pld", "full", None)
@@ -66,38 +70,44 @@ def test_json_record_has_every_field(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)
     record = json.loads(json.dumps(llm.chat(user("hi"), params, method="pld", budget=8).to_json()))
     fields = "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens seconds prefill_seconds tokens_per_second"
-    fields += " draft_seconds verify_seconds drafter_seconds drafter_calls"
+    fields += " cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
     assert {*fields.split(), "sources", "logprobs"} == set(record)
     assert record["sources"]["ngram"].keys() == {"drafted", "accepted"}
     assert [entry["token"] for entry in record["logprobs"]] == record["token_ids"]
     assert all(len(entry["top"]) == 2 for entry in record["logprobs"])
 
 
-def test_a_conversation_keeps_its_common_prefix(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept, prefill = [], Target.prefill
-    monkeypatch.setattr(Target, "prefill", lambda self, ids, keep=0: (kept.append(keep), prefill(self, ids, keep))[1])
+def test_a_conversation_keeps_its_common_prefix(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quickbeam.llm.Model", functools.partial(Model, chunk=8))  # beginnings are shared in steps of as many tokens
+    llm = LLM(toy_folder, dtype="float32")
     opening = user("tell me something long")
     first = llm.chat(opening, SHORT)
     again = [*opening, *user("", first.text)[1:], *user("and more")]
     before, after = llm.encode_chat(opening), llm.encode_chat(again)
     common = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
     second = llm.chat(again, SHORT)
-    assert kept == [0, common] and common > 20
+    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, common // 8 * 8) and common > 20
     llm.reset()
-    assert llm.chat(again, SHORT).token_ids == second.token_ids
-    llm.chat(user("tell me something else"), SHORT)  # another conversation, though its beginning is the same
-    llm.chat(user("tell me something else"), SHORT)
-    llm.generate(before, SHORT)
-    assert kept[2:] == [0, 0, 0, 0]  # no answer depends on what was asked before
+    anew = llm.chat(again, SHORT)
+    assert (anew.token_ids, anew.statistics.cached_tokens) == (second.token_ids, 0)
+    other = user("tell me something else")  # another conversation, whose beginning is the same
+    beginning = next(i for i, (a, b) in enumerate(zip(llm.encode_chat(other), after, strict=False)) if a != b)
+    found = [llm.chat(other, SHORT), llm.chat(other, SHORT)]
+    assert [one.statistics.cached_tokens for one in found] == [beginning // 8 * 8, (len(llm.encode_chat(other)) - 1) // 8 * 8]
+    llm.reset()
+    assert [one.token_ids for one in found] == [llm.chat(other, SHORT).token_ids] * 2  # no answer depends on what was asked before
+    unshared = LLM(toy_folder, dtype="float32", share_prefixes=False)
+    assert [unshared.chat(other, SHORT).statistics.cached_tokens for _ in range(2)] == [0, 0]
 
 
 def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
     llm.generate("aaaa", SHORT, method="pld")
-    cost, learned = llm._cost, llm._budgets[PLD]
+    budget, learned = llm.engine._budget, llm.engine.budget._expected[PLD]
+    steps = sum(map(sum, learned._count.values()))
     llm.generate("aaaa", SHORT, method="pld", budget=0)
-    assert llm._cost is cost and llm._budgets[PLD] is learned
+    assert llm.engine._budget is budget and budget._expected[PLD] is learned and sum(map(sum, learned._count.values())) > steps > 0
     llm.generate("aaaa", SHORT, method="ar", budget=0)
-    assert not [key for key in llm._budgets if key.method == "ar"]  # nothing to choose
+    assert not [key for key in budget._expected if key.method == "ar"]  # nothing to choose
 
 
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
@@ -113,7 +123,7 @@ def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
         ({"model": "./missing.gguf"}, "no such file"),
         ({"model": "organisation/not-cached"}, "can't load 'organisation/not-cached'"),
         ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
-        ({"dtype": "int3"}, "unknown dtype 'int3'; known: bfloat16"),
+        ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
         ({"device": "tpu9"}, "device 'tpu9' can't be used"),
         ({"exact": True, "dtype": "float32"}, "bfloat16 on a CPU"),
     ],
@@ -203,15 +213,14 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
 def test_a_measured_budget_counts_the_time_of_drafting(toy_folder: str, drafter_folder: str, method: str) -> None:
     llm = LLM(toy_folder, dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method=method)
-    assert llm._budgets == {} and llm._cost is None  # the preset's own
-    answer = llm.generate("abc abc", SHORT, method=method, budget=0)
+    assert llm.engine._budget is None  # the preset's own
+    answer, setting = llm.generate("abc abc", SHORT, method=method, budget=0), Setting(method, "full", None)
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
+    budget = llm.engine.budget
     if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):  # at temperature 0 these heed prices
-        market = llm._markets[Setting(method, "full", None)]
-        assert llm._budgets == {} and len(market._calls) > 0 < market.call
+        assert setting not in budget._expected and budget.calls[setting]._seen and budget.calls[setting].seconds(1) > 0
         llm.generate("abc abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), method=method, budget=0)
-    drafting = llm._budgets[Setting(method, "full", None)].drafting
-    assert drafting.seconds(1) == 0 and drafting.seconds(llm._budgets[Setting(method, "full", None)].budgets[-1]) > 0
+    assert budget._growing(setting, 1) == 0 < budget._growing(setting, 64)
 
 
 def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, drafter_folder: str) -> None:
@@ -236,16 +245,16 @@ def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, dr
 @pytest.mark.parametrize("method", WITH_DRAFTER)
 def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(drafted: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = drafted.prepare(method)
-    laws, calls = LMDrafter.laws, []
+    inner, calls = LMDrafter.answer, []
 
     def slow(*arguments: object) -> object:
         calls.append(1)
         time.sleep(0.002)
-        return laws(*arguments)
+        return inner(*arguments)
 
     for _ in range(2):  # each answer has its own
         with monkeypatch.context() as patch:
-            patch.setattr(LMDrafter, "laws", slow)
+            patch.setattr(LMDrafter, "answer", slow)
             calls.clear()
             s = drafted.generate("abc abc", SHORT, method=method).statistics
         assert drafter is not None and s.drafter_calls == len(calls) > 0
@@ -270,18 +279,67 @@ def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder: str, 
         LLM(toy_folder, "dyspec", dtype="float32", drafter="no/such/folder")
 
 
-def test_a_conversation_keeps_the_drafters_prefix_too(drafted: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
+    """What a smaller model has read belongs to the answer, however that ends."""
     drafter = drafted.prepare("dyspec")
-    assert drafter is not None
+    assert isinstance(drafter, LMDrafter)
+    drafted.generate(["abc abc", "xyz"], SHORT, method="dyspec")
+    stream, other = (drafted.stream("abc abc", SHORT, method="dyspec") for _ in range(2))
+    next(stream)
+    next(other)
+    assert drafter.model.pool.used > 0
+    stream.close()
+    del other
+    drafted.generate("a", SHORT, method="ar")
     drafted.reset()
-    assert drafter.model.ids == []
-    kept, prefill = [], drafter.model.prefill
-    monkeypatch.setattr(drafter.model, "prefill", lambda ids, keep=0: (kept.append(keep), prefill(ids, keep))[1])
-    opening = user("tell me something long")
-    first = drafted.chat(opening, SHORT, method="dyspec")
-    drafted.chat([*opening, *user("", first.text)[1:], *user("and more")], SHORT, method="dyspec")
-    drafted.chat(user("tell me something else"), SHORT, method="dyspec")
-    assert kept[0] == kept[2] == 0 and kept[1] > 20
+    assert drafter.model.pool.used == drafted.model.pool.used == 0
+
+
+def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = llm.generate("abc abc", SHORT, method="pld", budget=8).text
+    bad, good = (llm.stream("abc abc", SHORT, method="pld", budget=8) for _ in range(2))
+    said, forward = next(bad), llm.model.forward
+
+    def failing(batch: Batch) -> list[Passed]:
+        passed = forward(batch)
+        return [
+            one._replace(logits=one.logits * math.nan, best=None) if part.cache is bad._sequence.cache else one
+            for part, one in zip(batch.parts, passed, strict=True)
+        ]
+
+    monkeypatch.setattr(llm.model, "forward", failing)
+    assert "".join(good) == expected and good.completion.finish_reason == "length"
+    for _ in range(2):
+        with pytest.raises(QuickbeamError, match="NaN"):
+            said += "".join(bad)
+    assert bad.over and bad.completion.finish_reason == "error" and expected.startswith(bad.completion.text)
+    assert bad.completion.text == said and llm.generate("abc abc", SHORT, method="ar").text == expected
+
+
+def test_an_interrupt_ends_what_is_under_way(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a step: `generate` raises and holds nothing, a stream keeps what it gave."""
+    expected, forward, calls = llm.generate("abc abc", SHORT).text, llm.model.forward, list[int]()
+
+    def interrupted(batch: Batch) -> list[Passed]:
+        calls.append(1)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return forward(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.model, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(["abc abc", "q"], SHORT, method="ar")
+        assert not llm.engine.busy
+        calls.clear()
+        stream, pieces = llm.stream("abc abc", SHORT, method="ar"), list[str]()
+        with pytest.raises(KeyboardInterrupt):
+            for piece in stream:
+                pieces.append(piece)
+    completion = stream.completion
+    assert completion.finish_reason == "interrupted" and len(completion.token_ids) == 3 and list(stream) == []
+    assert completion.text == "".join(pieces) and expected.startswith(completion.text)
+    assert llm.generate("abc abc", SHORT).text == expected
 
 
 def test_drafters_that_cannot_be_used_are_named(toy_folder: str, drafter_folder: str, tmp_path: Path) -> None:

@@ -13,28 +13,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from answers import answer
 from models import VOCAB, tiny
-from quickbeam.draft.base import Context
-from quickbeam.draft.draft_model import GAP, LMDrafter, check_vocabulary
-from quickbeam.engine.loop import Generation
-from quickbeam.engine.output import Output
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.draft.base import Context, DraftRequest
+from quickbeam.draft.draft_model import GAP, LMDrafter, LMState, check_vocabulary
+from quickbeam.engine.engine import Engine
+from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams, draw
-from quickbeam.target.target import Target
+from quickbeam.target.batch import Batch, Draft, Passed
+from quickbeam.target.kv_cache import KVStore
+from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy
-from quickbeam.trees.base import NoDraft, TreePolicy
+from quickbeam.trees.base import Grown, Growth, NoDraft, TreePolicy
 
 NAMES = ("llama", "mistral-window", "gpt2")
 METHODS = [name for name, preset in PRESETS.items() if LMDrafter.name in preset.sources]
-
-
-class Letters:
-    """A tokenizer whose tokens are characters."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        return "".join(chr(97 + i % 26) for i in ids)
 
 
 class DrafterChain(TreePolicy):
@@ -43,15 +38,17 @@ class DrafterChain(TreePolicy):
     def __init__(self, drafter: LMDrafter) -> None:
         self.sources, self.drafter = (drafter,), drafter
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         while len(tree) < budget and tree.depth[-1] < max_depth:
-            law = self.drafter.laws(context, tree, [len(tree) - 1])[0]
+            laws = yield DraftRequest(context, tree, [len(tree) - 1])
+            assert laws is not None
+            law = laws.dense(0)
             if context.temperature > 0:
                 tree.add(len(tree) - 1, draw(law, context.generator), "drafter", law=law)
             else:
                 tree.add(len(tree) - 1, int(law.argmax()), "drafter")
-        return tree
+        return Grown(tree)
 
 
 @pytest.fixture(scope="module")
@@ -60,8 +57,17 @@ def pairs():
     return {name: (LMDrafter(tiny(name, seed=7), VOCAB), tiny(name, seed=7)) for name in NAMES}
 
 
-def context_of(ids: list[int], temperature: float = 1.0) -> Context:
-    return Context(list(ids), torch.zeros(VOCAB), temperature)
+def begin(drafter: LMDrafter, ids: list[int], temperature: float = 1.0) -> Context:
+    return Context(list(ids), torch.zeros(VOCAB), temperature).begin([drafter])
+
+
+def state_of(context: Context) -> LMState:
+    return context.states[LMDrafter.name]
+
+
+def laws_of(drafter: LMDrafter, context: Context, tree: TokenTree, nodes: list[int]) -> torch.Tensor:
+    """`[len(nodes), vocab]`, from a call for this sequence alone."""
+    return drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
 
 
 @torch.inference_mode()
@@ -75,10 +81,10 @@ def expected(model, ids: list[int], tree: TokenTree, nodes: list[int], temperatu
 @settings(max_examples=25, deadline=None)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: random.Random, temperature: float) -> None:
-    """Trees that grow by rounds of some of their nodes; steps that accept any path; requests that share a prefix with what was read."""
+    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a draft; requests one after another."""
     drafter, model = pairs[name]
-    context = context_of([rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
-    drafter.reset(context.ids)
+    pages = drafter.model.pool.used
+    context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
     for _ in range(5):
         tree, asked = TokenTree(context.ids[-1]), []
         for _ in range(rng.randint(0, 4)):
@@ -87,7 +93,7 @@ def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: rand
                 if node not in asked and (node == 0 or (tree.parent[node] in (*asked, *ready) and rng.random() < 0.7)):
                     ready.append(node)
             if ready:
-                laws = drafter.laws(context, tree, ready)
+                laws = laws_of(drafter, context, tree, ready)
                 torch.testing.assert_close(laws, expected(model, context.ids, tree, ready, temperature or 1.0), atol=1e-5, rtol=1e-3)
                 asked += ready
             for _ in range(rng.randint(1, 4)):
@@ -96,78 +102,95 @@ def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: rand
                     tree.add(parent, token, "random")
         path = tree.path(rng.randrange(len(tree)))
         last = rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]])  # a token that a child holds, too: rounding may reject it first
-        emitted = [*(tree.token[node] for node in path[1:]), last]
-        context.ids.extend(emitted)
-        drafter.extend(emitted)
+        context.extend([*(tree.token[node] for node in path[1:]), last])
         if rng.random() < 0.25:  # another request
+            state_of(context).release()
             kept = context.ids[: rng.randint(0, len(context.ids))]
-            context = context_of([*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))], temperature)
-            drafter.reset(context.ids)
+            context = begin(drafter, [*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))], temperature)
+    state_of(context).release()
+    assert drafter.model.pool.used == pages
 
 
 def passes_of(drafter: LMDrafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the drafter's model is made to run from here on: (prefill, tokens computed) and (verify, nodes computed)."""
+    """What the drafter's model is made to run from here on: (read, tokens computed) and (draft, nodes computed)."""
     passes: list[tuple[str, int]] = []
-    prefill, verify = drafter.model.prefill, drafter.model.verify
-    monkeypatch.setattr(drafter.model, "prefill", lambda ids, keep=0: (passes.append(("prefill", len(ids) - keep)), prefill(ids, keep))[1])
-    monkeypatch.setattr(drafter.model, "verify", lambda tree, base=0: (passes.append(("verify", len(tree) - base)), verify(tree, base))[1])
+    forward = drafter.model.forward
+
+    def counted(batch: Batch) -> list[Passed]:
+        passes.extend(("draft" if isinstance(part, Draft) else "read", part.rows) for part in batch.parts)
+        return forward(batch)
+
+    monkeypatch.setattr(drafter.model, "forward", counted)
     return passes
 
 
 def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
-    context = context_of([5, 6, 7, 8])
-    drafter.reset(context.ids)
+    context = begin(drafter, [5, 6, 7, 8])
     tree = TokenTree(8)
     nodes = [tree.add(0, 20, "x"), tree.add(0, 21, "x"), tree.add(1, 22, "x"), tree.add(3, 23, "x")]
-    drafter.laws(context, tree, [0])
-    drafter.laws(context, tree, nodes[:2])
-    drafter.laws(context, tree, nodes[2:3])
-    assert passes == [("prefill", 3), ("verify", 1), ("verify", 2), ("verify", 1)] and drafter.calls == 3
-    context.ids.extend([20, 22, 23, 50])  # the last node accepted was a leaf: it is run together with the new root
+    laws_of(drafter, context, tree, [0])
+    laws_of(drafter, context, tree, nodes[:2])
+    laws_of(drafter, context, tree, nodes[2:3])
+    assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
+    context.extend([20, 22, 23, 50])  # the last node accepted was a leaf: it is run together with the new root
     tree = TokenTree(50)
-    law = drafter.laws(context, tree, [0])
-    assert passes[4:] == [("verify", 2)] and drafter.model.ids == [5, 6, 7, 8, 20, 22]
+    law = laws_of(drafter, context, tree, [0])
+    assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len([5, 6, 7, 8, 20, 22])
     torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
-    del passes[:]
-    drafter.reset([5, 6, 7, 8, 20, 9, 9])  # a request that shares five tokens
-    drafter.reset([5, 6, 7, 8, 20, 9, 3])
-    assert passes == [("prefill", 1)]
+    again = laws_of(drafter, context, tree, [0])  # a second tree on the same text
+    assert passes[4:] == [("draft", 1)]
+    torch.testing.assert_close(again, law, atol=1e-6, rtol=1e-4)
 
 
 def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
-    context = context_of([1, 2])
-    drafter.reset(context.ids)
-    context.ids.extend([3] * GAP)
-    law = drafter.laws(context, tree := TokenTree(3), [0])
-    assert passes == [("prefill", 1), ("prefill", GAP), ("verify", 1)]
+    context = begin(drafter, [1, 2])
+    laws_of(drafter, context, TokenTree(2), [0])
+    context.extend([3] * (GAP + 1))
+    law = laws_of(drafter, context, tree := TokenTree(3), [0])
+    assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]  # what the last tree computed stays
     torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+    drafter.read([state_of(context)])
+    context.extend([4] * GAP)
+    drafter.read([state_of(context)], GAP + 1)
+    assert len(passes) == 3  # not worth a pass yet
+    drafter.read([state_of(context)])
+    law = laws_of(drafter, context, tree := TokenTree(4), [0])
+    assert passes[3:] == [("read", GAP), ("draft", 1)]
+    torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+
+
+def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(2 * GAP)]
+    monkeypatch.setattr(drafter.model, "chunk", 50)
+    passes = passes_of(drafter, monkeypatch)
+    law = laws_of(drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0])
+    assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)] and state_of(context).calls == 1
+    torch.testing.assert_close(law, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
 
 
 def test_nodes_are_asked_for_from_the_root_down() -> None:
     drafter = LMDrafter(tiny("llama"), VOCAB)
-    context = context_of([1, 2])
-    drafter.reset(context.ids)
+    context = begin(drafter, [1, 2])
     tree = TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
     with pytest.raises(ValueError, match="ask for its root first"):
-        drafter.laws(context, tree, [1])
-    drafter.laws(context, tree, [0])
+        laws_of(drafter, context, tree, [1])
+    laws_of(drafter, context, tree, [0])
     with pytest.raises(ValueError, match="parent 1 first"):
-        drafter.laws(context, tree, [2])
+        laws_of(drafter, context, tree, [2])
     with pytest.raises(ValueError, match="ask for its root first"):
-        drafter.laws(context, TokenTree(2), [1])
+        laws_of(drafter, context, TokenTree(2), [1])
 
 
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, asked: int) -> None:
     drafter = LMDrafter(tiny("llama"), asked)
-    context = context_of([1, 2, asked - 1])  # where the target is wider, a token that the drafter has never heard of
-    drafter.reset(context.ids)
-    law = drafter.laws(context, tree := TokenTree(asked - 1), [0])[0]
+    context = begin(drafter, [1, 2, asked - 1])  # where the target is wider, a token that the drafter has never heard of
+    law = laws_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
     assert law.shape == (asked,) and law.dtype == torch.float32 and float(law.sum()) == pytest.approx(1)
     assert not law[own:].any()
     if asked <= own:
@@ -175,25 +198,28 @@ def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, aske
         torch.testing.assert_close(law, full / full.sum(), atol=1e-5, rtol=1e-3)
 
 
-def test_a_tiny_temperature_leaves_one_token_and_bad_weights_are_an_error() -> None:
+def broken() -> LMDrafter:
+    model = tiny("gpt2")
+    model.transformer.ln_f.weight.data.fill_(float("nan"))
+    return LMDrafter(model, VOCAB)
+
+
+def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(caplog: pytest.LogCaptureFixture) -> None:
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
-    context = context_of([1, 2], temperature=1e-40)
-    drafter.reset(context.ids)
-    law = drafter.laws(context, TokenTree(2), [0])[0]
-    assert law.max() == 1 and law.count_nonzero() == 1
-    broken = tiny("gpt2")
-    broken.transformer.ln_f.weight.data.fill_(float("nan"))
-    drafter = LMDrafter(broken, VOCAB)
-    drafter.reset(context.ids)
-    with pytest.raises(QuickbeamError, match="not finite"):
-        drafter.laws(context, TokenTree(2), [0])
+    law = laws_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
+    assert law.max() == 1 and law.count_nonzero() == 1 and not caplog.records
+    drafter = broken()
+    assert torch.equal(laws_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB))
+    assert "not finite (NaN)" in caplog.text
 
 
-def test_a_request_beyond_the_drafters_context_is_refused() -> None:
+def test_a_request_beyond_the_drafters_context_is_refused(target: Model) -> None:
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
     drafter.check_length(500, 12)
     with pytest.raises(InvalidInput, match=r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 tokens"):
         drafter.check_length(500, 13)
+    with pytest.raises(InvalidInput, match="exceed the drafter's context"):
+        answer(target, DrafterChain(drafter), SamplingParams(max_tokens=13), [1] * 500)
 
 
 def tokenizer(*tokens: str | None) -> SimpleNamespace:
@@ -226,16 +252,8 @@ def test_padded_tails_may_differ() -> None:
 
 
 @pytest.fixture(scope="module")
-def target() -> Target:
-    return Target(tiny("llama", seed=3))
-
-
-def answer(target: Target, policy: TreePolicy, params: SamplingParams, prompt: list[int], budget: int = 6) -> Generation:
-    target.reset()
-    generation = Generation(target, policy, Output(Letters(), params), prompt, params, budget)
-    for _ in generation:
-        pass
-    return generation
+def target() -> Model:
+    return Model(tiny("llama", seed=3))
 
 
 def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
@@ -245,7 +263,7 @@ def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
 @pytest.mark.parametrize("method", METHODS)
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
-def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Target, pairs, method: str, data: st.DataObject) -> None:
+def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Model, pairs, method: str, data: st.DataObject) -> None:
     params = SamplingParams(
         max_tokens=data.draw(st.integers(1, 40)),
         repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
@@ -255,7 +273,7 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Target,
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     drafter = pairs[data.draw(st.sampled_from(NAMES))][0]
     plain = answer(target, NoDraft(), params, prompt)
-    drafted = answer(target, policy_of(method, drafter), params, prompt, data.draw(st.sampled_from([1, 2, 7, 30])))
+    drafted = answer(target, policy_of(method, drafter), params, prompt, budget=data.draw(st.sampled_from([1, 2, 7, 30])))
     assert drafted.output.token_ids == plain.output.token_ids
     assert (drafted.output.text, drafted.output.finish_reason) == (plain.output.text, plain.output.finish_reason)
     stats = drafted.statistics
@@ -263,37 +281,48 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Target,
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_seed_repeats_the_answer_and_its_drafts(target: Target, pairs, method: str) -> None:
+def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: str) -> None:
     drafter = pairs["gpt2"][0]
 
     def tell(seed: int, before: list[int] | None = None) -> tuple[list[int], int]:
         if before:
             answer(target, policy_of(method, drafter), SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True), before)
-        drafter.forget()
         params = SamplingParams(max_tokens=40, temperature=1.0, seed=seed, ignore_eos=True)
-        generation = answer(target, policy_of(method, drafter), params, [3, 3], 12)
-        return generation.output.token_ids, generation.statistics.sources["drafter"].drafted
+        sequence = answer(target, policy_of(method, drafter), params, [3, 3], budget=12)
+        return sequence.output.token_ids, sequence.statistics.sources["drafter"].drafted
 
     assert tell(1) == tell(1) == tell(1, before=[3, 3, 8]) != tell(2)
     assert tell(-5) == tell(-5) != tell(2**64 - 1)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_equal_to_the_target_is_nearly_always_right(target: Target, temperature: float) -> None:
+def test_a_drafter_equal_to_the_target_is_nearly_always_right(target: Model, temperature: float) -> None:
     params = SamplingParams(max_tokens=61, temperature=temperature, seed=2, ignore_eos=True)
-    generation = answer(target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6)
-    assert generation.statistics.mean_accepted_tokens > 5.5  # of 6: five drafted tokens and the target's own
-    assert generation.statistics.steps <= 11
+    sequence = answer(target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6)
+    assert sequence.statistics.mean_accepted_tokens > 5.5  # of 6: five drafted tokens and the target's own
+    assert sequence.statistics.steps <= 11
 
 
-def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = LMDrafter(tiny("llama", seed=3), VOCAB)
-    params = SamplingParams(max_tokens=30, ignore_eos=True)
-    fresh = answer(target, DrafterChain(drafter), params, [4, 5, 6])
-    for where in ("verify", "commit", "prefill"):
-        for when in range(1, 4):
-            drafter.forget()
-            inner, calls = getattr(drafter.model, where), []
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(
+    target: Model, method: str, temperature: float
+) -> None:
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=6, ignore_eos=True)
+    plain = answer(target, NoDraft(), params, [4, 5, 6])
+    drafted = answer(target, policy_of(method, broken()), params, [4, 5, 6])
+    assert drafted.output.token_ids == plain.output.token_ids
+    assert drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+
+
+def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target)
+    params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
+    fresh = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
+    for place, where in ((drafter.model, "forward"), (drafter.model, "_run"), (KVStore, "commit")):
+        for when in range(1, 6):
+            engine.forget()
+            inner, calls = getattr(place, where), []
 
             def interrupted(*args, inner=inner, calls=calls, when=when, **kwargs):
                 calls.append(1)
@@ -302,33 +331,10 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target: 
                     raise KeyboardInterrupt
                 return result
 
-            with monkeypatch.context() as patch:
-                patch.setattr(drafter.model, where, interrupted)
-                generation = Generation(target, DrafterChain(drafter), Output(Letters(), params), [4, 5, 6], params, 6)
-                target.reset()
-                try:
-                    list(generation)
-                except KeyboardInterrupt:
-                    assert len(calls) == when
-            again = answer(target, DrafterChain(drafter), params, [4, 5, 6])
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(place, where, interrupted)
+                answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
+            assert len(calls) == when and not engine.busy and drafter.model.pool.used == 0
+            again = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps
-
-
-def test_an_interrupt_while_rewinding_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter = LMDrafter(tiny("llama"), VOCAB)
-    store, context = drafter.model.store, context_of([5, 6, 7, 8, 9])
-    drafter.reset(context.ids)
-    with monkeypatch.context() as patch:
-        truncate = store.truncate
-
-        def interrupted(length: int) -> None:
-            truncate(length)
-            raise KeyboardInterrupt
-
-        patch.setattr(store, "truncate", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            drafter.reset([5, 4])
-    drafter.reset(context.ids)
-    law = drafter.laws(context, tree := TokenTree(9), [0])
-    torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)

@@ -19,7 +19,7 @@ from quickbeam.target.native import library, reference
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import KVShape, Packed, Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagedStore, PagePool
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from test_exact import one_at_a_time, rows_that_differ
@@ -186,11 +186,11 @@ def rows_that_attend_otherwise(
 ) -> int:
     """Commit 40 tokens behind `length` others one by one; then scattered over trees, with other sequences in the batch, in pages that
     move. Count rows with other bits."""
-    rng, more = random.Random(seed), 40
+    rng, more, pool = random.Random(seed), 40, PagePool([shape], kernels)
     tokens, wrong = tokens_of(length + more, heads, shape, seed), 0
 
     def begun() -> PagedStore:
-        store = PagedStore([shape], kernels)
+        store = pool.new()
         if length:
             forward(kernels, [chain(store, tokens[:length])], **variations)
         store.length = length
@@ -214,7 +214,7 @@ def rows_that_attend_otherwise(
         batch, place = [twist(part)], 0
         for front in (True, False):  # other sequences before and after
             for _ in range(rng.randrange(3)):
-                other = PagedStore([shape], kernels)
+                other = pool.new()
                 other.length = rng.randrange(150)
                 rows = chain(other, tokens_of(rng.randint(1, 20), heads, shape, rng.randrange(1 << 20)))
                 batch.insert(0 if front else len(batch), rows)
@@ -255,7 +255,7 @@ def test_variations_of_attention_keep_the_bits(isa: str) -> None:
 @pytest.mark.parametrize("count", [2, 3])
 def test_attention_does_not_depend_on_threads(isa: str, count: int, threads: Callable[[int], None]) -> None:
     kernels, (heads, shape) = load(isa), SHAPES["grouped"]
-    store, tokens, outs = PagedStore([shape], kernels), tokens_of(300, heads, shape, 0), []
+    store, tokens, outs = PagePool([shape], kernels).new(), tokens_of(300, heads, shape, 0), []
     for used in (1, count):
         threads(used)
         store.length = 0
@@ -380,7 +380,7 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa: str, name: 
     ids, found = text(150), []
     for chunk in (512, 64, 37, 5):
         target = Target(tiny(name, torch.bfloat16), chunk=chunk)
-        target.watch([1, 3])
+        target.model.watch([1, 3])
         logits = target.prefill(ids)
         assert isinstance(target.store, PagedStore)
         kept = [tensor for layer in range(len(target.store.shapes)) for tensor in target.store.read(layer)]

@@ -95,7 +95,7 @@ def test_a_target_takes_the_set_that_is_asked_for(isa: str, monkeypatch: pytest.
     assert found is not None and found.name == isa and found.page == 64
     assert library.describe() == f"native ({isa})"
     target = Target(tiny("llama", torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels is found and isinstance(target.head, NativeLinear)
+    assert isinstance(target.store, PagedStore) and target.store.kernels is found and isinstance(target.model.head, NativeLinear)
 
 
 def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,14 @@ import copy
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features import KINDS, WIDE, Pair, context_of, head_of
+from features import KINDS, WIDE, Pair, head_of
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
 from quickbeam.draft.eagle import EagleDrafter
@@ -27,10 +28,10 @@ from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows
 from quickbeam.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.model import Model
 from quickbeam.target.native import reference
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from test_shortlist_head import expected, spread
 
@@ -72,17 +73,14 @@ def distance(pair: Pair) -> float:
     rng, far = random.Random(5), []
     for length in (1, 7, 30, 66):
         ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
-        pair.begin(ids[:-1], ids[-1])
-        context = context_of(ids)
+        text = pair.begin(ids[:-1], ids[-1])
         for _ in range(3):
-            tree = grown(rng, context.ids[-1], 7)
+            tree = grown(rng, text.context.ids[-1], 7)
             for nodes in rounds(tree):
-                laws = pair.drafter.laws(context, tree, nodes)
-                far += ((laws - pair.expected(context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2).tolist()
-            pair.target.verify(tree)
-            path = tree.path(rng.randrange(len(tree)))
-            pair.target.commit(tree, path)
-            context.ids.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
+                laws = text.laws(tree, nodes)
+                far += ((laws - pair.expected(text.context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2).tolist()
+            text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
+        text.release()
     return sum(far) / len(far)
 
 
@@ -122,12 +120,11 @@ def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(isa: str, kind: 
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(0)
     ids = [rng.randrange(VOCAB) for _ in range(70)]
-    pair.begin(ids[:-1], ids[-1])
-    context, tree = context_of(ids), grown(rng, ids[-1], 30)
+    text, tree = pair.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 30)
 
     def laws_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
         """Each in a tree of its own, as a node is asked for once in a tree."""
-        return {node: law for nodes in calls for node, law in zip(nodes, pair.drafter.laws(context, asked, nodes), strict=True)}
+        return {node: law for nodes in calls for node, law in zip(nodes, text.laws(asked, nodes), strict=True)}
 
     together = laws_of(rounds(tree), tree)
     one_by_one = laws_of([[node] for node in range(len(tree))], copy_of(tree))
@@ -156,10 +153,8 @@ def test_chunks_of_the_certain_text_give_the_same_laws(isa: str, native: Callabl
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
         monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", chunk)
-        pair.drafter.forget()
-        pair.begin(ids[:-1], ids[-1])
-        tree = grown(random.Random(2), ids[-1], 9)
-        laws.append(torch.cat([pair.drafter.laws(context_of(ids), tree, nodes) for nodes in rounds(tree)]))
+        text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
+        laws.append(torch.cat([text.laws(tree, nodes) for nodes in rounds(tree)]))
     assert torch.equal(laws[0], laws[1]) and torch.equal(laws[0], laws[2])
 
 
@@ -291,14 +286,11 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(isa: str, kind: str, n
     tree = grown(rng, ids[-1], 12)
     laws: dict[bool, list[torch.Tensor]] = {}
     for short in (False, True):
-        context = ContextTokens(weight, 40)
+        context = partial(ContextTokens, weight, 40)
         shortlist = Shortlist(weight, layout, router=router, schedule=Schedule(2, 1, deepest=5), context=context) if short else None
-        pair.drafter.use(shortlist)
         assert shortlist is None or (shortlist.native_router is not None and shortlist.head.backend == "native")
-        pair.drafter.forget()
-        pair.begin(ids[:-1], ids[-1])
-        asked = copy_of(tree)
-        laws[short] = [law for nodes in rounds(tree) for law in pair.drafter.laws(context_of(ids), asked, nodes)]
+        text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), copy_of(tree)
+        laws[short] = [law for nodes in rounds(tree) for law in text.laws(asked, nodes)]
     for whole, part in zip(laws[False], laws[True], strict=True):
         held = part > 0
         assert 20 <= int(held.sum()) < VOCAB
@@ -308,7 +300,7 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(isa: str, kind: str, n
 def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators() -> None:
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
-        assert EagleDrafter(head_of(config, model), Target(tiny("llama", torch.bfloat16)))._native is None
+        assert EagleDrafter(head_of(config, model), Model(tiny("llama", torch.bfloat16)))._native is None
 
 
 @best_set
@@ -331,7 +323,7 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
         model = tiny("llama", torch.bfloat16)
         model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
         right, feature = copy.deepcopy(model.lm_head).float().requires_grad_(False), number(5, 32)
-        target = Target(model, fast=fast)
+        target = Model(model, fast=fast)
         drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
         assert drafter._native is not None
         torch.testing.assert_close(drafter._native.logits(feature), right(feature.float()), rtol=1e-3, atol=1e-3)

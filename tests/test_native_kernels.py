@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels import attend, every_set, filled, load, number, plain_rows, random_paths, relocated
+from kernels import attend, chain_rows, every_set, filled, load, number, plain_rows, random_paths, relocated
 from quickbeam.target.native import library, reference
 from quickbeam.target.native.operands import BLOCK, KVShape, Packed, Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagePool
 
 NAN, INF = torch.nan, torch.inf
 SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat16
@@ -353,7 +353,8 @@ def test_heads_are_normed_turned_and_kept(
     x = number(n, (all_heads + 2 * kv_heads) * dim, like=torch.float32, seed=seed)
     angle = number(n + start, dim // 2, like=torch.float32, seed=seed + 1)
     positions = [rng.randrange(n + start) for _ in range(n)]
-    stores = [PagedStore([shape, shape], kernels) for _ in range(2)]
+    pool = PagePool([shape, shape], kernels)
+    stores = [pool.new() for _ in range(2)]
     orders = []
     for store, count in zip(stores, (first, n - first), strict=True):
         store.reserve(start + count + 3)
@@ -385,11 +386,11 @@ def test_heads_are_normed_turned_and_kept(
 @given(n=st.sampled_from(WIDTHS), heads=st.sampled_from(HEADS), dims=st.sampled_from(DIMS), start=st.integers(0, 100))
 def test_heads_that_come_apart_are_kept(isa: str, n: int, heads: tuple[int, int], dims: tuple[int, int], start: int) -> None:
     kernels, (all_heads, kv_heads), (dim, value_dim) = load(isa), heads, dims
-    store, program = PagedStore([KVShape(kv_heads, dim, value_dim)], kernels), Program(kernels)
+    store, program = PagePool([KVShape(kv_heads, dim, value_dim)], kernels).new(), Program(kernels)
     query, key, value = number(n, all_heads * dim), number(kv_heads, n, dim, seed=1), number(kv_heads, n, value_dim, seed=2)
     to = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     store.length = start
-    rows = store.chain([0] * n, ())
+    rows = chain_rows(store, [0] * n)
     strides = {
         "query_stride": all_heads * dim,
         "key_stride": dim,

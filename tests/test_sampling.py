@@ -312,6 +312,20 @@ def test_logprobs_are_of_the_raw_law() -> None:
         ("logprobs", 101),
         ("seed", 1.5),
         ("seed", 2**64),
+        ("n", 0),
+        ("n", 129),
+        ("n", 1.0),
+        ("n", True),
+        ("min_tokens", -1),
+        ("min_tokens", 257),  # max_tokens is 256
+        ("min_tokens", 1.5),
+        ("min_tokens", None),
+        ("bad_words", ["a", ""]),
+        ("bad_words", ""),
+        ("bad_words", [3]),
+        ("bad_words", None),
+        ("include_stop_str_in_output", 1),
+        ("include_stop_str_in_output", None),
     ],
 )
 def test_values_that_cannot_be_used_are_named(name: str, value: object) -> None:
@@ -323,6 +337,11 @@ def test_values_at_the_edge_are_accepted() -> None:
     params = SamplingParams(1, np.float32(0.5), np.int64(3), 1, 1, 0.1, -2, -2, {3: -math.inf}, "x", [0], True, 100, 2**64 - 1)
     assert params.stop == ("x",)
     torch.Generator().manual_seed(params.seed)
+    assert SamplingParams(max_tokens=7, n=128, min_tokens=7, bad_words="no", include_stop_str_in_output=True).bad_words == ("no",)
+    with pytest.raises(InvalidInput, match=r"^min_tokens=8: must be an integer between 0 and max_tokens=7$"):
+        SamplingParams(max_tokens=7, min_tokens=8)
+    with pytest.raises(InvalidInput, match=r"^max_tokens=None"):
+        SamplingParams(max_tokens=None, min_tokens=8)
 
 
 def test_what_the_parameters_ask_for() -> None:
@@ -331,4 +350,8 @@ def test_what_the_parameters_ask_for() -> None:
     for change in ({"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
         assert SamplingParams(**change).adjusts_logits
         assert SamplingParams(**change).penalises == ("logit_bias" not in change)
+        assert not SamplingParams(**change).bans
+    for change in ({"min_tokens": 1}, {"bad_words": ["no"]}):
+        assert SamplingParams(**change).adjusts_logits and SamplingParams(**change).bans and not SamplingParams(**change).penalises
+    assert not SamplingParams(n=3, include_stop_str_in_output=True).adjusts_logits
     assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1).adjusts_logits

@@ -6,6 +6,7 @@ pytest tests/test_shortlist.py
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -29,13 +30,13 @@ def make(kind: str = "all", device: str = "cpu", schedule: Schedule | None = Non
     torch.manual_seed(0)
     weight, order = torch.randn(VOCAB, D, device=device), torch.randperm(VOCAB)
     if kind == "context":
-        return Shortlist(weight, Layout.nothing(VOCAB), context=ContextTokens(weight), **options)
+        return Shortlist(weight, Layout.nothing(VOCAB), context=partial(ContextTokens, weight), **options)
     if kind == "frequency":
         return Shortlist(weight, Layout.by_frequency(order, 20, VOCAB), **options)
     layout = Layout(order[:115], 20, 9, VOCAB)
     router = Router(RouterConfig(D, EMBED, 12, layout.clusters))
     torch.nn.init.normal_(router.down.weight)
-    context = ContextTokens(weight, skip=layout.cluster_of == FREQUENT) if kind == "all" else None
+    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if kind == "all" else None
     return Shortlist(weight, layout, router=router, schedule=schedule or Schedule(4, 1), context=context, **options)
 
 
@@ -143,12 +144,12 @@ def test_rebuilding_is_rare() -> None:
 def test_inference_mode_may_come_and_go(first: bool) -> None:
     shortlist = make()
     with torch.inference_mode() if first else nullcontext():
-        shortlist.reset([1, 2, 3])
+        state = shortlist.begin([1, 2, 3])
     with nullcontext() if first else torch.inference_mode():
-        shortlist.extend(range(60))
+        state.extend(range(60))
         hidden, embedded = nodes(2)
-        shortlist.score(hidden, shortlist.route(hidden, embedded, [0, 1]))
-    shortlist.extend(range(VOCAB))
+        state.score(hidden, shortlist.route(hidden, embedded, [0, 1]))
+    state.extend(range(VOCAB))
 
 
 def test_a_window_of_nothing_is_refused() -> None:
@@ -218,44 +219,54 @@ def test_what_is_scored_is_what_is_held_and_counted(kind: str, backend: str | No
     shortlist = make(kind, device, backend=backend)
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, D, device=device)
-    shortlist.reset(range(0, VOCAB, 7))
-    shortlist.extend([1, 2])
-    shortlist.offer([3])
+    state = shortlist.begin(range(0, VOCAB, 7))
+    state.extend([1, 2])
+    state.extend([3])
     sizes = []
     for seed in range(4):
         hidden, embedded = nodes(3, seed, device)
         routed = shortlist.route(hidden, embedded, [0, 1, 5])
-        scores = shortlist.score(hidden, routed)
+        scores = state.score(hidden, routed)
         found, full = spread(scores, VOCAB), (hidden @ weight.T).cpu()
-        held = torch.tensor([shortlist.holds(token, routed) for token in range(VOCAB)])
+        held = torch.tensor([state.holds(token, routed) for token in range(VOCAB)])
         assert torch.equal(found[0] > -torch.inf, held)
         torch.testing.assert_close(found[:, held], full[:, held], rtol=1e-4, atol=1e-4)
-        assert shortlist.size(routed) == int(held.sum()) < VOCAB
-        sizes.append(shortlist.size(routed))
+        assert state.size(routed) == int(held.sum()) < VOCAB
+        sizes.append(state.size(routed))
         if kind in ("context", "all"):
-            assert all(shortlist.holds(token, routed) for token in (0, 7, 119, 1, 2, 3))
-    assert shortlist.scored == sum(sizes)
+            assert all(state.holds(token, routed) for token in (0, 7, 119, 1, 2, 3))
+    assert state.scored == sum(sizes)
 
 
 def test_padded_clusters_are_the_same_shortlist() -> None:
-    shortlist = make()
-    shortlist.reset(range(0, VOCAB, 7))
-    hidden, _ = nodes(2)
+    state, (hidden, _) = make().begin(range(0, VOCAB, 7)), nodes(2)
     bare, padded = Routed(torch.tensor([2, 10])), Routed(torch.tensor([2, 10, -1, -1]))
-    assert torch.equal(spread(shortlist.score(hidden, bare), VOCAB), spread(shortlist.score(hidden, padded), VOCAB))
-    assert shortlist.size(bare) == shortlist.size(padded)
-    assert all(shortlist.holds(token, bare) == shortlist.holds(token, padded) for token in range(VOCAB))
+    assert torch.equal(spread(state.score(hidden, bare), VOCAB), spread(state.score(hidden, padded), VOCAB))
+    assert state.size(bare) == state.size(padded)
+    assert all(state.holds(token, bare) == state.holds(token, padded) for token in range(VOCAB))
 
 
-def test_the_context_forgets_with_the_sequence() -> None:
+@pytest.mark.parametrize("kind", ["context", "all"])
+def test_each_sequence_has_a_context_and_a_count_of_its_own(kind: str) -> None:
+    shortlist, (hidden, embedded) = make(kind), nodes(1)
+    routed = shortlist.route(hidden, embedded, [0])
+    rare = [token for token in range(VOCAB) if not shortlist.holds(token, routed)]
+    first, second = shortlist.begin([rare[0], rare[1], rare[0]]), shortlist.begin([rare[2]])
+    alone = spread(second.score(hidden, routed), VOCAB)
+    first.extend([rare[3]])
+    first.score(hidden, routed)
+    assert [token for token in rare if first.holds(token, routed)] == [rare[0], rare[1], rare[3]]
+    assert [token for token in rare if second.holds(token, routed)] == [rare[2]]
+    assert torch.equal(spread(second.score(hidden, routed), VOCAB), alone)
+    assert (first.scored, second.scored) == (first.size(routed), 2 * second.size(routed))
+    if kind == "context":
+        assert first.score(hidden, routed).tokens.tolist() == [rare[1], rare[0], rare[3]]
+
+
+def test_a_context_alone_must_hold_a_token() -> None:
     shortlist, (hidden, _) = make("context"), nodes(1)
-    routed = shortlist.route(hidden, hidden, [0])
-    with pytest.raises(ValueError, match="reset it with a prompt"):
-        shortlist.score(hidden, routed)
-    shortlist.reset([4, 5, 4])
-    assert shortlist.score(hidden, routed).tokens.tolist() == [5, 4]
-    shortlist.reset([9])
-    assert shortlist.score(hidden, routed).tokens.tolist() == [9]
+    with pytest.raises(ValueError, match="begin it with a prompt"):
+        shortlist.begin([]).score(hidden, shortlist.route(hidden, hidden, [0]))
 
 
 def test_parts_that_do_not_fit_are_refused() -> None:

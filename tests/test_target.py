@@ -19,6 +19,7 @@ from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain
 from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.kv_cache import KVStore, LayerShape
 from quickbeam.target.linear import FastLinear, pack_linears, pack_weight
+from quickbeam.target.model import Model
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
@@ -71,8 +72,8 @@ def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str, fast: bool) 
 def test_lean_forward_is_taken_and_equal(name: str) -> None:
     model = tiny(name)
     assert LeanModel.fits(model)
-    assert Target(copy.deepcopy(model))._lean is not None
-    assert Target(model, fast=False)._lean is None
+    assert Target(copy.deepcopy(model)).model._lean is not None
+    assert Target(model, fast=False).model._lean is None
 
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_sdpa])
@@ -156,7 +157,7 @@ def test_prefill_in_any_chunks_and_from_any_common_prefix() -> None:
         close(target.prefill(ids), expected)
         target.prefill([*ids[:30], 1, 2, 3])
         close(target.prefill(ids, keep=30), expected)
-        with pytest.raises(ValueError, match="not the certain ones"):
+        with pytest.raises(ValueError, match="not the committed ones"):
             target.prefill([1, 2, 3], keep=2)
 
 
@@ -231,6 +232,6 @@ def test_bad_calls_name_what_is_wrong() -> None:
 
 
 def test_context_length_is_the_models() -> None:
-    assert Target(tiny("llama")).context_length == 4096
+    assert Model(tiny("llama")).context_length == 4096
     short = LlamaConfig(**{**SMALL, **HEADS, "max_position_embeddings": 32})
-    assert Target(AutoModelForCausalLM.from_config(short)).context_length == 32
+    assert Model(AutoModelForCausalLM.from_config(short)).context_length == 32

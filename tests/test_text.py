@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from functools import cache
+from itertools import chain, repeat
 
 import pytest
 from hypothesis import example, given, settings
@@ -172,21 +173,102 @@ def test_bytes_that_are_no_text_are_shown_and_do_not_pile_up(kind: str) -> None:
     assert max(tokenizer.sizes) <= 16
 
 
+def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
+    """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer has no token for."""
+    left_out = [*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 5]
+    return [left_out[i % 3] for i in range(count)]
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("before", ["", "the dog", " ", "🎉", "the 🎉 dog "])
+def test_tokens_that_show_nothing_do_not_pile_up(kind: str, before: str) -> None:
+    tokenizer = Counting(TOKENIZERS[kind]())
+    ids = [*encode(tokenizer.tokenizer, before), *special(tokenizer.tokenizer, 5000), *encode(tokenizer.tokenizer, " and 🎉 on.")]
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
+    assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
+    assert max(tokenizer.sizes) <= 40
+    assert sum(tokenizer.sizes) <= 80 * len(ids)  # five million and more where the window grows
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_tokens_that_show_nothing_may_stand_within_a_character(kind: str) -> None:
+    """A character is waited for as long as it takes, and only bytes count."""
+    tokenizer = Counting(TOKENIZERS[kind]())
+    spell = ["<0xF0>", "<0x9F>", "<0x8E>", "<0x89>"] if kind == "sentencepiece" else ["ð", "Ł", "İ", "ī"]
+    vocab = tokenizer.tokenizer.get_vocab()
+    spell = [byte for byte in spell if byte in vocab]
+    party = [vocab[byte] for byte in spell] if len(spell) == 4 else encode(tokenizer.tokenizer, "🎉")
+    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable([byte, *special(tokenizer.tokenizer, 1700)] for byte in party)]
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(map(detokenizer.append, ids))
+    assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True) == "the🎉"
+    assert detokenizer.flush() == ""
+    assert max(tokenizer.sizes) <= 40
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+@pytest.mark.parametrize("byte", [0x80, 0xF0])
+@pytest.mark.parametrize("skipped", [0, 1, 6])
+def test_bytes_that_never_become_a_character_do_not_pile_up(kind: str, byte: int, skipped: int) -> None:
+    tokenizer = Counting(TOKENIZERS[kind]())
+    name = f"<0x{byte:02X}>" if kind == "sentencepiece" else {0x80: "Ģ", 0xF0: "ð"}[byte]
+    stray = tokenizer.tokenizer.get_vocab()[name]
+    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 5000))]
+    detokenizer = Detokenizer(tokenizer)
+    shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
+    assert shown == "the" + "\ufffd" * 5000
+    assert max(tokenizer.sizes) <= 40
+
+
+class Stripping:
+    """A tokenizer of characters that strips its texts, as those of transformers do that run sentencepiece in Python; 0 is left out."""
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in ids if i).strip()
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=st.text(alphabet="ab \0", max_size=40))
+@example(text="\0 \0a \0 \0 \0b")
+def test_spaces_of_a_tokenizer_that_strips_are_kept(text: str) -> None:
+    """Spaces show nothing at the end of a text, unlike what is left out they do later."""
+    detokenizer = Detokenizer(Stripping())
+    shown = "".join(detokenizer.append(ord(character)) for character in text) + detokenizer.flush()
+    assert shown == text.replace("\0", "").strip()
+
+
+def test_spaces_for_ever_do_not_pile_up() -> None:
+    tokenizer = Counting(Stripping())
+    detokenizer = Detokenizer(tokenizer)
+    shown = [detokenizer.append(ord(character)) for character in "a" + " " * 5000 + "b"]
+    assert shown[0] == "a" and not any(shown[1:-1])
+    assert shown[-1].strip() == "b" and shown[-1].startswith(" ")
+    assert max(tokenizer.sizes) <= 100
+
+
 # --- Output --------------------------------------------------------------------------------------------------------------------------
 
 
 def brute_force(
-    tokenizer: PreTrainedTokenizerFast, ids: Sequence[int], stop: Sequence[str], ends: Iterable[int], max_tokens: int
+    tokenizer: PreTrainedTokenizerFast,
+    ids: Sequence[int],
+    stop: Sequence[str],
+    ends: Iterable[int],
+    max_tokens: int,
+    min_tokens: int = 0,
+    include: bool = False,
 ) -> tuple[list[int], str, str | None]:
     """Token ids, text and reason, by decoding everything at each token."""
     text = ""
     for n, token in enumerate(ids, 1):
-        if token in ends:
+        if token in ends and n > min_tokens:
             return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
-        text = decode(tokenizer, ids[:n])
-        starts = [text.find(s) for s in stop if s in text]
-        if starts:
-            return list(ids[:n]), text[: min(starts)], "stop"
+        before, text = len(text.rstrip("\ufffd")), decode(tokenizer, ids[:n])
+        if n > min_tokens:  # what is complete by now and was not before
+            spans = [(i, i + len(s)) for s in stop for i in range(len(text)) if text.startswith(s, i) and i + len(s) > before]
+            if spans:
+                return list(ids[:n]), text[: min(spans)[include]], "stop"
         if n == max_tokens:
             return list(ids[:n]), text, "length"
     return list(ids), text, None
@@ -204,8 +286,16 @@ def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: s
     ends = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
     eos = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
     max_tokens = data.draw(st.integers(1, len(ids) + 3))
-    params = SamplingParams(max_tokens=max_tokens, stop=stop, stop_token_ids=ends, ignore_eos=data.draw(st.booleans()))
-    expected = brute_force(tokenizer, ids, stop, [*ends, *([] if params.ignore_eos else eos)], max_tokens)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        stop=stop,
+        stop_token_ids=ends,
+        ignore_eos=data.draw(st.booleans()),
+        min_tokens=data.draw(st.one_of(st.just(0), st.integers(0, max_tokens))),
+        include_stop_str_in_output=data.draw(st.booleans()),
+    )
+    all_ends = [*ends, *([] if params.ignore_eos else eos)]
+    expected = brute_force(tokenizer, ids, stop, all_ends, max_tokens, params.min_tokens, params.include_stop_str_in_output)
 
     output, shown = Output(tokenizer, params, eos), ""
     for token in ids:
@@ -214,7 +304,7 @@ def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: s
         assert expected[1].startswith(shown)  # what was shown is never taken back
         if finished:
             break
-        held = [n for s in stop for n in range(len(s)) if output.text.endswith(s[:n])]
+        held = [n for s in stop for n in range(len(s)) if output.text.endswith(s[:n]) and not params.include_stop_str_in_output]
         assert len(output.text) - len(shown) == max(held, default=0)  # nor held back without need
     if output.finish_reason is None:
         output.close("interrupted")
@@ -293,3 +383,54 @@ def test_close_ends_an_answer_once() -> None:
     output.close("length")
     assert (output.text, output.finish_reason) == ("the d", "interrupted")
     assert output.take() == "d"
+
+
+def test_stop_strings_wait_for_min_tokens() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    for min_tokens, text, count in [(0, "x", 3), (2, "x", 3), (3, "xabx", 6), (4, "xabx", 6), (5, "xabx", 6), (6, "xabxabx", 9)]:
+        output = Output(tokenizer, SamplingParams(max_tokens=10, stop="ab", min_tokens=min_tokens))
+        for character in "xabxabxab":
+            if output.append(vocab[character]):
+                break
+        assert (output.text, len(output.token_ids), output.finish_reason) == (text, count, "stop")
+
+
+def test_ends_wait_for_min_tokens() -> None:
+    tokenizer = byte_level()
+    eos, a = tokenizer.convert_tokens_to_ids(["<eos>", "a"])
+    output = Output(tokenizer, SamplingParams(min_tokens=3, stop_token_ids=[a]), [eos])
+    assert output.ends == {eos, a}
+    assert [output.append(token) for token in (a, eos, a, eos)] == [False, False, False, True]
+    assert (output.text, output.finish_reason) == ("aa", "stop")
+    assert Output(tokenizer, SamplingParams(stop_token_ids=[a], ignore_eos=True), [eos]).ends == {a}
+
+
+def test_max_tokens_ends_an_answer_of_min_tokens() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    output = Output(tokenizer, SamplingParams(max_tokens=2, min_tokens=2, stop="ab"))
+    assert [output.append(vocab[character]) for character in "ab"] == [False, True]
+    assert (output.text, output.take(), output.finish_reason) == ("ab", "ab", "length")
+
+
+def test_a_stop_string_can_stay_in_the_text() -> None:
+    tokenizer = byte_level()
+    vocab = tokenizer.get_vocab()
+    output = Output(tokenizer, SamplingParams(stop=["abc", "bd"], include_stop_str_in_output=True))
+    shown = []
+    for character in "xaabab":
+        assert not output.append(vocab[character])
+        shown.append(output.take())
+    assert shown == list("xaabab")  # nothing has to wait
+    assert output.append(vocab["d"])
+    assert (output.text, output.take(), output.finish_reason) == ("xaababd", "d", "stop")
+
+
+def test_text_after_an_included_stop_string_is_cut() -> None:
+    tokenizer = byte_level()
+    [dog] = encode(tokenizer, " dog")
+    for stop, text in [(["o"], " do"), (["g", "og", "do"], " do"), (["dog", "do"], " do"), (["og", "x"], " dog")]:
+        output = Output(tokenizer, SamplingParams(stop=stop, include_stop_str_in_output=True))
+        assert output.append(dog)
+        assert output.text == output.take() == text

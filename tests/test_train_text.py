@@ -1,4 +1,4 @@
-"""Text for training: many sequences side by side are what each is alone, conversations say what was said.
+"""Text for training: conversations say what was said, whoever else speaks beside them, and their hidden states are the model's.
 
 pytest tests/test_train_text.py
 """
@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
@@ -17,11 +18,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.train import decoder as decoder_module
+from quickbeam.target.batch import Batch, Draft, Passed
+from quickbeam.target.kv_cache import Pool, SequenceCache
+from quickbeam.target.model import Model
 from quickbeam.train import text
-from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Conversation
-from quickbeam.train.text import Circles, Quote, Recipe, Template, Writer
+from quickbeam.train.talk import Circles
+from quickbeam.train.text import Quote, Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
 
@@ -34,50 +37,14 @@ def plain(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> tu
     return out.logits[0], torch.cat([out.hidden_states[min(layer, count)][0] for layer in layers], -1)
 
 
-# --- sequences side by side ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2", "phi3"])
-def test_every_slot_is_on_its_own(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoder_module, "CHUNK", 5)
-    model, rng = tiny(name), random.Random(1)
-    count = model.config.num_hidden_layers
-    layers = (count + 1, 1, 2)
-    decoder = BatchDecoder(copy.deepcopy(model), slots=4, length=20, layers=layers)
-    held: list[list[int]] = [[] for _ in range(4)]
-    for _ in range(60):
-        for slot, ids in enumerate(held):
-            if len(ids) == 20 or rng.random() < 0.07:
-                decoder.restart(slot)
-                ids.clear()
-            if rng.random() < 0.1 and (count := min(rng.randrange(1, 12), 19 - len(ids))) > 0:
-                ids += (known := [rng.randrange(VOCAB) for _ in range(count)])
-                got, expected = decoder.fill(slot, known), plain(model, ids, layers)[1][-count:]
-                torch.testing.assert_close(got / expected.abs().max(), expected / expected.abs().max(), atol=2e-5, rtol=0)
-            ids.append(rng.randrange(VOCAB))
-        logits, hidden = decoder.step(torch.tensor([ids[-1] for ids in held]))
-        assert decoder.position.tolist() == [len(ids) for ids in held]
-        for slot, ids in enumerate(held):
-            for got, expected in zip((logits[slot], hidden[slot]), plain(model, ids, layers), strict=True):
-                scale = expected[-1].abs().max()
-                torch.testing.assert_close(got / scale, expected[-1] / scale, atol=2e-5, rtol=0)
-
-
-def test_memory_is_what_the_keys_and_values_take() -> None:
-    for name in ("llama", "qwen3", "gpt2"):
-        model = tiny(name)
-        wanted = BatchDecoder.memory(model, 3, 11)
-        tap = BatchDecoder(model, 3, 11, (1,))._tap
-        assert sum(tensor.nbytes for tensor in (*tap._keys, *tap._values)) == wanted
-
-
-@pytest.mark.parametrize("name", ["gemma2-softcap-window", "gpt-oss-sinks"])
-def test_scores_that_are_capped_are_refused(name: str) -> None:
-    with pytest.raises(InvalidInput, match="can't write text in bulk"):
-        BatchDecoder(tiny(name), 2, 8, (1,))
-
-
 # --- conversations -------------------------------------------------------------------------------------------------------------------
+
+
+def watched(model: PreTrainedModel, layers: tuple[int, ...]) -> Model:
+    """A model that gives hidden states, as training makes it."""
+    made = Model(model, exact=False)
+    made.watch(layers)
+    return made
 
 
 class Chat:
@@ -100,10 +67,9 @@ class Chat:
     def writer(self, prompts: list[list[int]] | None = None, fond: float = 0.0, **recipe: Any) -> Writer:
         model = copy.deepcopy(self.model)
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
-        decoder = BatchDecoder(model, 4, LENGTH, (1, 3))
         template = self.template if prompts is None else None
         settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **{"circle": LENGTH, "quote": 0.0, **recipe})
-        return Writer(decoder, self.encode, template, self.template.stops, settings, prompts)
+        return Writer(watched(model, (1, 3)), 4, self.encode, template, self.template.stops, settings, prompts)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +80,7 @@ def chat(toy_folder: str) -> Chat:
 
 @pytest.fixture(scope="module")
 def written(chat: Chat) -> list[Conversation]:
-    return list(itertools.islice(chat.writer(), 24))
+    return list(itertools.islice(chat.writer(), 48))
 
 
 def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(chat: Chat, written: list[Conversation]) -> None:
@@ -187,7 +153,8 @@ def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monke
     writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
     before, opening = chat.encode("aaa "), chat.encode("zzz")
     raw, begin, quoted, documents = chat.template.raw, chat.template.begin, 0, list[list[int]]()
-    for tokens, answer, hidden, temperature in itertools.islice(writer, 80):
+    conversations = iter(writer)
+    for tokens, answer, hidden, temperature in itertools.islice(conversations, 80):
         ids = tokens.tolist()
         if ids[: len(raw + opening)] == raw + opening:  # trained on as they are: all but how they begin is the model's own
             documents.append(ids[len(raw) :])
@@ -197,9 +164,11 @@ def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monke
         assert ids[: len(begin)] == begin and answer.any()
         asked = ids[len(begin) :]
         quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
-    assert quoted > 5 and len(writer._written) > 5 and len(documents) >= len(writer._written)
-    assert all(words in [ids[: len(words)] for ids in documents] for words in writer._written)
-    for words in writer._written:
+    written = list(writer._written)
+    documents += [c.tokens.tolist()[len(raw) :] for c in itertools.islice(conversations, 8)]  # the last of them were under way
+    assert quoted > 5 and len(written) > 5
+    assert all(words in [ids[: len(words)] for ids in documents] for words in written)
+    for words in written:
         assert words[: len(opening)] == opening and len(words) <= len(opening) + 20
         assert not chat.template.stops & set(words[:-1])
 
@@ -279,25 +248,75 @@ def test_every_prompt_is_answered_once(chat: Chat) -> None:
         chat.writer([[1] * LENGTH])
 
 
-class Script:
-    """A decoder whose model nearly always says what follows a token in `after`; any other token is a little less likely."""
+class Place(SequenceCache):
+    """Where a sequence of a script is. Holds nothing."""
 
-    slots, device = 3, torch.device("cpu")
-    after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
+    def missing(self, tokens: int) -> int:
+        return 0
 
-    def restart(self, slot: int) -> None:
+    def reserve(self, tokens: int) -> None:
         pass
 
-    def step(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = torch.zeros(self.slots, 20)
-        logits[range(self.slots), [self.after.get(token, 2) for token in tokens.tolist()]] = 8.0
-        return logits, tokens[:, None].float()
+    def commit(self, path: Sequence[int]) -> None:
+        self.length += len(path)
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        raise NotImplementedError
+
+    def adopt(self, chunks: Sequence[Any], tokens: int) -> None:
+        raise NotImplementedError
+
+    def fork(self) -> SequenceCache:
+        raise NotImplementedError
+
+    def release(self) -> None:
+        self.length = 0
+
+
+class Places(Pool):
+    """Places without end."""
+
+    page = 64
+    new = staticmethod(Place)
+
+    def keep(self, chunk: Any) -> None:
+        raise NotImplementedError
+
+    drop = idle = keep
+
+
+class Script:
+    """A model that nearly always says what follows a token in `after`; any other token is a little less likely."""
+
+    after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
+    device, native, vocab_size, chunk, granularity = torch.device("cpu"), True, 20, 512, 64
+    context_length = most_nodes = None
+
+    def __init__(self) -> None:
+        self.pool = Places()
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        assert ids
+
+    def depth_limit(self, cache: SequenceCache) -> int:
+        return 100
+
+    def forward(self, batch: Batch) -> list[Passed]:
+        passed = []
+        for part in batch.parts:
+            tokens = list(part.tree.token if isinstance(part, Draft) else part.tokens)
+            logits = torch.zeros(len(tokens), 20)
+            logits[range(len(tokens)), [self.after.get(token, 2) for token in tokens]] = 8.0
+            hidden = torch.tensor(tokens)[:, None].float()
+            passed.append(Passed(logits if isinstance(part, Draft) else logits[-1:], hidden, logits.argmax(-1).tolist()))
+        return passed
 
 
 @pytest.mark.parametrize("reply", [[2, 3], [2]])
 def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
     template = Template([1], reply, [2, 4], frozenset({2}))
-    writer = Writer(Script(), lambda text: [], template, template.stops, Recipe(40, 5, user_temperature=30.0, openers=()))
+    recipe = Recipe(40, 5, user_temperature=30.0, openers=(), documents=())
+    writer = Writer(Script(), 3, lambda text: [], template, template.stops, recipe)
     users = set()
     for tokens, answer, hidden, temperature in itertools.islice(writer, 60):
         assert torch.equal(hidden[:, 0], tokens.float())
@@ -311,7 +330,7 @@ def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
 def test_documents_have_a_temperature_of_their_own() -> None:
     heats = {"document_temperature": 1e-3, "user_temperature": 30.0, "quote": 0.5, "document": 40}
     template = Template([1], [2, 3], [2, 4], frozenset({2}), raw=[9])
-    writer = Writer(Script(), lambda text: [10], template, template.stops, Recipe(90, 5, openers=(), documents=("x",), **heats))
+    writer = Writer(Script(), 3, lambda text: [10], template, template.stops, Recipe(90, 5, openers=(), documents=("x",), **heats))
     Script.after[5], Script.after[10] = 6, 5
     Script.after[6] = 10  # 10 5 6 10 5 6 …
     try:
@@ -322,3 +341,59 @@ def test_documents_have_a_temperature_of_their_own() -> None:
         Script.after[10] = 2
     assert len(writer._written) > 2
     assert all(words == [(10, 5, 6)[i % 3] for i in range(len(words))] and len(words) > 30 for words in writer._written)
+
+
+def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
+    template, heat, count = Template([1], [2, 3], [2, 4], frozenset({2})), 4.0, 600
+    recipe = Recipe(40, 5, user_temperature=heat, openers=(), documents=(), quote=0.0)
+    writer = Writer(Script(), 8, lambda text: [], template, template.stops, recipe)
+    first = [c.tokens[1].item() for c in itertools.islice(writer, count)]  # of a user, after 1
+    likely = math.exp(8 / heat) / (math.exp(8 / heat) + 19)
+    assert abs(first.count(Script.after[1]) / count - likely) < 4 * math.sqrt(likely * (1 - likely) / count)
+    others = [token for token in first if token not in (Script.after[1], 2)]
+    assert set(others) == set(range(20)) - {Script.after[1], 2} and len({first.count(token) for token in set(others)}) > 3
+
+
+KINDS = ("llama", "qwen3", "mistral-window", "gemma3-window", "gpt2", "gemma2-softcap-window", "gpt-oss-sinks")
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float32) for name in KINDS), ("llama", torch.bfloat16), ("gpt2", torch.bfloat16)]
+)
+def test_models_of_all_kinds_say_what_they_would_alone(name: str, dtype: torch.dtype) -> None:
+    model, rng = tiny(name), random.Random(3)
+    layers = (model.config.num_hidden_layers + 1, 1, 2)
+    reply, again = [5, 6, 7], [8, 9]
+    template = Template([1], reply, again, frozenset(range(20)))  # turns are short
+    recipe = Recipe(40, 6, quote=0.0, openers=("x",), circle=40, documents=())
+    made = watched(copy.deepcopy(model).to(dtype), layers)
+    writer = Writer(made, 5, lambda text: [rng.randrange(20, VOCAB) for _ in range(3)], template, template.stops, recipe)
+    tolerance = 2e-5 if dtype is torch.float32 else 0.06
+    conversations = iter(writer)
+    for tokens, answer, hidden, temperature in itertools.islice(conversations, 12):
+        logits, states = plain(model, tokens.tolist(), layers)
+        torch.testing.assert_close(hidden.float() / states.abs().max(), states / states.abs().max(), atol=tolerance, rtol=0)
+        said = answer.nonzero()[:, 0]
+        if temperature == 0 and dtype is torch.float32:
+            assert torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
+    assert made.pool.used > 0
+    conversations.close()
+    assert made.pool.used == 0  # who stops listening gets the room back
+
+
+def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(chat: Chat) -> None:
+    model = copy.deepcopy(chat.model)
+    model.config.max_position_embeddings = 40
+    prompts = [chat.encode("say"), chat.encode("aa")]
+    writer = Writer(watched(model, (1,)), 2, chat.encode, None, frozenset(), Recipe(LENGTH, circle=LENGTH), prompts)
+    assert [len(c.tokens) for c in writer] == [39, 39]
+    with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
+        Writer(watched(copy.deepcopy(chat.model), (1,)), 2, chat.encode, chat.template, chat.template.stops, Recipe(8))
+
+
+def test_what_goes_wrong_in_the_model_is_told(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script()
+    monkeypatch.setattr(script, "forward", lambda batch: 1 / 0)
+    template = Template([1], [2, 3], [2, 4], frozenset({2}))
+    with pytest.raises(ZeroDivisionError):
+        next(iter(Writer(script, 3, lambda text: [10], template, template.stops, Recipe(40, 5))))

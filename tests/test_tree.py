@@ -97,3 +97,29 @@ def test_what_a_node_carries() -> None:
     assert (tree.token[node], tree.source[node], tree.value[node], tree.depth[node]) == (1, "drafter", 0.75, 1)
     assert tree.law[node] is law
     assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.law[0]) == (3, -1, 0, 1.0, None)
+
+
+def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
+    tree = TokenTree(3)
+    half = tree.add(0, 1, "drafter", value=0.5)
+    tree.add(half, 1, "drafter", value=0.1)
+    tree.add(half, 2, "drafter", value=0.1, probability=0.9)
+    tree.add(tree.add(0, 2, "ngram"), 1, "ngram", value=0.3)  # whose parent promises nothing
+    assert tree.probability == pytest.approx([1.0, 0.5, 0.2, 0.9, 0.0, 0.0])
+
+
+@settings(deadline=None, derandomize=True)
+@given(trees(), st.integers(1, 30))
+def test_the_first_nodes_are_a_tree_of_their_own(tree: TokenTree, count: int) -> None:
+    for node in range(1, len(tree)):
+        tree.value[node], tree.probability[node], tree.law[node] = 1 / node, 0.5 / node, torch.full((2,), float(node))
+    first, kept = tree.first(count), min(count, len(tree))
+    assert len(first) == kept
+    for name in ("token", "parent", "depth", "source", "value", "probability"):
+        assert getattr(first, name) == getattr(tree, name)[:kept]
+    assert all(ours is theirs for ours, theirs in zip(first.law, tree.law, strict=False))
+    for ours, theirs in zip(first.children, tree.children, strict=False):
+        assert list(ours.items()) == [(token, child) for token, child in theirs.items() if child < kept]
+    before = len(tree)
+    first.add(0, 50, "test")
+    assert len(tree) == before and tree.child(0, 50) is None  # nothing is shared

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from features import Pair, context_of
+from answers import answer
+from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
+from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.draft.vocabulary import make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
@@ -30,7 +32,6 @@ from quickbeam.target.linear import FastLinear
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.base import NoDraft
-from test_feature_engine import answer
 
 SHORT = tuple(word for word in VOCABS if word != "full")
 
@@ -65,10 +66,8 @@ def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
     nodes = [[0], [a, b], [tree.add(b, 2, "x")]]
     found = []
     for use in (None, shortlist):
-        pair.drafter.use(use)
-        pair.drafter.forget()
-        pair.begin(prompt, 21)
-        found.append([pair.drafter.compact(context_of([*prompt, 21], temperature), tree, part) for part in nodes])
+        text = pair.begin(prompt, 21, temperature, use)
+        found.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
     for whole, part in zip(*found, strict=True):
         assert whole.tokens is None and part.tokens is not None and len(part.tokens.unique()) <= len(part.tokens)
         scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, part.tokens[(part.values > 0).any(0)], True)
@@ -76,7 +75,6 @@ def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
         law = whole.dense() * scored
         torch.testing.assert_close(part.dense(), law / law.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3)
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
-    pair.drafter.use(None)
 
 
 @pytest.mark.parametrize("vocab", SHORT)
@@ -85,39 +83,50 @@ def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, v
     rng = random.Random(f"{name} {vocab}")
     for pair in pairs.values():
         target, drafter = pair.target, pair.drafter
-        drafter.use(make_shortlist(drafter, target, vocab, rng.randint(11, VOCAB - 1)))
+        shortlist = make_shortlist(drafter, target, vocab, rng.randint(11, VOCAB - 1))
         for budget in (2, 7, 24):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
             params = SamplingParams(max_tokens=rng.randint(2, 30), repetition_penalty=rng.choice([1.0, 1.3]), ignore_eos=True)
-            drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget)
+            drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget=budget, shortlist=shortlist)
             assert drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
-        drafter.use(None)
 
 
-def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair]) -> None:
+def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> None:
+    """Whatever its router makes of its states."""
+    pair, params = Pair("attention"), SamplingParams(max_tokens=20, ignore_eos=True)
+    pair.drafter.folder = pairs["attention"].drafter.folder
+    plain = answer(pair.target, NoDraft(), params, [4, 8, 15])
+    pair.drafter.network.norm.weight.fill_(float("nan"))
+    for vocab in SHORT:
+        shortlist = make_shortlist(pair.drafter, pair.target, vocab, 20)
+        drafted = answer(pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], shortlist=shortlist)
+        assert drafted.output.token_ids == plain.output.token_ids
+        assert drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+
+
+def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the laws that were made and the answer."""
     pair = pairs["attention"]
     drafter, params = pair.drafter, SamplingParams(max_tokens=25, temperature=2.0, seed=1, ignore_eos=True)
-    drafter.use(make_shortlist(drafter, pair.target, "frequency", 25))
-    drafter.forget()
+    shortlist = make_shortlist(drafter, pair.target, "frequency", 25)
     asked: list[tuple[TokenTree, list[int], list[set[int]]]] = []
-    compact = drafter.compact
+    answered = drafter.answer
 
-    def remembered(context, tree, nodes):
-        laws = compact(context, tree, nodes)
-        asked.append((tree, list(nodes), [{t for t, p in zip(laws.tokens.tolist(), row, strict=True) if p > 0} for row in laws.values]))
-        return laws
+    def remembered(requests: list[DraftRequest]) -> list[Laws]:
+        found = answered(requests)
+        for request, laws in zip(requests, found, strict=True):
+            assert laws.tokens is not None
+            tokens = laws.tokens.tolist()
+            scored = [{token for token, p in zip(tokens, row, strict=True) if p > 0} for row in laws.values]
+            asked.append((request.tree, list(request.nodes), scored))
+        return found
 
-    before = drafter.head.since(drafter.head), drafter.head.calls
-    drafter.compact = remembered  # type: ignore[method-assign]
-    try:
-        generation = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6)
-    finally:
-        del drafter.compact
-    head = generation.statistics.head
-    assert head is not None and before[0].calls == 0 and head.calls == len(asked) == generation.statistics.drafter_calls
-    assert head.tokens == sum(len(rows[0]) for *_, rows in asked) and 0 < head.seconds < generation.statistics.drafter_seconds
-    told, wanted, held = generation.output.token_ids[1:], 0, 0
+    monkeypatch.setattr(drafter, "answer", remembered)
+    sequence = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6, shortlist=shortlist)
+    head = sequence.statistics.head
+    assert head is not None and head.calls == len(asked) == sequence.statistics.drafter_calls
+    assert head.tokens == sum(len(rows[0]) for *_, rows in asked) and 0 < head.seconds < sequence.statistics.drafter_seconds
+    told, wanted, held = sequence.output.token_ids[1:], 0, 0
     for tree in {id(tree): tree for tree, *_ in asked}.values():
         scored = {node: rows[i] for one, nodes, rows in asked if one is tree for i, node in enumerate(nodes)}
         node: int | None = 0
@@ -128,25 +137,21 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair]) 
             node = tree.child(node, token)
     # The last step's tokens are not read any more.
     assert 0 < head.held < head.wanted and head.wanted <= wanted and wanted - head.wanted <= 5 and head.held <= held
-    drafter.use(None)
 
 
 def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
     pair, params = pairs["ours"], SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
     drafter, said = pair.drafter, []
-    drafter.use(make_shortlist(drafter, pair.target, "router", 16))
-    before = drafter.overlap
+    shortlist, before = make_shortlist(drafter, pair.target, "router", 16), drafter.overlap
     for way in WAYS:
         if way == "stream":
             with pytest.raises(InvalidInput, match="needs CUDA"):
                 Overlap(pair.target.device, way)
             continue
         drafter.overlap = Overlap(pair.target.device, way)
-        drafter.forget()
-        generation = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15])
-        said.append((generation.output.token_ids, generation.statistics.steps))
+        sequence = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=7, shortlist=shortlist)
+        said.append((sequence.output.token_ids, sequence.statistics.steps))
     drafter.overlap = before
-    drafter.use(None)
     assert said[0] == said[1] and before.how == "none"
     with pytest.raises(InvalidInput, match="unknown overlap 'often'; known: none"):
         Overlap(pair.target.device, "often")
@@ -178,11 +183,14 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
     assert "a smaller model scores its whole vocabulary" in told("router", one=lm)
     shortlist = make_shortlist(drafter, target, "context")
     with pytest.raises(InvalidInput, match="--vocab full"):
-        lm.use(shortlist)
+        lm.begin([1], shortlist)
     own = Pair("own-head").drafter
     assert "a shortlist of its own" in told("frequency", one=own)
     with pytest.raises(InvalidInput, match="a shortlist of its own"):
-        own.use(shortlist)
+        own.begin([1], shortlist)
+    for one, params in ((lm, SamplingParams()), (own, SamplingParams(temperature=1.0))):  # an engine refuses it before any work
+        with pytest.raises(InvalidInput, match="--vocab full"):
+            answer(target, DRAFTED["greedy"](one), params, [1], shortlist=shortlist)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
         assert "quickbeam train clusters" in told("frequency") and "quickbeam train router" in told("router")
@@ -199,16 +207,13 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
 def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) -> None:
     """Routed in two passes, so told over the whole vocabulary."""
     pair = pairs["attention"]
-    pair.drafter.use(make_shortlist(pair.drafter, pair.target, "router", 16))
-    tree = TokenTree(7)
+    shortlist, tree = make_shortlist(pair.drafter, pair.target, "router", 16), TokenTree(7)
     child = tree.add(0, 5, "x")
     said = []
     for parts in ([[0, child]], [[0], [child]]):
-        pair.drafter.forget()
-        pair.begin([3, 9, 4], 7)
-        said.append(torch.cat([pair.drafter.compact(context_of([3, 9, 4, 7]), tree, part).dense() for part in parts]))
+        text = pair.begin([3, 9, 4], 7, shortlist=shortlist)
+        said.append(torch.cat([text.laws(tree, part) for part in parts]))
     assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
-    pair.drafter.use(None)
 
 
 def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

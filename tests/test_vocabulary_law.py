@@ -13,14 +13,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from answers import answer
 from quickbeam.draft import eagle
+from quickbeam.draft.base import HeadUse
 from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.draft.vocabulary import make_shortlist
+from quickbeam.engine.engine import Engine
 from quickbeam.sampling import SamplingParams
-from quickbeam.target.target import Target
+from quickbeam.target.model import Model
 from quickbeam.trees import DRAFTED
-from test_feature_engine import answer
 from test_vocabulary import artefact
 from toy import chi_square, exact_law
 
@@ -59,18 +61,20 @@ def test_sampled_answers_have_the_models_law(
         return laws[tuple(ids)]
 
     expected = exact_law(law, TOKENS, 3)
-    target = Target(model)
+    target = Model(model)
     config = EagleConfig(16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS)
     torch.manual_seed(1)
     drafter = EagleDrafter(EagleHead(config, target.embedding, target.head), target)
     drafter.folder = folder
-    drafter.use(make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3)))
-    counts: Counter[tuple[int, ...]] = Counter()
+    shortlist = make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3))
+    engine, counts, head = Engine(target), Counter[tuple[int, ...]](), HeadUse()
     accepted = 0
     for seed in range(600):
         params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
-        generation = answer(target, DRAFTED[name](drafter), params, PROMPT, 5)
-        counts[tuple(generation.output.token_ids)] += 1
-        accepted += generation.statistics.sources["drafter"].accepted
+        sequence = answer(target, DRAFTED[name](drafter), params, PROMPT, budget=5, shortlist=shortlist, engine=engine)
+        counts[tuple(sequence.output.token_ids)] += 1
+        accepted += sequence.statistics.sources["drafter"].accepted
+        assert sequence.statistics.head is not None
+        head = head.plus(sequence.statistics.head)
     assert chi_square(counts, expected) > 1e-4 and accepted > 100
-    assert vocab == "full" or drafter.head.tokens < TOKENS * drafter.head.calls
+    assert vocab == "full" or 0 < head.tokens < TOKENS * head.calls

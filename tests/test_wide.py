@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from drafters import context_of, zipf_drafter
+from drafters import context_of, tree_of, zipf_drafter
 from quickbeam.draft.base import Laws
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
@@ -169,10 +169,10 @@ def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
 def test_trees_over_wide_laws_are_those_of_the_plain_ways(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def grown() -> list[TokenTree]:
         policy = DRAFTED[name](zipf_drafter(vocab=1000))
-        return [policy.grow(context_of([i], 0.0), budget, 12) for i in range(4) for budget in (5, 40)]
+        return [tree_of(policy, context_of([i], 0.0), budget, 12) for i in range(4) for budget in (5, 40)]
 
     fast = grown()
-    for module in ("draws", "search"):
+    for module in ("draws", "best_first"):
         monkeypatch.setattr(f"quickbeam.trees.{module}.likeliest", likeliest_plain)
     for one, other in zip(fast, grown(), strict=True):
         assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value) and len(one) > 1

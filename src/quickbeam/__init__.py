@@ -8,15 +8,21 @@ from typing import TYPE_CHECKING, Any
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 if TYPE_CHECKING:
+    from quickbeam.aio import AsyncLLM
     from quickbeam.engine.result import Completion
     from quickbeam.llm import LLM
     from quickbeam.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Completion", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
 
 # Imported when first asked for: torch and transformers take seconds, `quickbeam --help` should not.
-_HOME = {"LLM": "quickbeam.llm", "SamplingParams": "quickbeam.sampling", "Completion": "quickbeam.engine.result"}
+_HOME = {
+    "LLM": "quickbeam.llm",
+    "AsyncLLM": "quickbeam.aio",
+    "SamplingParams": "quickbeam.sampling",
+    "Completion": "quickbeam.engine.result",
+}
 
 
 def __getattr__(name: str) -> Any:

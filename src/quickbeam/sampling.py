@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 import torch
 
@@ -18,10 +19,15 @@ class SamplingParams:
 
     Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
     CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
-    occurrence), `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes the most probable token.
+    occurrence), the bans of `min_tokens` and `bad_words`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes the most
+    probable token.
     `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
     `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
-    `seed` makes a sampled answer repeatable.
+    `seed` makes a sampled answer repeatable. `n`: independent answers of one prompt.
+    `min_tokens`: the first so many tokens do not end the answer. Ids that would are banned there, and stop strings that are complete by
+    then are left alone.
+    `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
+    `include_stop_str_in_output` cuts the text after the stop string, and not before it.
     """
 
     max_tokens: int = 256
@@ -38,10 +44,15 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     seed: int | None = None
+    n: int = 1
+    min_tokens: int = 0
+    bad_words: Sequence[str] = ()
+    include_stop_str_in_output: bool = False
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "bad_words"):
+            if isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, (getattr(self, name),))
         checks = {
             "max_tokens": (_integer(self.max_tokens, 1), "an integer of at least 1"),
             "temperature": (_finite(self.temperature) and self.temperature >= 0, "finite, at least 0 (0: the most probable token)"),
@@ -56,6 +67,10 @@ class SamplingParams:
             "stop_token_ids": (_sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids), "token ids"),
             "logprobs": (self.logprobs is None or _integer(self.logprobs, 0, 100), "an integer between 0 and 100, or None"),
             "seed": (self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1), "an integer of at most 64 bits, or None"),
+            "n": (_integer(self.n, 1, 128), "an integer between 1 and 128"),
+            "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
+            "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
+            "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
         }
         for name, (good, accepted) in checks.items():
             if not good:
@@ -72,9 +87,14 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
+    def bans(self) -> bool:
+        """Whether tokens are banned at some places of the output."""
+        return self.min_tokens > 0 or bool(self.bad_words)
+
+    @property
     def adjusts_logits(self) -> bool:
         """Whether logits are changed before temperature: with `greedy` and without this, the model's own argmax decides."""
-        return bool(self.logit_bias) or self.penalises
+        return bool(self.logit_bias) or self.penalises or self.bans
 
 
 class TokenCounts:
@@ -101,19 +121,76 @@ class TokenCounts:
         return tokens, counts.index_add_(0, slots, torch.ones(len(path)))
 
 
+class Bans:
+    """Which tokens may not come next: ids that end the answer among its first `min_tokens` tokens, and last tokens of bad words.
+
+    Only output counts: a word that begins in the prompt is not seen. A node costs a look at the words that its last token may continue.
+    """
+
+    def __init__(self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]) -> None:
+        self._min_tokens, self._ends = min_tokens, list(ends)
+        self._always = [word[0] for word in bad if len(word) == 1]
+        self._words: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: all tokens but the last, and the last
+        for *start, last in bad:
+            if start:
+                self._words.setdefault(start[-1], []).append((start, last))
+        self._reach = max((len(word) - 1 for word in bad), default=0)
+        self._length = 0  # tokens of output
+        self._end: list[int] = []  # the last of them, as far as a word reaches back
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Take note of tokens that became output."""
+        self._length += len(tokens)
+        self._end = self._with(tokens)
+
+    def after(self, path: Sequence[int]) -> list[int]:
+        """The banned ids for the token that follows output and `path`, in no order."""
+        banned = [*self._always, *self._ends] if self._length + len(path) < self._min_tokens else self._always
+        text = self._with(path)
+        words = self._words.get(text[-1], []) if text else []
+        return [*banned, *(last for start, last in words if text[-len(start) :] == start)]
+
+    def _with(self, tokens: Sequence[int]) -> list[int]:
+        text = [*self._end, *tokens]
+        return text[max(0, len(text) - self._reach) :]
+
+
 class Sampler:
     """One request's way from raw logits to the law of the next token, for any node of a draft tree.
 
     `extend` it with every emitted token, the next root included; the `path` of a node is then the tokens below the root down to the
-    node itself, empty for the root. `vocab_size` is the width of the logits. Raises `InvalidInput` for a `logit_bias` that does not fit it.
+    node itself, empty for the root. `vocab_size` is the width of the logits. `ends` are the ids that end the answer, banned before
+    `min_tokens`; `bad` are the token sequences of `bad_words`, as `bad_word_ids` gives them. Ids outside the vocabulary are never
+    generated and need no ban. Raises `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that leave no token,
+    `ValueError` where `bad` is missing or not asked for.
     """
 
-    def __init__(self, params: SamplingParams, prompt: Iterable[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Iterable[int],
+        vocab_size: int,
+        *,
+        ends: Collection[int] = (),
+        bad: Sequence[Sequence[int]] = (),
+    ) -> None:
         outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
         if outside:
             raise InvalidInput(f"logit_bias names token {outside[0]}: must be ids from 0 to {vocab_size - 1}, this model's vocabulary")
         if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
             raise InvalidInput(f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one")
+        if bool(bad) != bool(params.bad_words):
+            raise ValueError(f"bad={bad!r} with bad_words={params.bad_words!r}: give bad=bad_word_ids(tokenizer, params.bad_words)")
+        self._bans: Bans | None = None
+        if params.bans:
+            self._bans = Bans(
+                params.min_tokens,
+                {token for token in ends if 0 <= token < vocab_size},
+                {tuple(word) for word in bad if all(0 <= token < vocab_size for token in word)},
+            )
+            banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
+            if len(banned.union(self._bans.after(()))) >= vocab_size:
+                raise InvalidInput(f"min_tokens, bad_words and logit_bias ban all {vocab_size} tokens of this model: must leave one")
         self.params = params
         self._counts = TokenCounts(prompt if params.penalises else ())
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
@@ -123,9 +200,11 @@ class Sampler:
         """Take note of emitted tokens."""
         if self.params.penalises:
             self._counts.extend(tokens)
+        if self._bans is not None:
+            self._bans.extend(tokens)
 
     def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias and penalties in; `logits` stay as they are."""
+        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans in; `logits` stay as they are."""
         params = self.params
         if not params.adjusts_logits:
             return logits.float()
@@ -139,6 +218,8 @@ class Sampler:
             if params.repetition_penalty != 1:
                 seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
             scores[tokens] = seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+        if self._bans is not None and (banned := self._bans.after(path)):
+            scores[torch.tensor(banned, device=scores.device)] = -math.inf
         return scores
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
@@ -164,6 +245,23 @@ class Sampler:
         if params.min_p > 0:
             law = law.masked_fill(law < params.min_p * law.max(), 0.0)
         return law / law.sum() if params.top_p < 1 or params.min_p > 0 else law
+
+
+def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
+    """The token sequences of bad words for a `Sampler`: each word as `tokenizer` splits it without and with a leading space.
+
+    A sequence that ends with another one is left out, since the shorter one bans as much. The same letters split otherwise are not seen.
+    Raises `InvalidInput` for a word that has no tokens.
+    """
+    found: dict[tuple[int, ...], None] = {}  # in order, each once
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for text in (bare, f" {bare}"):
+            ids = tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
+            if not ids:
+                raise InvalidInput(f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out")
+            found[ids] = None
+    return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]
 
 
 def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
@@ -226,6 +324,11 @@ def _finite(value: object) -> bool:
 
 def _integer(value: object, low: int, high: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def _at_most(value: object, other: object) -> bool:
+    """Whether `value` is an integer from 0 to `other`. What is wrong with `other` is not told here."""
+    return _integer(value, 0) and (not isinstance(other, Integral) or _integer(value, 0, int(other)))
 
 
 def _sequence(value: object) -> bool:

@@ -51,6 +51,13 @@ class TokenTree:
         self.children[parent][token] = node
         return node
 
+    def first(self, count: int) -> TokenTree:
+        """The tree of the first `count` nodes."""
+        tree = TokenTree(self.token[0])
+        for node in range(1, min(count, len(self))):
+            tree.add(self.parent[node], self.token[node], self.source[node], self.value[node], self.law[node], self.probability[node])
+        return tree
+
     def child(self, node: int, token: int) -> int | None:
         """The child of `node` that holds `token`, if there is one."""
         return self.children[node].get(token)

@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from quickbeam.bench.questions import Question
-from quickbeam.draft.base import Context
-from quickbeam.engine.loop import Generation
+from quickbeam.draft.base import Context, DraftRequest
 from quickbeam.engine.output import Output
+from quickbeam.engine.sequence import Request
 from quickbeam.engine.trace import StepRecord
-from quickbeam.sampling import SamplingParams
+from quickbeam.sampling import Sampler, SamplingParams
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.drafted import DraftedPolicy
 
 if TYPE_CHECKING:
@@ -51,11 +52,12 @@ class _Watched(DraftedPolicy):
 
     guess = -1
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
-        laws = self.laws(context, tree, [0])
+        laws = yield DraftRequest(context, tree, [0])
+        assert laws is not None
         self.guess = laws.names([int(laws.values[0].argmax())])[0]
-        return tree
+        return Grown(tree)
 
 
 def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement) -> None:
@@ -65,16 +67,18 @@ def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement
         raise ValueError("agreement needs a drafter and greedy answers")
     ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
     llm.reset()
-    drafter.use(None)
-    drafter.check_length(len(ids), params.max_tokens)
     policy, category = _Watched(drafter), question.category
 
     def told(record: StepRecord) -> None:
         found.tokens[category] = found.tokens.get(category, 0) + 1
         found.agreed[category] = found.agreed.get(category, 0) + (policy.guess == record.token)
 
-    for _ in Generation(llm.target, policy, Output(llm.tokenizer, params, llm.eos_ids), ids, params, 1, observer=told):
-        pass
+    output, sampler = Output(llm.tokenizer, params, llm.eos_ids), Sampler(params, ids, llm.model.vocab_size)
+    sequence = llm.engine.add(Request(ids, params, policy, output, sampler, observer=told))
+    while not sequence.over:
+        llm.engine.step()
+    if sequence.error is not None:
+        raise sequence.error
     llm.reset()
 
 

@@ -9,9 +9,10 @@ from time import perf_counter
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter
-from quickbeam.tree import TokenTree
+from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest, Laws
+from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.trees import DRAFTED
+from quickbeam.trees.base import grown
 
 SURE = 0.55  # mean probability of the likeliest token at temperature 1: about what drafters of good use have
 LAWS = 64  # different laws; a node's path picks one
@@ -28,6 +29,7 @@ class MadeUp(Drafter):
     name = "drafter"
 
     def __init__(self, vocab: int, temperature: float, cold: bool = False) -> None:
+        self.calls, self.seconds = 0, 0.0
         self._sweep = torch.ones(SWEEP) if cold else None
         logits = torch.randn(LAWS, vocab, generator=torch.Generator().manual_seed(0))
         low, high = 0.0, 100.0
@@ -36,18 +38,22 @@ class MadeUp(Drafter):
             low, high = (scale, high) if float((scale * logits).softmax(-1).amax(-1).mean()) < SURE else (low, scale)
         self._laws = (high / (temperature or 1.0) * logits).softmax(-1)
 
-    def reset(self, ids: Sequence[int]) -> None:
-        """Nothing to do: what was read picks no law but the root's."""
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+        return DrafterState()
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing to do."""
-
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]` float32, a copy."""
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Copies. What was read picks no law but the root's."""
+        began = perf_counter()
         if self._sweep is not None:
             self._sweep.sum()
-        picks = [hash((context.ids[-1], *(tree.token[i] for i in tree.path(node)))) % LAWS for node in nodes]
-        return self._laws[picks]
+        self.calls += 1
+        laws = [Laws(self._laws[[self._pick(request, node) for node in request.nodes]]) for request in requests]
+        self.seconds += perf_counter() - began
+        return laws
+
+    @staticmethod
+    def _pick(request: DraftRequest, node: int) -> int:
+        return hash((request.context.ids[-1], *(request.tree.token[i] for i in request.tree.path(node)))) % LAWS
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,10 @@ def measure(
                 times, calls, nodes = [], [], []
                 for step in range(repeats + 2):
                     context = Context([step % vocab], torch.zeros(1), temperature, generator)
-                    before, asked, began = policy.seconds, policy.calls, perf_counter()
-                    tree = policy.grow(context, budget, depth)
-                    times.append(1e3 * (perf_counter() - began - (policy.seconds - before)))
-                    calls.append(policy.calls - asked)
+                    before, asked, began = drafter.seconds, drafter.calls, perf_counter()
+                    tree = grown(policy.grow(context, budget, depth), drafter.answer).tree
+                    times.append(1e3 * (perf_counter() - began - (drafter.seconds - before)))
+                    calls.append(drafter.calls - asked)
                     nodes.append(len(tree))
                 found.append(Drafting(name, temperature, budget, median(times[2:]), mean(calls[2:]), mean(nodes[2:])))
     return found

@@ -11,6 +11,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.presets import PRESETS, VOCABS, check_vocab
 from quickbeam.sampling import SamplingParams
+from quickbeam.target.target import Target
 
 if TYPE_CHECKING:
     import torch
@@ -149,7 +150,7 @@ class LLMRunner(Runner):
 
     def __init__(self, llm: LLM, item: MethodItem) -> None:
         self.llm, self.item = llm, item
-        self.device = str(llm.target.device)
+        self.device = str(llm.model.device)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         ids: list[int] = self.llm.encode_chat(list(messages))
@@ -178,8 +179,9 @@ class LLMRunner(Runner):
         )
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        logits: torch.Tensor = self.llm.target.prefill(list(ids))
-        self.llm.reset()
+        target = Target(self.llm.model)
+        logits = target.prefill(list(ids))
+        target.store.release()
         return logits
 
 
@@ -220,7 +222,7 @@ def load_runners(
     peers = [item for item in items if item.is_peer]
     if peers:
         llm = next(iter(llms.values()), None)
-        folder, place = (llm.folder, str(llm.target.device)) if llm else (resolve(model, progress), device)
+        folder, place = (llm.folder, str(llm.model.device)) if llm else (resolve(model, progress), device)
         loaded = Loaded(folder, dtype, place)
         assistant = Loaded(resolve(drafter, progress), dtype, place) if any(item.method == "hf-assisted" for item in peers) else None
         runners |= {item.name: Peer(item.method, loaded, assistant) for item in peers}

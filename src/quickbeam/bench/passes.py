@@ -16,6 +16,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model, parse_dtype, pick_device
 from quickbeam.target.native import library
 from quickbeam.target.native.library import ATTEND, CHOSEN, LINEAR
+from quickbeam.target.native.operands import RowList
 from quickbeam.target.pages import PagedStore
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
@@ -93,7 +94,7 @@ def make_passes(
             continue  # not to be had for this model, type or machine
         target.prefill(ids.tolist())
         passes.ways[name] = _ours(target)
-        if name == "native" and (fused := target._fused) is not None:
+        if name == "native" and (fused := target.model._fused) is not None:
             passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
             passes = passes._replace(weight_bytes=fused.weight_bytes)
     return passes
@@ -105,7 +106,9 @@ def _target(name: str, load: Callable[[], PreTrainedModel]) -> Target:
     if name == "native":
         target = Target(load())
         if not isinstance(target.store, PagedStore):
-            raise InvalidInput(f"--ways native: {library.describe(target.device.type, str(target.dtype).removeprefix('torch.'))}")
+            raise InvalidInput(
+                f"--ways native: {library.describe(target.model.device.type, str(target.model.dtype).removeprefix('torch.'))}"
+            )
         return target
     with _pytorchs_kernels():
         return Target(load(), exact=name == "exact")
@@ -159,7 +162,7 @@ def _behind(target: Target, context: int) -> Iterator[None]:
 
 def _ours(target: Target) -> Pass:
     def run(width: int, context: int) -> Took:
-        tree = comb(width, target.vocab_size)
+        tree = comb(width, target.model.vocab_size)
         with _behind(target, context):
             start = perf_counter()
             logit = target.verify(tree)[0, 0].item()
@@ -170,15 +173,16 @@ def _ours(target: Target) -> Pass:
 
 def _part(target: Target, kinds: Sequence[int]) -> Pass:
     """Operations of these kinds alone, of the same passes."""
-    assert target._fused is not None and isinstance(target.store, PagedStore)
-    part, store = target._fused.part(kinds), target.store
+    assert target.model._fused is not None and isinstance(target.store, PagedStore)
+    part, store = target.model._fused.part(kinds), target.store
 
     def run(width: int, context: int) -> Took:
-        tree = comb(width, target.vocab_size)
+        tree = comb(width, target.model.vocab_size)
         with _behind(target, context):
-            rows = store.tree(tree.token, tree.parent, tree.depth)
+            listed = RowList()
+            store.add_tree(listed, tree)
         start = perf_counter()
-        part(rows, context + max(tree.depth))
+        part(listed.rows(), context + max(tree.depth))
         return Took((perf_counter() - start) * 1e3)
 
     return run

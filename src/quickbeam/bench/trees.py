@@ -20,19 +20,20 @@ import torch
 
 from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Skipped
-from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.base import Context, Drafter, DrafterState
 from quickbeam.errors import InvalidInput
 from quickbeam.sampling import Sampler, SamplingParams, draw
+from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED, make_policy
-from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.base import TreePolicy, grown
 from quickbeam.verify import verify_greedy, verify_sampled
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 log = logging.getLogger(__name__)
-Item = tuple[str, int]  # a tree of `grow.DRAFTED`, and its budget
+Item = tuple[str, int]  # a tree of `trees.DRAFTED`, and its budget
 
 
 def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
@@ -134,54 +135,75 @@ def _places(
     llm: LLM, drafter: Drafter, question: Question, params: SamplingParams, policies: dict[Item, TreePolicy], every: int
 ) -> Iterator[dict[Item, float]]:
     """Write one answer, and tell at each place what the trees promise."""
-    target = llm.target
+    target = Target(llm.model)
     ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
     drafter.check_length(len(ids), params.max_tokens)
-    if target.context_length is not None and len(ids) + params.max_tokens > target.context_length:
-        raise InvalidInput(f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the context of {target.context_length}")
-    llm.reset()
-    drafter.use(None)
+    limit = llm.model.context_length
+    if limit is not None and len(ids) + params.max_tokens > limit:
+        raise InvalidInput(f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the context of {limit}")
     generator, drafting = (torch.Generator().manual_seed((params.seed or 0) + salt) for salt in (0, 1))
-    sampler = Sampler(params, ids, target.vocab_size)
+    sampler = Sampler(params, ids, llm.model.vocab_size)
 
     def choose(logits: torch.Tensor) -> int:
         return sampler.best(logits) if params.greedy else draw(sampler.law(logits), generator)
 
     logits = target.prefill(ids)
-    ids.append(choose(logits))
-    sampler.extend(ids[-1:])
-    drafter.reset(ids)
-    context = Context(ids, logits, params.temperature, drafting)
-    for step in range(params.max_tokens - 1):
-        if ids[-1] in llm.eos_ids:
-            break
-        if step % every == 0:
-            yield {item: _tokens(llm, policy, context, item[1], sampler, generator) for item, policy in policies.items()}
-        root = TokenTree(ids[-1])
-        context.logits = target.verify(root)[0]
-        target.commit(root, [0])
-        ids.append(choose(context.logits))
-        sampler.extend(ids[-1:])
-        drafter.extend(ids[-1:])
+    context = Context(ids, logits, params.temperature, drafting).begin([drafter])
+    state: DrafterState = context.states[drafter.name]
+
+    def go_on(logits: torch.Tensor) -> None:
+        token = choose(logits)
+        sampler.extend([token])
+        context.logits = logits
+        context.extend([token])
+        if len(hidden := target.take_hidden()):
+            state.hear(hidden)
+
+    go_on(logits)
+    try:
+        for step in range(params.max_tokens - 1):
+            if ids[-1] in llm.eos_ids:
+                break
+            if step % every == 0:
+                yield {
+                    item: _tokens(target, drafter, policy, context, item[1], sampler, generator, llm.eos_ids)
+                    for item, policy in policies.items()
+                }
+            root = TokenTree(ids[-1])
+            logits = target.verify(root)[0]
+            target.commit(root, [0])
+            go_on(logits)
+    finally:
+        state.release()
+        target.store.release()
 
 
-def _tokens(llm: LLM, policy: TreePolicy, context: Context, budget: int, sampler: Sampler, generator: torch.Generator) -> float:
+def _tokens(
+    target: Target,
+    drafter: Drafter,
+    policy: TreePolicy,
+    context: Context,
+    budget: int,
+    sampler: Sampler,
+    generator: torch.Generator,
+    ends: Container[int],
+) -> float:
     """The mean of the tokens that a step with `policy`'s next tree emits here, up to an answer's end. The policy is told of one outcome."""
-    tree = policy.grow(context, budget, llm.target.depth_limit())
-    logits = llm.target.verify(tree)
+    tree, learn, _ = grown(policy.grow(context, budget, target.depth_limit()), drafter.answer)
+    logits = target.verify(tree)
 
     def below(node: int) -> list[int]:
         return [tree.token[i] for i in tree.path(node)[1:]]
 
     if sampler.params.greedy:
         path, _ = verify_greedy(tree, lambda node: sampler.best(logits[node], below(node)))
-        policy.verified(tree, path)
+        learn(tree, path)
         chances = [float(node in path) for node in range(len(tree))]
     else:
         path, _ = verify_sampled(tree, lambda node: sampler.law(logits[node], below(node)), generator)
-        policy.verified(tree, path)
+        learn(tree, path)
         chances = reached(tree, lambda node: sampler.law(logits[node], below(node)))
-    return emitted(tree, chances, llm.eos_ids)
+    return emitted(tree, chances, ends)
 
 
 def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
@@ -193,7 +215,7 @@ def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> 
 
 
 def parse_trees(text: str) -> list[str]:
-    """Comma-separated names of `grow.DRAFTED`. Raises `InvalidInput` for others."""
+    """Comma-separated names of `trees.DRAFTED`. Raises `InvalidInput` for others."""
     names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     if not names or any(name not in DRAFTED for name in names):
         raise InvalidInput(f"--trees {text!r}: must be of {', '.join(DRAFTED)}, comma-separated")

@@ -76,7 +76,7 @@ def acceptance(
     finally:
         if results.tried:
             show(results, bins)
-            where = environment(str(llm.target.device), dtype.value)
+            where = environment(str(llm.model.device), dtype.value)
             write(results, bins, json_path, plot_path, acceptance_report.record(results, bins, where, llm.name, settings))
     if interrupted:
         raise typer.Exit(INTERRUPTED)

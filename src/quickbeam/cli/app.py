@@ -20,6 +20,7 @@ from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
+from quickbeam.cli.throughput import throughput
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
 from quickbeam.cli.version import version as show_version
@@ -80,6 +81,7 @@ for command in (generate, chat, inspect, pull, models, demo):
     app.command()(command)
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)
+bench.commands.command()(throughput)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)
 app.add_typer(bench.commands, name="bench")

@@ -33,6 +33,8 @@ def chat(
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    kv_memory: options.KVMemory = None,
 ) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
     params = SamplingParams(
@@ -45,7 +47,7 @@ def chat(
         seed=seed,
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist)
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory)
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)

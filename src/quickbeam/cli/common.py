@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
+import math
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -22,6 +25,7 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM, Stream
 
 PLAIN_WIDTH = 160  # columns of tables where the output is no terminal
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that command a terminal; not tab and line end
 
 
 def stdout() -> Console:
@@ -62,6 +66,8 @@ def load(
     drafter: str | None = None,
     vocab: str | None = None,
     shortlist: int | None = None,
+    trust_remote_code: bool = False,
+    kv_memory: str | None = None,
 ) -> LLM:
     """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
     for a drafter, or what is said of one, that the method has no use for."""
@@ -90,6 +96,8 @@ def load(
             shortlist=shortlist,
             exact=exact,
             progress=report,
+            trust_remote_code=trust_remote_code,
+            kv_memory=kv_memory,
         )
 
 
@@ -124,8 +132,28 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
 
 
 def write(text: str) -> None:
-    sys.stdout.write(text)
+    """To stdout as it is; a terminal is shown its control characters instead of obeying them."""
+    sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def harmless(text: str) -> str:
+    """Text with control characters in Python's spelling (`\\x1b`), but for tabs and line ends: a model's could command a terminal."""
+    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+
+
+def strict_json(record: Any) -> str:
+    """One line of JSON. Numbers that JSON lacks (infinities, and what is no number) are null."""
+    return json.dumps(finite(record), allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """What JSON can hold of a value, in lists and dictionaries too."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def statistics_line(completion: Completion, kernels: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
 import typer
 from rich.table import Table
 
-from quickbeam.cli.common import stdout
+from quickbeam.cli.common import stdout, strict_json
 from quickbeam.errors import InvalidInput
 
 LARGEST = 1024  # nodes
@@ -36,7 +35,7 @@ def drafting(
     found = measure(vocab, [int(size) for size in sizes], heats, repeats, cold)
     if as_json:
         settings = {"vocab": vocab, "threads": torch.get_num_threads(), "repeats": repeats, "cold": cold}
-        print(json.dumps(settings | {"drafting": [asdict(one) for one in found]}))
+        print(strict_json(settings | {"drafting": [asdict(one) for one in found]}))
         return
     caches = ", cold caches" if cold else ""
     table = Table(title=f"milliseconds a step apart from the drafter's calls, vocabulary of {vocab}{caches}; in brackets: calls a step")

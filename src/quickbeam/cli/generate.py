@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,7 @@ import typer
 from quickbeam.bench import report
 from quickbeam.bench.methods import PEERS
 from quickbeam.cli import options, peer
-from quickbeam.cli.common import follow, load, statistics_line, write
+from quickbeam.cli.common import follow, load, statistics_line, strict_json, write
 from quickbeam.engine.result import Completion
 from quickbeam.engine.trace import Trace
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -45,6 +44,8 @@ def generate(
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    kv_memory: options.KVMemory = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of the text.")] = False,
     trace_path: Annotated[
         Path | None, typer.Option("--trace", metavar="FILE.json", help="Write every step's draft tree here, for `quickbeam inspect`.")
@@ -76,13 +77,15 @@ def generate(
     messages.append({"role": "user", "content": text})
     if method in PEERS:
         ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
+        ours["trust-remote-code"] = trust_remote_code or None
+        ours["kv-memory"] = kv_memory
         place = device.value if device else None
         show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json, peer.KERNELS)
         return
     if trace_path is not None:
         report.check_output("--trace", trace_path)
     trace = Trace() if trace_path is not None else None
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist)
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory)
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )
@@ -99,7 +102,7 @@ def generate(
 def show(completion: Completion, as_json: bool, kernels: str, text: bool = True) -> None:
     """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on stderr."""
     if as_json:
-        write(json.dumps({**completion.to_json(), "kernels": kernels}) + "\n")
+        write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
         return
     if text:
         write(completion.text + "\n")

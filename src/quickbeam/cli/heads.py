@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import typer
 from rich.table import Table
 
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout
+from quickbeam.cli.common import progress_bar, stdout, strict_json
 from quickbeam.errors import InvalidInput
 
 
@@ -46,7 +45,7 @@ def heads(
                 times = (f"{ms:.2f}" for ms in (one.full_ms, one.head_ms, one.router_ms, one.ratio))
                 table.add_row(f"{name} {vocab:,} x {d}", str(one.rows), f"{one.tokens:,}", f"{one.tokens / vocab:.1%}", *times)
     if as_json:
-        print(json.dumps({"dtype": dtype.value, "device": place.type, "heads": record}))
+        print(strict_json({"dtype": dtype.value, "device": place.type, "heads": record}))
     else:
         stdout().print(table)
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from quickbeam.bench.report import check_output
+from quickbeam.cli.common import harmless
 from quickbeam.engine.trace import read_trace
 from quickbeam.errors import QuickbeamError
 
@@ -49,10 +50,10 @@ def inspect(
     for column in ("drafted", "accepted", "mean value"):
         table.add_column(column, justify="right")
     for source, figures in by_source(trace).items():
-        table.add_row(source, *figures)
+        table.add_row(harmless(source), *figures)
     out = Console(highlight=False, markup=False)
     for name, value in summary(trace).items():
-        out.print(f"{name}: {value}")
+        out.print(harmless(f"{name}: {value}"))
     out.print(table)
 
 

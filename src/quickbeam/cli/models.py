@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,7 +10,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from quickbeam import hub
-from quickbeam.cli.common import progress_bar
+from quickbeam.cli.common import progress_bar, strict_json
 
 
 def pull(name: Annotated[str, typer.Argument(help=f"One of: {', '.join(hub.EMBEDDED)}.")] = hub.DEFAULT) -> None:
@@ -25,7 +24,7 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
     """List the embedded models and what of them is in the cache."""
     infos = hub.models()
     if as_json:
-        print(json.dumps([asdict(info) for info in infos]))
+        print(strict_json([asdict(info) for info in infos]))
         return
     table = Table("name", "on disk", "licence", "what it is", Column("folder", overflow="fold"), box=None, header_style="bold")
     for info in infos:

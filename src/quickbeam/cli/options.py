@@ -17,6 +17,7 @@ class Dtype(str, Enum):
     bfloat16 = "bfloat16"
     float16 = "float16"
     float32 = "float32"
+    auto = "auto"
 
 
 class Device(str, Enum):
@@ -45,7 +46,7 @@ Shortlist = Annotated[
         help="How many tokens that is, about. Default, of the vocabulary: frequency a quarter, clusters an eighth, router a sixteenth.",
     ),
 ]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights; auto: what the model's configuration says.")]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]
 Budget = Annotated[
     str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step; auto: by measured cost. Default: the method's own.")
@@ -54,6 +55,11 @@ Exact = Annotated[
     bool | None,
     typer.Option("--exact/--no-exact", help="Logits bit for bit those of plain decoding, or not (default: wherever the device can)."),
 ]
+TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")]
+KVMemory = Annotated[
+    str | None, typer.Option("--kv-memory", metavar="SIZE", help="For keys and values, as in 2GB or 512MiB. Default: half of what is free.")
+]
+Raw = Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")]
 System = Annotated[str | None, typer.Option("--system", help="System message put before the conversation.")]
 
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Longest answer, in tokens.")]

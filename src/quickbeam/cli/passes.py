@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import ExitStack, redirect_stderr
 from io import StringIO
@@ -13,7 +12,7 @@ import typer
 from rich.table import Table
 
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout
+from quickbeam.cli.common import progress_bar, stdout, strict_json
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 
@@ -86,7 +85,7 @@ def passes(
             }
         if beside:
             record["llama_cpp"] = {"way": ours, "contexts": beside}
-        print(json.dumps({**record, "environment": environment(str(pick_device(place)), dtype.value)}))
+        print(strict_json({**record, "environment": environment(str(pick_device(place)), dtype.value)}))
         return
     console = stdout()
     console.print(times(figures, dtype.value, contexts, width_numbers))
@@ -104,7 +103,7 @@ def numbers(option: str, text: str, most: int | None) -> list[int]:
     """Comma-separated numbers from 1 on, each once. Raises `InvalidInput` for others."""
     found = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) >= 1 and (most is None or int(part) <= most) for part in found):
-        raise InvalidInput(f"{option} {text!r}: must be numbers of tokens from 1{f' to {most}' if most else ''}, comma-separated")
+        raise InvalidInput(f"{option} {text!r}: must be whole numbers from 1{f' to {most}' if most else ''}, comma-separated")
     return list(dict.fromkeys(int(part) for part in found))
 
 

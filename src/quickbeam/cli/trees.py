@@ -66,7 +66,7 @@ def bench_trees(
             if json_path is not None:
                 settings = {"questions": "built-in" if questions is None else str(questions), "limit": limit, "max_tokens": max_tokens}
                 settings |= {"every": every, "seed": seed, "drafter": drafter}
-                where = environment(str(llm.target.device), dtype.value)
+                where = environment(str(llm.model.device), dtype.value)
                 save(json_path, results, names, sizes, {"environment": where, "model": llm.name, "settings": settings})
     if interrupted:
         raise typer.Exit(INTERRUPTED)

@@ -64,7 +64,7 @@ def bench_vocabulary(
         runners, name = load_runners(vocabulary.items(method, nodes, [], []), model, dtype.value, place, drafter, loading)
         first = runners[vocabulary.FULL]
         assert isinstance(first, LLMRunner)
-        size = first.llm.target.vocab_size
+        size = first.llm.model.vocab_size
         items = vocabulary.items(method, nodes, words, [max(1, round(size * part / 100)) for part in parts])
         runners = {item.name: LLMRunner(first.llm, item) for item in items}
         for item in items:
@@ -72,7 +72,7 @@ def bench_vocabulary(
         if overlap is not None:
             if not isinstance(found, EagleDrafter):
                 raise InvalidInput("--overlap: only a feature drafter routes beside its layer")
-            found.overlap = Overlap(first.llm.target.device, overlap)
+            found.overlap = Overlap(first.llm.model.device, overlap)
     results = Results(list(runners), vocabulary.FULL, sampled=temperature > 0)
     settings = {
         "questions": "built-in" if questions is None else str(questions),

@@ -2,50 +2,90 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from math import isnan
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
-    from quickbeam.draft.prices import Prices
     from quickbeam.shortlist.shortlist import Shortlist
+    from quickbeam.target.kv_cache import Pool
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
 class Context:
-    """What is certain before a step.
+    """What is committed before a step of one sequence.
 
-    `ids`: prompt and output so far; the last one becomes the root of the next tree. `logits`: `[vocab]` raw target logits that the
-    last id was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `generator`: what drawn candidates are drawn
-    with (CPU). `prices`: what nodes and calls of a drafter are worth, where that is measured; see `TreePolicy.priced`.
+    `ids`: prompt and output so far; the last one becomes the root of the next tree. `logits`: `[vocab]` raw target logits that the last id
+    was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `generator`: what drawn candidates are drawn with
+    (CPU). `states`: what the sources keep of this sequence, by their names. `prices`: what nodes are worth, where that is measured; see
+    `TreePolicy.priced`.
     """
 
     ids: list[int]
     logits: torch.Tensor
     temperature: float = 0.0
     generator: torch.Generator = field(default_factory=torch.Generator)
+    states: dict[str, Any] = field(default_factory=dict)
     prices: Prices | None = None
+
+    def begin(self, sources: Sequence[Source]) -> Context:
+        """Have sources read the text so far; gives itself."""
+        for source in sources:
+            self.states[source.name] = source.begin(self.ids)
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens became committed: tell the sources."""
+        self.ids.extend(tokens)
+        for state in self.states.values():
+            state.extend(tokens)
+
+
+class Prices(ABC):
+    """What a node must promise in tokens to be worth its time (`engine/budget.py`). `trial`: the first call of a drafter is to be made
+    all the same, to see what came of it."""
+
+    trial: bool = False
+
+    @abstractmethod
+    def node(self, nodes: int) -> float:
+        """One more in a tree of `nodes` nodes. Never falls as trees grow."""
+
+
+class DraftRequest(NamedTuple):
+    """One sequence's wish: its drafter's laws after `nodes` of a growing `tree`. `gain`: tokens that it expects from being answered;
+    infinite where it is not the budget's to refuse."""
+
+    context: Context
+    tree: TokenTree
+    nodes: Sequence[int]
+    gain: float = float("inf")
 
 
 class Source(ABC):
-    """Proposes tokens. Holds state of one sequence at a time."""
+    """Proposes tokens. Holds no state of a sequence: that is what `begin` gives."""
 
     name: str  # as statistics and `TokenTree.source` show it
 
     @abstractmethod
-    def reset(self, ids: Sequence[int]) -> None:
-        """Begin a sequence: forget everything, read the prompt."""
+    def begin(self, ids: Sequence[int]) -> SourceState:
+        """The state of a sequence that begins with a prompt."""
 
-    @abstractmethod
+
+class SourceState:
+    """What a source keeps of one sequence."""
+
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens that became certain. Called once after the first token and once a step."""
+        """Read tokens that became committed. Called once after the first token and once a step."""
 
 
 class Laws(NamedTuple):
@@ -88,57 +128,75 @@ class HeadUse:
     wanted: int = 0
     held: int = 0
 
-    def since(self, before: HeadUse) -> HeadUse:
-        """What was added after `before`."""
-        return HeadUse(*(getattr(self, f.name) - getattr(before, f.name) for f in fields(self)))
+    def plus(self, other: HeadUse) -> HeadUse:
+        """Both together."""
+        return HeadUse(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+
+class DrafterState(SourceState):
+    """What a drafter keeps of one sequence."""
+
+    @property
+    def used(self) -> HeadUse | None:
+        """What is counted of its head, where that is counted."""
+        return None
+
+    def hear(self, hidden: torch.Tensor) -> None:
+        """Hidden states `[k, layers * d]` of the next k committed tokens, where the target gives them."""
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        """What another sequence needs to `adopt` tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`; None where that is not kept."""
+        return None
+
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
+        """Begin with shared chunks; `hidden` `[1, layers * d]`: of the last of their tokens."""
+
+    def release(self) -> None:
+        """Give everything back."""
 
 
 class Drafter(Source):
     """A source that knows a law of the next token after any node of the tree: a smaller language model, a feature drafter."""
 
-    @property
-    def head(self) -> HeadUse | None:
-        """What is counted of its head, where it counts that."""
-        return None
+    needs_hidden = False  # whether states want to `hear`
+    pool: Pool | None = None  # where their keys and values are
 
-    def use(self, shortlist: Shortlist | None) -> None:
-        """Score what `shortlist` says from the next sequence on; `None`: the whole vocabulary. Raises `InvalidInput` for a drafter that
-        can't."""
+    @abstractmethod
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+        """The state of a sequence that begins with `ids`, whose head scores what `shortlist` says; `None`: the whole vocabulary."""
+
+    def check_shortlist(self, shortlist: Shortlist | None) -> None:
+        """Raise `InvalidInput` for a shortlist that this drafter can't take."""
         if shortlist is not None:
             raise InvalidInput("this drafter scores its whole vocabulary: take --vocab full")
-
-    def forget(self) -> None:
-        """Drop all that was read, so that the next laws depend on the next sequence alone."""
-
-    def reusable(self, ids: Sequence[int], keep: int) -> int:
-        """How many of a new prompt's first tokens the target need not read again, where it could keep `keep` of them."""
-        return keep
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raise `InvalidInput` where `prompt` tokens and an answer of `max_tokens` might not fit the drafter's context."""
 
+    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+        """Bring states up to date that have `least` committed tokens or more to read, as far as the text after them is known."""
+
     @abstractmethod
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]` float32: the drafter's law of the token after each of `nodes`, temperature included.
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Of each request, laws over the tokens that were scored, of the token after each of its nodes, temperature included.
 
-        One batched call of the drafter. Each node is asked for at most once a tree, after its parent; the root is the first. At
-        temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely.
+        One batched call for all. Each node is asked for at most once a tree, after its parent; the root is the first. At
+        temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely. A law that is not finite comes
+        as zeros: nothing is proposed there.
         """
-
-    def compact(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> Laws:
-        """What `laws` gives, over the tokens that were scored only. This is what tree policies ask for."""
-        return Laws(self.laws(context, tree, nodes))
 
 
 def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`[n, vocab]` float32 laws of a drafter's logits; temperature 0 stands for 1 (see `Drafter.laws`).
-
-    Raises `QuickbeamError` where logits are not finite.
-    """
+    """`[n, vocab]` float32 laws of a drafter's logits; temperature 0 stands for 1 (see `Drafter.answer`). A row that is not finite is
+    zero."""
     scores = logits.float()
     if temperature not in (0, 1):  # the peak goes first, and the floor keeps 1/temperature finite in float32, as in `Sampler.law`
         scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
     law = scores.softmax(-1)
-    if any(map(isnan, law[:, 0].tolist())):  # one bad logit spoils the sum that all of its row is divided by
-        raise QuickbeamError("the drafter's logits are not finite (NaN): its weights or this number format are broken; try float32")
+    if law.device.type != "cpu":
+        return law.nan_to_num_(0.0)
+    first = law[:, 0].tolist()
+    if any(value != value for value in first):  # one bad logit spoils the sum that all of its row is divided by
+        logger.warning("the drafter's logits are not finite (NaN): it proposes nothing there")
+        law.nan_to_num_(0.0)
     return law

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from quickbeam.draft.eagle_model import MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.draft.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
 from quickbeam.target.hf_attention import check_layers
 
@@ -94,9 +94,14 @@ def _index(folder: Path) -> tuple[Path, dict[str, str] | None]:
     if found.suffix != ".json":
         return found, None
     try:
-        return found, {str(name): str(file) for name, file in json.loads(found.read_text(encoding="utf-8"))["weight_map"].items()}
+        index = {str(name): str(file) for name, file in json.loads(found.read_text(encoding="utf-8"))["weight_map"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise InvalidInput(f"{found} is no index of weights ({error!r}); download it again") from error
+    for file in sorted(set(index.values())):
+        path = PureWindowsPath(file)  # which knows both kinds of slashes
+        if path.anchor or ".." in path.parts:
+            raise InvalidInput(f"{found} names {file!r}, which is outside its folder: files of weights must lie in it; download it again")
+    return found, index
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -164,8 +169,8 @@ def _config(
     except Exception as error:  # what they raise differs between the releases of transformers
         reason = (str(error).strip().splitlines() or [""])[-1].strip()
         raise InvalidInput(f"its config describes no Llama layer and rotary angles: {type(error).__name__}: {reason}") from error
-    if layer.hidden_act not in ("silu", "gelu", "relu"):
-        raise InvalidInput(f"its config says hidden_act: {layer.hidden_act!r}; known: silu, gelu, relu")
+    if layer.hidden_act not in ACTIVATIONS:
+        raise InvalidInput(f"its config says hidden_act: {layer.hidden_act!r}; known: {', '.join(ACTIVATIONS)}")
     wide = f"{prefix}.hidden_norm.weight" in state
     if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
         raise InvalidInput("its config doesn't say norm_before_residual: write true or false into config.json, as it was trained")

@@ -9,90 +9,131 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from quickbeam.draft.base import Context, Drafter, law_of
+from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, Laws, law_of
 from quickbeam.errors import InvalidInput
-from quickbeam.target.target import Target
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.batch import Batch, Chain, Draft
+from quickbeam.target.kv_cache import Pool, SequenceCache
+from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
-GAP = 64  # certain tokens not run yet beyond which they are read as a prompt is: without the logits of each
+GAP = 64  # committed tokens not run yet beyond which they are read as a prompt is: without the logits of each
+
+
+class LMState(DrafterState):
+    """One sequence's keys and values in the drafter, and the shadow of its growing tree. `calls`: passes over trees."""
+
+    def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
+        self.cache, self.ids, self.calls = cache, list(ids), 0
+        self.tree: TokenTree | None = None  # being grown
+        self.shadow: TokenTree | None = None
+        self.done = 0  # nodes of the shadow that were run
+        self.place: dict[int, int] = {}  # node of the tree: node of the shadow
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.ids.extend(tokens)
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
+        self.cache.adopt(chunks, tokens)
+
+    def release(self) -> None:
+        self.cache.release()
+        self.tree = self.shadow = None
 
 
 class LMDrafter(Drafter):
     """Laws of the next token from any causal LM of transformers whose token ids mean what the target's do (`check_vocabulary`).
 
-    The model keeps the keys and values of what it has read, as the target does. Of a growing tree it runs only the nodes that it is asked
-    for: they form its shadow, a tree of its own, which grows by one pass a call. What was accepted of the last shadow stays computed; the
-    certain tokens that are not (accepted leaves, which nobody asked for) lead the next shadow as a chain that ends in the root, so catching
-    up takes no pass of its own.
+    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a growing tree the model runs only the
+    nodes that it is asked for: they form its shadow, a tree of its own, which grows by one pass a call. What was accepted of the last
+    shadow stays computed; the committed tokens that are not (accepted leaves, which nobody asked for) lead the next shadow as a chain that
+    ends in the root, so catching up takes no pass of its own.
 
     `vocab_size`: width of the target's logits, and of the laws given. Tokens beyond this model's own have probability 0. Top-k, top-p and
     penalties of a request don't shape the laws, only its temperature does: no need of exactness, and the model's own law is what it knows.
-    Takes the model over, as `Target` does; raises `InvalidInput` for models that `Target` can't run.
+    Takes the model over, as `Model` does; raises `InvalidInput` for models that `Model` can't run.
     """
 
     name = "drafter"
+    pool: Pool
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, *, fast: bool = True) -> None:
         own = int(model.get_output_embeddings().weight.shape[0])
         if own < vocab_size:  # so that any token that the target can emit can be read
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        self.model = Target(model, fast=fast, exact=False)
-        self.calls = 0  # passes over trees since `reset`
+        self.model = Model(model, fast=fast, exact=False)
+        self.pool = self.model.pool
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
-        self._tree: TokenTree | None = None  # being grown
-        self._shadow: TokenTree | None = None
-        self._place: dict[int, int] = {}  # node of the tree: node of the shadow
 
-    def reset(self, ids: Sequence[int]) -> None:
-        """Begin a sequence. The longest common prefix with what was read before is not computed again."""
-        self.calls, self._shadow, self._tree = 0, None, None
-        held = self.model.ids
-        same = next((i for i, (a, b) in enumerate(zip(held, ids, strict=False)) if a != b), min(len(held), len(ids)))
-        same = min(same, len(ids) - 1, self.model.store.length)  # the store's, as an interrupt may have come between
-        self.model.truncate(same)
-        if same < len(ids) - 1:
-            self.model.prefill(ids[:-1], keep=same)
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
+        self.check_shortlist(shortlist)
+        return LMState(self.model.pool.new(), ids)
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Nothing to do: the next step's context holds them, and what of them is computed already shows when a root is asked for."""
+    @torch.inference_mode()
+    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+        for state in states:
+            assert isinstance(state, LMState)
+            if len(state.ids) - 1 - state.cache.length >= max(least, GAP):
+                self._read(state)
 
-    def forget(self) -> None:
-        """Drop all that was read, so that the next laws depend on the next sequence alone."""
-        self._shadow = self._tree = None
-        self.model.reset()
+    @torch.inference_mode()
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Laws `[len(nodes), vocab]` float32, on the drafter's device, by one pass (see `Drafter`).
 
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]` float32 laws after `nodes`, on the drafter's device, by one pass (see `Drafter`).
-
-        Raises `ValueError` where a tree's first call doesn't begin with the root or a node's parent was never asked for, `QuickbeamError`
-        for logits that are not finite.
+        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's parent was never asked for.
         """
-        done = len(self._shadow) if self._shadow is not None else 0
-        if nodes[0] == 0:
-            self._tree, self._shadow, self._place, done = tree, *self._catch_up(context.ids), 0
-        if self._shadow is None or tree is not self._tree:
-            raise ValueError("a new tree: ask for its root first")
-        for node in nodes:
-            if node == 0:
-                continue
-            if (parent := self._place.get(tree.parent[node])) is None:
-                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
-            self._place[node] = self._shadow.add(parent, tree.token[node], self.name)
-        self.calls += 1
-        return self._law(self.model.verify(self._shadow, done)[-len(nodes) :], context.temperature)
+        batch = Batch()
+        for request in requests:
+            state = self._state(request)
+            if request.nodes[0] == 0:
+                state.shadow, state.place = self._catch_up(state)
+                state.tree, state.done = request.tree, 0
+            if state.shadow is None or request.tree is not state.tree:
+                raise ValueError("a new tree: ask for its root first")
+            for node in request.nodes:
+                if node == 0:
+                    continue
+                if (parent := state.place.get(request.tree.parent[node])) is None:
+                    raise ValueError(f"node {node}: ask for its parent {request.tree.parent[node]} first")
+                state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
+            state.calls += 1
+            batch.parts.append(Draft(state.cache, state.shadow, state.done))
+        laws = []
+        for request, passed in zip(requests, self.model.forward(batch), strict=True):
+            state = self._state(request)
+            assert state.shadow is not None
+            state.done = len(state.shadow)
+            laws.append(Laws(self._law(passed.logits[-len(request.nodes) :], request.context.temperature)))
+        return laws
 
-    def _catch_up(self, ids: list[int]) -> tuple[TokenTree, dict[int, int]]:
-        """Keep what `ids` took of the last shadow; a new one whose nodes are the certain tokens not run yet, and the root's place in it."""
-        if self._shadow is not None and (path := beginning(self._shadow, ids[len(self.model.ids) : -1])):
-            self.model.commit(self._shadow, path)
-        held = len(self.model.ids)
-        if len(ids) - held > GAP:
-            self.model.prefill(ids[:-1], keep=held)
-            held = len(ids) - 1
-        shadow = TokenTree(ids[held])
-        for token in ids[held + 1 :]:
+    def _state(self, request: DraftRequest) -> LMState:
+        state: LMState = request.context.states[self.name]
+        return state
+
+    def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
+        """Keep what the text took of the last shadow; a new one whose nodes are the committed tokens not run yet, and the root's place."""
+        cache, ids = state.cache, state.ids
+        if state.shadow is not None and (path := beginning(state.shadow, ids[cache.length : -1])):
+            path = [node for node in path if node < state.done]
+            cache.commit(path)
+        if len(ids) - cache.length > GAP:
+            self._read(state)
+        shadow = TokenTree(ids[cache.length])
+        for token in ids[cache.length + 1 :]:
             shadow.add(len(shadow) - 1, token, self.name)
         return shadow, {0: len(shadow) - 1}
+
+    def _read(self, state: LMState) -> None:
+        """Run all but the last token of the text."""
+        state.shadow = state.tree = None
+        while state.cache.length < len(state.ids) - 1:
+            begin = state.cache.length
+            end = min(len(state.ids) - 1, (begin // self.model.chunk + 1) * self.model.chunk)
+            self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=False)]))
+            state.cache.commit(range(end - begin))
 
     def _law(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
         law = law_of(logits[:, : self._shared], temperature)

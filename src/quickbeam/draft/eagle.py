@@ -1,287 +1,375 @@
-"""The feature drafter at work: laws after the nodes of a growing tree, from the target's hidden states (see `eagle_model.py`)."""
+"""The feature drafter at work: laws after the nodes of growing trees, from the target's hidden states (see `eagle_model.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter, HeadUse, Laws, law_of
+from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, HeadUse, Laws, law_of
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.eagle_native import NativeEagle
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
-from quickbeam.shortlist.shortlist import Routed, Shortlist
+from quickbeam.shortlist.shortlist import Routed, Shortlist, ShortlistState
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
-from quickbeam.target.kv_cache import KVStore, LayerShape
+from quickbeam.target.kv_cache import KVPool, KVStore, LayerShape, Pool, SequenceCache
 from quickbeam.target.linear import pack_linears
+from quickbeam.target.model import Model
 from quickbeam.target.native.library import kernels
-from quickbeam.target.native.operands import Rows
+from quickbeam.target.native.operands import RowList
 from quickbeam.target.pages import PagedStore
-from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # rows a pass at most
-OFFERED = 16  # of the target's likeliest tokens after the last certain one, that a shortlist takes up: they tell of the tokens after it
+OFFERED = 16  # of the target's likeliest tokens after the last committed one, that a shortlist takes up: they tell of the tokens after it
 GAPS = (6.0, 10.0, 16.0)  # below the largest logit, tried one after the other
 MANY = 2048  # tokens near it, beyond which sorting them is no gain
+
+
+class Work(NamedTuple):
+    """Rows of one sequence in a pass: what goes in, and the nodes that the last of them stand for, with their depths."""
+
+    state: EagleState
+    hidden: torch.Tensor  # the target's hidden states, or outputs of the rows above
+    tokens: Sequence[int]
+    asked: dict[int, int]
+    nodes: Sequence[int] = ()  # of the tree; none for committed rows
+
+
+class EagleState(DrafterState):
+    """Of one sequence: a key and a value for every row of the committed text, and what is known of the tree being grown.
+
+    Row j stands for the first j + 2 of `ids`. `calls`: passes of the network.
+    """
+
+    def __init__(self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None) -> None:
+        self.cache, self.ids, self.shortlist = cache, list(ids), shortlist
+        self.counted = HeadUse()
+        self.calls = 0
+        self.pending: list[torch.Tensor] = []  # hidden states of committed tokens that have no row yet
+        self.waiting = 0  # how many those are
+        self.tree: TokenTree | None = None  # being grown
+        self.out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
+        self.feature = torch.empty(0)  # what the head reads of them, where the kernels give it
+        self.place: dict[int, int] = {}  # node: its row in `out`
+        self.path: dict[int, list[int]] = {}  # node: orders of what it sees behind the committed rows, for the kernels
+        self.visible = torch.empty(0, 0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
+        self.routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
+
+    @property
+    def used(self) -> HeadUse:
+        """Waits for the device, where that counts what was scored."""
+        return replace(self.counted, tokens=self.counted.tokens + (self.shortlist.scored if self.shortlist is not None else 0))
+
+    def hear(self, hidden: torch.Tensor) -> None:
+        self.pending.append(hidden)
+        self.waiting += len(hidden)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.ids.extend(tokens)
+        if self.shortlist is None:
+            return
+        node: int | None = 0
+        for token in tokens:
+            if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
+                break
+            self.counted.wanted += 1
+            self.counted.held += self.shortlist.holds(token, routed)
+            node = self.tree.child(node, token)
+        self.routed.clear()
+        self.shortlist.extend(tokens)
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        """Rows of these tokens. The last one is of the token after them, too: who adopts it makes that one anew."""
+        return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
+        self.cache.adopt(chunks, tokens)
+        self.cache.truncate(self.cache.length - 1)
+        assert hidden is not None
+        self.pending, self.waiting = [hidden], 1
+
+    def release(self) -> None:
+        self.cache.release()
+        self.pending, self.waiting, self.tree, self.shortlist = [], 0, None, None
+        self.out = self.feature = torch.empty(0)
+
+    def first(self, count: int) -> torch.Tensor:
+        """The next hidden states that have no row yet."""
+        if len(self.pending) > 1:
+            self.pending = [torch.cat(self.pending)]
+        return self.pending[0][:count]
+
+    def commit(self, count: int) -> None:
+        """They have rows now."""
+        rest = self.pending[0][count:]
+        self.pending, self.waiting = ([rest] if len(rest) else []), len(rest)
+        self.cache.commit(range(count))
 
 
 class EagleDrafter(Drafter):
     """Laws of the next token from an `EagleHead` on the target's hidden states.
 
-    Keeps a key and a value for every row of the certain text. The call for a tree's root first reads what became certain since the last
-    tree, with the target's own hidden states; the rows of that tree, which stood on the drafter's outputs, are overwritten. Each later call
-    adds one row a node, behind the rows of its ancestors.
+    The request for a tree's root first reads what became committed since the last tree, with the target's own hidden states; the rows of
+    that tree, which stood on the drafter's outputs, are overwritten. Each later request adds one row a node, behind the rows of its
+    ancestors. Rows of all requests go in one pass where the native kernels run it, else sequence by sequence.
 
-    Takes the network over: its linears are packed on a CPU (`fast`). Makes `target` keep the hidden states that the network reads.
-
-    `use` a shortlist, and the head scores that part of the vocabulary only.
+    Takes the network over: its linears are packed on a CPU (`fast`). Makes `model` give the hidden states that the network reads.
     """
 
     name = "drafter"
+    needs_hidden = True
+    pool: Pool
 
-    def __init__(self, network: EagleHead, target: Target, *, fast: bool = True) -> None:
+    def __init__(self, network: EagleHead, model: Model, *, fast: bool = True) -> None:
         config = network.config
-        self.network = network.to(device=target.device, dtype=target.dtype).eval().requires_grad_(False)
-        self.network.rotary = config.rotary().to(target.device)  # angles stay float32
-        self.target = target
+        self.network = network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+        self.network.rotary = config.rotary().to(model.device)  # angles stay float32
+        self.vocab_size, self.device = model.vocab_size, model.device
         self.folder: Path | None = None  # where it was read from
-        self.calls = 0  # passes of the network since `reset`
-        found = kernels() if fast and target.device.type == "cpu" and target.dtype is torch.bfloat16 else None
+        found = kernels() if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16 else None
         self._native = NativeEagle(self.network, found) if found is not None and NativeEagle.fits(self.network) else None
         if fast and self._native is None:
             pack_linears(self.network)
-        target.watch(config.layers)
+        model.watch(config.layers)
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self._keys = KVStore([shape], target.dtype, target.device)  # without the kernels
-        self.store: KVStore | PagedStore = self._keys if self._native is None else self._native.store
+        self.pool = KVPool([shape], model.dtype, model.device) if self._native is None else self._native.pool
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
         # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits that `attend_grouped` keeps.
         self._attend: Attend = attend_sdpa if fast else attend_plain
-        self._ids: list[int] = []  # row j stands for the first j + 2 of them
-        self._tree: TokenTree | None = None  # being grown
-        self._out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
-        self._feature = torch.empty(0)  # what the head reads of them, where the kernels give it
-        self._place: dict[int, int] = {}  # node: its row in `_out`
-        self._path: dict[int, list[int]] = {}  # node: orders of what it sees behind the certain rows, for the kernels
-        self._visible = torch.empty(0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
-        self._used = HeadUse()
-        self._shortlist: Shortlist | None = None
-        self._counted = 0  # of the shortlist's tokens, in `_used` by now
-        self.overlap = Overlap(target.device)
-        self._routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
+        self.overlap = Overlap(model.device)
 
-    @property
-    def head(self) -> HeadUse:
-        if self._shortlist is not None:  # it counts without waiting for the device
-            counted = self._shortlist.scored
-            self._used.tokens, self._counted = self._used.tokens + counted - self._counted, counted
-        return self._used
-
-    def use(self, shortlist: Shortlist | None) -> None:
+    def check_shortlist(self, shortlist: Shortlist | None) -> None:
         if shortlist is not None and self.network.config.own_head:
             raise InvalidInput("this drafter's head has a shortlist of its own, trained with it: take --vocab full")
-        self._used = self.head
-        self._shortlist, self._counted = shortlist, shortlist.scored if shortlist is not None else 0
 
-    def reset(self, ids: Sequence[int]) -> None:
-        """Begin a sequence whose prompt the target has read. Rows that hold for it stay; raises `ValueError` where they don't reach to what
-        the target has computed anew (see `reusable`)."""
-        rows = self.reusable(ids, self.target.taken)
-        if rows < self.target.taken:
-            raise ValueError(f"the target kept {self.target.taken} tokens, the drafter has read {rows} of them")
-        self.calls, self._tree = 0, None
-        self.store.truncate(rows)
-        self._ids = list(ids[: rows + 1])
-        self._routed.clear()
-        if self._shortlist is not None:
-            self._shortlist.reset(ids)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Tell the shortlist. The target keeps the hidden states until the next root is asked for."""
-        if self._shortlist is None:
-            return
-        node: int | None = 0
-        for token in tokens:
-            if self._tree is None or node is None or (routed := self._routed.get(node)) is None:
-                break
-            self._used.wanted += 1
-            self._used.held += self._shortlist.holds(token, routed)
-            node = self._tree.child(node, token)
-        self._routed.clear()
-        self._shortlist.extend(tokens)
-
-    def forget(self) -> None:
-        self.store.truncate(0)
-        self._ids, self._tree = [], None
-
-    def reusable(self, ids: Sequence[int], keep: int) -> int:
-        same = next((i for i, (a, b) in enumerate(zip(self._ids, ids, strict=False)) if a != b), min(len(self._ids), len(ids)))
-        return max(0, min(keep, same - 1, self.store.length))
-
-    def laws(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
-        """`[len(nodes), vocab]` float32 laws after `nodes`, on the target's device (see `Drafter`)."""
-        return self.compact(context, tree, nodes).dense()
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
+        self.check_shortlist(shortlist)
+        return EagleState(self.pool.new(), ids, shortlist.begin(ids) if shortlist is not None else None)
 
     @torch.inference_mode()
-    def compact(self, context: Context, tree: TokenTree, nodes: Sequence[int]) -> Laws:
-        """Laws over the tokens that the head scored; one pass, and one more where the first call of a tree asks for further nodes than
-        the root.
+    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+        due = [state for state in states if isinstance(state, EagleState) and self._readable(state, True) >= max(1, least)]
+        self._read(due, None)
 
-        Raises `ValueError` where a tree's first call doesn't begin with the root or a node's parent was never asked for, `QuickbeamError`
-        for outputs that are not finite.
+    @staticmethod
+    def _readable(state: EagleState, early: bool) -> int:
+        """How many rows can be made of what is known: the last committed token's needs the one after it. `early`: before a tree asks; the
+        last row is then left, as routing and laws start from it."""
+        return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
+
+    @torch.inference_mode()
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Laws over the tokens that the head scored, on the target's device; one pass, and one more where a tree's first request asks for
+        further nodes than the root.
+
+        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's parent was never asked for.
         """
-        first = nodes[0] == 0
-        if first:
-            if self._shortlist is not None:
+        firsts = [request for request in requests if request.nodes[0] == 0]
+        for request in firsts:
+            state = self._state(request)
+            if state.shortlist is not None:
                 began = perf_counter()
-                self._shortlist.offer(_largest(context.logits, OFFERED))
-                self._used.seconds += perf_counter() - began
-            self._begin(context.ids, tree)
-        if tree is not self._tree:
-            raise ValueError("a new tree: ask for its root first")
-        if below := nodes[1:] if first else nodes:
-            self._below(tree, below)
-        return self._law(nodes, context.temperature)
-
-    def _begin(self, ids: list[int], tree: TokenTree) -> None:
-        """Read the certain tokens that have no row yet, the root last."""
-        hidden, start = self.target.take_hidden(), self.store.length
-        self._routed = {0: self._routed[0]} if 0 in self._routed and not len(hidden) else {}
-        if len(hidden) != len(ids) - 1 - start:
-            raise ValueError(f"hidden states of {len(hidden)} tokens for the {len(ids) - 1 - start} that are not read yet")
-        out = self._out[:1]  # the root's, where this is not the first tree on it
-        self._feature = self._feature[:1]
-        for begin in range(0, len(hidden), CHUNK):
-            part = hidden[begin : begin + CHUNK]
-            at = start + begin
-            tokens, last = ids[at + 1 : at + 1 + len(part)], {0: 0} if begin + len(part) == len(hidden) else {}
+                state.shortlist.extend(_largest(request.context.logits, OFFERED))
+                state.counted.seconds += perf_counter() - began
+            state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
+            if state.waiting != len(state.ids) - 1 - state.cache.length:
+                raise ValueError(f"hidden states of {state.waiting} tokens for {len(state.ids) - 1 - state.cache.length} not read yet")
+        self._read([self._state(request) for request in firsts if self._state(request).waiting], {0: 0})
+        for request in firsts:
+            state = self._state(request)
+            state.tree, state.place, state.path = request.tree, {0: 0}, {0: []}
+            state.out, state.feature = state.out[:1], state.feature[:1]
+            state.visible = torch.zeros(0, 0, dtype=torch.bool)
+        works = [self._below(request) for request in requests if request.nodes[-1] != 0 or len(request.nodes) > 1]
+        for work, (out, feature) in zip(works, self._run(works), strict=True):
+            state, done = work.state, len(work.state.place)
+            state.out = torch.cat([state.out, out])
             if self._native is not None:
-                rows = self._native.store.chain(tokens, range(len(part) - 1, len(part)))
-                out, self._feature = self._run_native(part, True, rows, at + len(part) - 1, last)
-            else:
-                step = Step(self._keys, torch.arange(at, at + len(part), device=hidden.device))
-                out = self._run(self.network.fuse(part), tokens, step, last)
-            self.store.commit(range(len(part)))
-        self._ids = list(ids)
-        self._tree, self._place, self._out = tree, {0: 0}, out[-1:]
-        self._feature, self._path = self._feature[-1:], {0: []}
-        self._visible = torch.zeros(0, 0, dtype=torch.bool)
+                state.feature = torch.cat([state.feature, feature])
+            state.place.update({node: done + i for i, node in enumerate(work.nodes)})
+        return self._laws(requests)
 
-    def _below(self, tree: TokenTree, nodes: Sequence[int]) -> None:
-        """One row for each of `nodes`."""
-        if self._native is not None:
-            self._below_native(self._native, tree, nodes)
-            return
-        done = len(self._visible)
-        visible = torch.zeros(done + len(nodes), done + len(nodes), dtype=torch.bool)
-        visible[:done, :done] = self._visible
-        above = []
-        for row, node in enumerate(nodes, done):
-            place = self._place.get(tree.parent[node])
-            if place is None:
-                raise ValueError(f"node {node}: ask for its parent {tree.parent[node]} first")
-            if place:  # rows of the tree begin behind the root's
-                visible[row] = visible[place - 1]
-            visible[row, row] = True
-            above.append(place)
-        order = list(self._place)[1:]
-        depths = torch.tensor([tree.depth[node] for node in [*order, *nodes]], device=self._out.device)
-        step = Step(self._keys, self._keys.length - 1 + depths, visible[done:], base=done)
-        asked = {node: tree.depth[node] for node in nodes}
-        out = self._run(self._out[above], [tree.token[node] for node in nodes], step, asked)
-        self._out = torch.cat([self._out, out])
-        self._visible = visible
-        self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
+    def _state(self, request: DraftRequest) -> EagleState:
+        state: EagleState = request.context.states[self.name]
+        return state
 
-    def _below_native(self, native: NativeEagle, tree: TokenTree, nodes: Sequence[int]) -> None:
-        """The same on the kernels: a row sees the certain rows and its path."""
-        done, length = len(self._path) - 1, self.store.length
-        above = []
+    def _read(self, states: Sequence[EagleState], asked: dict[int, int] | None) -> None:
+        """Make rows of all committed tokens that have hidden states; with `asked`, the last of each stands for the root, whose law is
+        wanted, without it that one is left."""
+        left = list(states)
+        while left:
+            works, room = list[Work](), CHUNK
+            for state in left:
+                count = min(self._readable(state, asked is None), CHUNK)
+                if works and count > room:
+                    break
+                room -= count
+                at = state.cache.length
+                last = {} if state.waiting > count or asked is None else asked
+                works.append(Work(state, state.first(count), state.ids[at + 1 : at + 1 + count], last))
+            for work, (out, feature) in zip(works, self._run(works), strict=True):
+                work.state.commit(len(work.tokens))
+                work.state.out, work.state.feature = out[-1:], feature[-1:]
+            left = [state for state in left if self._readable(state, asked is None) > 0]
+
+    def _below(self, request: DraftRequest) -> Work:
+        """One row for each node but the root."""
+        state, tree = self._state(request), request.tree
+        if tree is not state.tree:
+            raise ValueError("a new tree: ask for its root first")
+        nodes = [node for node in request.nodes if node]
         for node in nodes:
-            if (parent := tree.parent[node]) not in self._place:
+            if (parent := tree.parent[node]) not in state.place:
                 raise ValueError(f"node {node}: ask for its parent {parent} first")
-            above.append(parent)
-        orders = range(length + done, length + done + len(nodes))
-        paths = [[*self._path[parent], order] for parent, order in zip(above, orders, strict=True)]
-        positions = [length + len(path) - 1 for path in paths]
-        self.store.reserve(orders.stop)
-        spans, every = [(len(nodes), native.store.table)], range(len(nodes))
-        rows = Rows([tree.token[node] for node in nodes], positions, orders, [length] * len(nodes), paths, spans, every)
-        asked = {node: tree.depth[node] for node in nodes}
-        out, feature = self._run_native(self._out[[self._place[parent] for parent in above]], False, rows, max(positions), asked)
-        self._out, self._feature = torch.cat([self._out, out]), torch.cat([self._feature, feature])
-        self._path.update(zip(nodes, paths, strict=True))
-        self._place.update({node: done + 1 + i for i, node in enumerate(nodes)})
+        above = state.out[[state.place[tree.parent[node]] for node in nodes]]
+        return Work(state, above, [tree.token[node] for node in nodes], {node: tree.depth[node] for node in nodes}, nodes)
 
-    def _run_native(
-        self, states: torch.Tensor, committed: bool, rows: Rows, last_position: int, asked: dict[int, int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`_run` on the kernels, where the router is part of the pass; also what the head reads of the outputs."""
-        assert self._native is not None
-        self.calls += 1
-        shortlist, depths = self._shortlist, list(asked.values())
-        if shortlist is None or not asked:
-            out, feature, _ = self._native.run(states, committed, rows, last_position, None)
-            return out, feature
-        above = next(reversed(self._routed.values()), None)
-        router = shortlist.native_router if shortlist.routes(depths, above) else None
-        out, feature, scores = self._native.run(states, committed, rows, last_position, router)
-        began = perf_counter()
-        routed = shortlist.kept(above) if scores is None else shortlist.choose(scores, depths)
-        self._routed.update(dict.fromkeys(asked, routed))
-        self._used.seconds += perf_counter() - began
-        return out, feature
+    def _run(self, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Outputs and what the head reads of them, work by work. The works are all of committed rows or all of nodes."""
+        for work in works:
+            work.state.calls += 1
+        if self._native is None:
+            return iter([(out := self._run_alone(work), out) for work in works])
+        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        groups: dict[int, list[int]] = {}  # what shares a router goes together
+        for i, work in enumerate(works):
+            groups.setdefault(id(work.state.shortlist.shared) if work.state.shortlist is not None else 0, []).append(i)
+        for group in groups.values():
+            found.update(zip(group, self._run_native(self._native, [works[i] for i in group]), strict=True))
+        return iter([found[i] for i in range(len(works))])
 
-    def _run(self, hidden: torch.Tensor, tokens: Sequence[int], step: Step, asked: dict[int, int]) -> torch.Tensor:
-        """One pass of the layer. `asked`: the nodes, with their depths, that its last rows stand for and whose laws are wanted: what the
-        head is to score for them is found at the same time."""
+    def _run_native(self, native: NativeEagle, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All works in one pass of the kernels, the router with it: a row sees the committed rows and its path."""
+        committed, listed = not works[0].nodes, RowList()
+        for work in works:
+            state = work.state
+            assert isinstance(state.cache, PagedStore)
+            if committed:
+                state.cache.add_chain(listed, work.tokens, range(len(work.tokens) - 1, len(work.tokens)) if work.asked else ())
+                continue
+            assert state.tree is not None
+            done, length, n = len(state.place) - 1, state.cache.length, len(work.nodes)
+            orders = range(length + done, length + done + n)
+            paths = [[*state.path[state.tree.parent[node]], order] for node, order in zip(work.nodes, orders, strict=True)]
+            state.cache.reserve(orders.stop)
+            positions = [length + len(path) - 1 for path in paths]
+            listed.add(state.cache.table, work.tokens, positions, orders, [length] * n, paths, range(n))
+            state.path.update(zip(work.nodes, paths, strict=True))
+        hidden = works[0].hidden if len(works) == 1 else torch.cat([work.hidden for work in works])
+        routing = [work for work in works if self._routes(work)]
+        shortlist = routing[0].state.shortlist if routing else None
+        router = shortlist.shared.native_router if shortlist is not None else None
+        rows, last = listed.rows(), max(listed.positions)
+        out, feature, scores = native.run(hidden, committed, rows, last, router)
+        began, first = perf_counter(), 0
+        for work in works:
+            count = len(work.asked)
+            if count and work.state.shortlist is not None:
+                above = next(reversed(work.state.routed.values()), None)
+                depths, shared = list(work.asked.values()), work.state.shortlist.shared
+                routes = scores is not None and shared.routes(depths, above)
+                routed = shared.choose(scores[first : first + count], depths) if routes and scores is not None else shared.kept(above)
+                work.state.routed.update(dict.fromkeys(work.asked, routed))
+                work.state.counted.seconds += (perf_counter() - began) / len(works)
+            first += count
+        sizes = [len(work.tokens) for work in works]
+        return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)
+
+    @staticmethod
+    def _routes(work: Work) -> bool:
+        """Whether it asks the router."""
+        shortlist, above = work.state.shortlist, next(reversed(work.state.routed.values()), None)
+        return shortlist is not None and bool(work.asked) and shortlist.shared.routes(list(work.asked.values()), above)
+
+    def _run_alone(self, work: Work) -> torch.Tensor:
+        """The rows of one sequence by PyTorch's operators."""
+        state, hidden = work.state, work.hidden
+        store = state.cache
+        assert isinstance(store, KVStore)
+        if not work.nodes:
+            hidden = self.network.fuse(hidden)
+            step = Step(store, torch.arange(store.length, store.length + len(hidden), device=hidden.device))
+        else:
+            assert state.tree is not None
+            done, n = len(state.place) - 1, len(work.nodes)
+            visible = torch.zeros(done + n, done + n, dtype=torch.bool)
+            visible[:done, :done] = state.visible[:done, :done]
+            for row, node in enumerate(work.nodes, done):
+                if place := state.place[state.tree.parent[node]]:  # rows of the tree begin behind the root's
+                    visible[row] = visible[place - 1]
+                visible[row, row] = True
+            nodes = [*list(state.place)[1:], *work.nodes]
+            depths = torch.tensor([state.tree.depth[node] for node in nodes], device=hidden.device)
+            step = Step(store, store.length - 1 + depths, visible[done:], base=done)
+            state.visible = visible
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-            self._keys.write(0, step.rows, key.transpose(0, 1), value.transpose(0, 1))
+            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
             return self._attend(query, step, self._layer)
 
-        self.calls += 1
-        embedded = self.network.embed(torch.tensor(tokens, dtype=torch.int64, device=hidden.device))
-        if self._shortlist is None or not asked:
-            return self.network(hidden, embedded, step.positions[step.base :], attend)  # type: ignore[no-any-return]
+        embedded = self.network.embed(torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device))
+        if state.shortlist is None or not work.asked:
+            return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()
-        parents, following = hidden[-len(asked) :], embedded[-len(asked) :]
-        above = next(reversed(self._routed.values()), None)
-        route = partial(self._shortlist.route, parents, following, list(asked.values()), above)
+        parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
+        above = next(reversed(state.routed.values()), None)
+        route = partial(state.shortlist.shared.route, parents, following, list(work.asked.values()), above)
         routed = self.overlap.start(route, parents, following)
-        self._used.seconds += perf_counter() - began
-        out: torch.Tensor = self.network(hidden, embedded, step.positions[step.base :], attend)
+        state.counted.seconds += perf_counter() - began
+        out: torch.Tensor = self.network(hidden, embedded, step.new_positions, attend)
         began = perf_counter()
-        self._routed.update(dict.fromkeys(asked, routed()))
-        self._used.seconds += perf_counter() - began
+        state.routed.update(dict.fromkeys(work.asked, routed()))
+        state.counted.seconds += perf_counter() - began
         return out
 
-    def _law(self, nodes: Sequence[int], temperature: float) -> Laws:
-        """Of the last nodes that were run."""
-        if len(nodes) > 1 and nodes[0] == 0 and self._shortlist is not None:  # routed in two passes
-            return Laws(torch.cat([self._score(part, temperature).dense() for part in (nodes[:1], nodes[1:])]))
-        return self._score(nodes, temperature)
+    def _laws(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Of the nodes that were run last: one product for those that score everything, one a sequence for those with a shortlist."""
+        whole = [request for request in requests if self._state(request).shortlist is None]
+        found = iter(self._score_whole(whole) if whole else [])
+        return [next(found) if self._state(request).shortlist is None else self._score_part(request) for request in requests]
 
-    def _score(self, nodes: Sequence[int], temperature: float) -> Laws:
+    def _features(self, request: DraftRequest, nodes: Sequence[int]) -> torch.Tensor:
+        state = self._state(request)
+        places = [state.place[node] for node in nodes]
+        return state.feature[places] if self._native is not None else self.network.feature(state.out[places])
+
+    def _score_whole(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         began, network = perf_counter(), self.network
-        places = [self._place[node] for node in nodes]
-        feature = self._feature[places] if self._native is not None else network.feature(self._out[places])
-        if self._shortlist is None:
-            logits = self._native.logits(feature) if self._native is not None else network.score(feature)
-            tokens = network.tokens if network.config.own_head else None
-            self._used.tokens += logits.shape[-1]
-        else:
-            routed = self._routed[nodes[-1]]
-            logits, tokens = self._shortlist.score(feature, routed)
-        law = law_of(logits, temperature)
-        self._used.calls += 1
-        self._used.seconds += perf_counter() - began
-        return Laws(law, tokens, self.target.vocab_size)  # type: ignore[arg-type]
+        features = [self._features(request, request.nodes) for request in requests]
+        feature = features[0] if len(features) == 1 else torch.cat(features)
+        logits = self._native.logits(feature) if self._native is not None else network.score(feature)
+        tokens: Any = network.tokens if network.config.own_head else None
+        found = [
+            Laws(law_of(part, request.context.temperature), tokens, self.vocab_size)
+            for request, part in zip(requests, logits.split_with_sizes([len(feature) for feature in features]), strict=True)
+        ]
+        for request in requests:
+            used = self._state(request).counted
+            used.tokens, used.calls = used.tokens + logits.shape[-1], used.calls + 1
+            used.seconds += (perf_counter() - began) / len(requests)
+        return found
+
+    def _score_part(self, request: DraftRequest) -> Laws:
+        nodes = request.nodes
+        if len(nodes) > 1 and nodes[0] == 0:  # routed in two passes
+            return Laws(torch.cat([self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]))
+        return self._score_nodes(request, nodes)
+
+    def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> Laws:
+        began, state = perf_counter(), self._state(request)
+        assert state.shortlist is not None
+        logits, tokens = state.shortlist.score(self._features(request, nodes), state.routed[nodes[-1]])
+        law = law_of(logits, request.context.temperature)
+        state.counted.calls += 1
+        state.counted.seconds += perf_counter() - began
+        return Laws(law, tokens, self.vocab_size)
 
 
 def _largest(logits: torch.Tensor, count: int) -> list[int]:

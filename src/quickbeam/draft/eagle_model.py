@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,13 @@ from quickbeam.errors import InvalidInput
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by transformers' names
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +94,7 @@ class Norm(nn.Module):
 
 class EagleHead(nn.Module):
     """The network. `embedding` and `head` are the target's, unless the configuration says that it has its own; the target's are kept
-    outside of its parameters and of what is saved.
+    outside of its parameters and of what is saved. Raises `InvalidInput` for an activation that is not in `ACTIVATIONS`.
 
     Tensors have any leading dimensions `...`, the last of which is the sequence.
     """
@@ -122,7 +130,9 @@ class EagleHead(nn.Module):
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))  # of the target, by the head's row
         self.rotary = config.rotary()
-        self.activation = getattr(F, config.activation)
+        if config.activation not in ACTIVATIONS:
+            raise InvalidInput(f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+        self.activation = ACTIVATIONS[config.activation]
         self._shared = {"embedding": embedding, "head": head}  # in a dictionary: no parameters of this module
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:

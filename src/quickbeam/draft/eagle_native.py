@@ -13,7 +13,7 @@ from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import KVShape, Packed, Rows, plain_rows
 from quickbeam.target.native.program import Buffer, Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagePool
 
 
 class Ran(NamedTuple):
@@ -32,7 +32,7 @@ class NativeEagle:
         self.network, config = network, network.config
         self._kernels, self._width = kernels, config.hidden_size
         self.shape = KVShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.store = PagedStore([self.shape], kernels)
+        self.pool = PagePool([self.shape], kernels)
         self._fc = self._pack(network.fc)
         self._lift = self._pack(network.lift) if config.lift else None
         self._qkv, self._out, self._down = self._pack(network.qkv), self._pack(network.out), self._pack(network.down)

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from quickbeam.draft.base import Context, Source
+from quickbeam.draft.base import Context, Source, SourceState
 
 
 class LastLogits(Source):
     """Guesses the token after the root from the logits that chose the root (LogitSpec).
 
-    A model that ranks a token high but picks another often emits the former next. Holds no state.
+    A model that ranks a token high but picks another often emits the former next. It needs no state.
     """
 
     name = "last_logits"
 
-    def reset(self, ids: Sequence[int]) -> None:
-        pass
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        pass
+    def begin(self, ids: Sequence[int]) -> SourceState:
+        return SourceState()
 
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
         """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best first, the root left out.

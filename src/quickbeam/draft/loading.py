@@ -15,17 +15,20 @@ from quickbeam.draft.draft_model import LMDrafter, check_vocabulary
 from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
-from quickbeam.target.target import Target
+from quickbeam.target.model import Model
 
 
-def load_drafter(name: str, target: Target, tokenizer: Any, *, fast: bool = True, progress: Any = None) -> Drafter:
-    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's.
+def load_drafter(
+    name: str, target: Model, tokenizer: Any, *, fast: bool = True, progress: Any = None, trust_remote_code: bool = False
+) -> Drafter:
+    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's. `trust_remote_code`: whether
+    Python code that comes with a smaller model may run.
 
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width, other tensors.
     """
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
-        place = _fetch(name)
+        place = _fetch(name, trust_remote_code)
     if place.is_dir() and is_eagle(place):
         network = load_eagle(
             place,
@@ -38,14 +41,14 @@ def load_drafter(name: str, target: Target, tokenizer: Any, *, fast: bool = True
         drafter = EagleDrafter(network, target, fast=fast)
         drafter.folder = place
         return drafter
-    model, own = load_model(str(place), target.dtype, target.device)
+    model, own = load_model(str(place), target.dtype, target.device, trust_remote_code=trust_remote_code)
     check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
     return LMDrafter(model, target.vocab_size, fast=fast)
 
 
-def _fetch(name: str) -> Path:
-    """A Hugging Face repository's folder in their cache; the older weight format only where there is no other."""
-    others = ["*.json", "*.txt", "*.model", "*.jinja"]
+def _fetch(name: str, code: bool) -> Path:
+    """A Hugging Face repository's folder in their cache; the older weight format only where there is no other. `code`: Python files too."""
+    others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))
         if not any(folder.glob("*.safetensors")):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from quickbeam.draft.base import Source
+from quickbeam.draft.base import Source, SourceState
 from quickbeam.errors import InvalidInput
 
 SCAN = 12  # occurrences of one n-gram that are looked at for continuations that differ
@@ -18,7 +18,7 @@ class Match(NamedTuple):
     length: int  # tokens of the suffix that it matches
 
 
-class NgramIndex:
+class NgramIndex(SourceState):
     """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per token and lookup.
 
     Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest occurrence, and each occurrence to the one
@@ -37,13 +37,6 @@ class NgramIndex:
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
         self._older: dict[tuple[int, int], int] = {}  # by n-gram length and position: the position after the occurrence before
-
-    def reset(self, ids: Sequence[int]) -> None:
-        """Forget the text and read another."""
-        self.ids = []
-        self._after = {}
-        self._older = {}
-        self.extend(ids)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -104,7 +97,16 @@ class NgramIndex:
         return tokens
 
 
-class Ngram(NgramIndex, Source):
+class Ngram(Source):
     """The n-gram index as a source of candidates: the prompt and output so far."""
 
     name = "ngram"
+
+    def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
+        self.min_n, self.max_n = min_n, max_n
+        NgramIndex(min_n, max_n)  # raises
+
+    def begin(self, ids: Sequence[int]) -> NgramIndex:
+        index = NgramIndex(self.min_n, self.max_n)
+        index.extend(ids)
+        return index

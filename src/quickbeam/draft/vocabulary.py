@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -15,12 +17,12 @@ from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.linear import NativeLinear
-from quickbeam.target.target import Target
+from quickbeam.target.model import Model
 
 SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
 
 
-def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | None = None) -> Shortlist | None:
+def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None = None) -> Shortlist | None:
     """A shortlist of about `size` tokens, or `None` for `full`.
 
     - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec, 2502.14856).
@@ -39,17 +41,17 @@ def make_shortlist(drafter: Drafter, target: Target, vocab: str, size: int | Non
         raise InvalidInput(f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a feature drafter, or take --vocab full")
     if drafter.network.config.own_head:
         raise InvalidInput(f"--vocab {vocab}: this drafter's head has a shortlist of its own, trained with it; take --vocab full")
-    if size is not None and not 1 <= size <= target.vocab_size:
-        raise InvalidInput(f"--shortlist {size}: must be 1 to {target.vocab_size}, the tokens of the vocabulary")
-    weight = rows_of(target.head, drafter.network.config.hidden_size, target)
+    if size is not None and not 1 <= size <= model.vocab_size:
+        raise InvalidInput(f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary")
+    weight = rows_of(model.head, drafter.network.config.hidden_size, model)
     if vocab == "context":
-        return Shortlist(weight, Layout.nothing(target.vocab_size), context=ContextTokens(weight, size or 3072))
-    artefact = _artefact(drafter, target, vocab)
-    size = size or target.vocab_size // SHARES[vocab]
+        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072))
+    artefact = _artefact(drafter, model, vocab)
+    size = size or model.vocab_size // SHARES[vocab]
     if vocab == "frequency":
-        return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, target.vocab_size))
+        return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, model.vocab_size))
     layout = artefact.layout.within(size)
-    context = ContextTokens(weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
+    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
     return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
 
 
@@ -60,7 +62,7 @@ def is_routed(drafter: Drafter) -> bool:
     return Artefact.there(drafter.folder) and Artefact.load(drafter.folder).router is not None
 
 
-def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
+def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     folder = drafter.folder
     if folder is None or not Artefact.there(folder):
         raise InvalidInput(
@@ -68,8 +70,8 @@ def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
             " and quickbeam train router, or take --vocab full or context"
         )
     artefact = Artefact.load(folder)
-    if artefact.layout.vocab != target.vocab_size:
-        raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {target.vocab_size}: train it anew")
+    if artefact.layout.vocab != model.vocab_size:
+        raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {model.vocab_size}: train it anew")
     if vocab == "frequency":
         return artefact
     if artefact.router is None:
@@ -81,14 +83,14 @@ def _artefact(drafter: EagleDrafter, target: Target, vocab: str) -> Artefact:
 
 
 @torch.inference_mode()
-def rows_of(head: nn.Module, size: int, target: Target) -> torch.Tensor:
+def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
     """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the identity, which no rounding touches."""
     if isinstance(head, NativeLinear):
-        return head.packed.rows()[: target.vocab_size]
+        return head.packed.rows()[: model.vocab_size]
     weight = getattr(head, "weight", None)
     if type(head) is nn.Linear and weight is not None:
-        linear: torch.Tensor = weight.detach()[: target.vocab_size]
+        linear: torch.Tensor = weight.detach()[: model.vocab_size]
         return linear
-    identity = torch.eye(size, dtype=target.dtype, device=target.device)
-    rows: torch.Tensor = head(identity).T[: target.vocab_size]
+    identity = torch.eye(size, dtype=model.dtype, device=model.device)
+    rows: torch.Tensor = head(identity).T[: model.vocab_size]
     return rows.contiguous()

@@ -1,27 +1,42 @@
-"""How many nodes a tree should have: the number that gives most tokens a second, by what was measured."""
+"""One budget for all running sequences: nodes and calls of a drafter go where they promise most for their time.
+
+To maximise tokens over seconds is to maximise tokens - rate * seconds, with the best rate there is (Dinkelbach, 1967). So whatever promises
+more tokens than its seconds would give at the rate of late is worth having, in whichever tree it is, and rates of late come to the best
+one. What a pass over so many rows takes is measured; the more sequences share it, the more a further row costs beside what it takes alone,
+and at a full batch little but the roots is worth it.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
-from quickbeam.target.target import Target
+from quickbeam.draft.base import Prices
+from quickbeam.target.batch import Batch, Draft
+from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FAR = 1024  # tokens before a tree at which its cost is measured a second time,
 FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
 PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are left out
+MOST = 64  # nodes of a measured tree
+OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
 class CostModel:
-    """Seconds of one target pass over a tree, by its number of nodes and the tokens before it: measured once, then followed.
+    """Seconds of one pass of the target, by its number of rows and the tokens before each tree: measured once, then followed.
 
-    `seconds`: by nodes, with nothing before the tree. `per_token`: by nodes, what each token before it adds; every node reads them all, so
-    long contexts make wide trees dearer. Both are interpolated, and grow in proportion beyond the widest, which overstates the cost.
+    `seconds`: by rows, with nothing before the trees. `per_token`: by a tree's nodes, what each token before it adds; every node reads them
+    all, so long contexts make wide trees dearer. Both are interpolated. Beyond the widest they grow in proportion, or as fast as they did
+    last where that is faster.
     """
 
     RATE = 0.05  # of a difference that one pass corrects
@@ -33,47 +48,63 @@ class CostModel:
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
 
     @classmethod
-    def measure(cls, target: Target, limit: int, repeats: int = 3) -> CostModel:
+    def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
         """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter."""
-        far = min(FAR, (target.context_length or FAR) // 2)
+        far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         per_token: dict[int, float] = {}
         began = time.perf_counter()
         for width in (w for w in WIDTHS if w <= limit):
             tree = TokenTree(0)
             for node in range(1, width):
-                tree.add((node - 1) // 2, node % target.vocab_size, "probe")
-            seconds[width] = _time(target, tree, 0, repeats)
+                tree.add((node - 1) // 2, node % model.vocab_size, "probe")
+            seconds[width] = _time(model, tree, 0, repeats)
             if width in FAR_WIDTHS:
-                per_token[width] = max(0.0, _time(target, tree, far, repeats) - seconds[width]) / far
+                per_token[width] = max(0.0, _time(model, tree, far, repeats) - seconds[width]) / far
             if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
                 break
         return cls(seconds, per_token)
 
-    def seconds(self, nodes: int, context: int = 0) -> float:
-        """Expected time of a pass over `nodes` nodes behind `context` tokens."""
-        return _interpolate(self._seconds, nodes) + context * _interpolate(self._per_token, nodes)
+    def seconds(self, rows: int, context: int = 0) -> float:
+        """Expected time of a pass over one tree of `rows` nodes behind `context` tokens."""
+        return self.alone(rows) + self.reading(rows, context)
 
-    def observe(self, nodes: int, context: int, seconds: float) -> None:
-        """A pass took so long. A single slow one (the machine was busy) changes little."""
-        ratio = min(2.0, max(0.5, seconds / self.seconds(nodes, context)))
-        for width in set(_bracket(self._seconds, nodes)[:2]):
+    def alone(self, rows: int) -> float:
+        """Of a pass over `rows` rows, nothing before them."""
+        return _interpolate(self._seconds, rows)
+
+    def reading(self, nodes: int, context: int) -> float:
+        """What `context` tokens before a tree of `nodes` add."""
+        return context * _interpolate(self._per_token, nodes)
+
+    def observe(self, rows: int, seconds: float, reading: float = 0.0) -> None:
+        """A pass took so long, `reading` seconds of which are expected of what stands before its trees. A single slow one (the machine was
+        busy) changes little."""
+        ratio = min(2.0, max(0.5, seconds / (self.alone(rows) + reading)))
+        for width in set(_bracket(self._seconds, rows)[:2]):
             self._seconds[width] *= 1 + self.RATE * (ratio - 1)
 
 
-def _time(target: Target, tree: TokenTree, context: int, repeats: int) -> float:
-    target.rehearse(tree, context)
+def _time(model: Model, tree: TokenTree, context: int, repeats: int) -> float:
+    cache = model.pool.new()
+    cache.reserve(context + len(tree) + 2)
+    cache.length = context
     times = []
-    for _ in range(repeats):
+    for _ in range(1 + repeats):
         start = time.perf_counter()
-        target.rehearse(tree, context)[0, 0].item()
+        model.forward(Batch([Draft(cache, tree)]))[0].logits[0, 0].item()
         times.append(time.perf_counter() - start)
-    return median(times)
+    cache.release()
+    return median(times[1:])
 
 
 def _interpolate(table: dict[int, float], nodes: int) -> float:
     low, high, part = _bracket(table, nodes)
-    return (table[low] * (1 - part) + table[high] * part) * max(1.0, nodes / high)
+    found = table[low] * (1 - part) + table[high] * part
+    if nodes <= high or len(table) < 2:
+        return found * max(1.0, nodes / high)
+    below = list(table)[-2]
+    return found + (nodes - high) * max(found / high, (table[high] - table[below]) / (high - below))
 
 
 def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
@@ -87,55 +118,43 @@ def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
     return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
 
 
-class DraftingCost:
-    """Seconds that growing a tree takes with a drafter, by the budget, learned while text is decoded.
+class NodePrices(Prices):
+    """By nodes of one tree: along the lower convex hull of what passes cost, in tokens. Steps in the cost, as of a kernel's tiles, are
+    spread over their nodes; beyond the widest a node is without bound."""
 
-    What was not observed lies on a line between the budgets around it, and grows with the square root of the budget beyond the largest.
-    Both are rather too low, as calls of the drafter grow fast at first and less and less: what looks cheap gets tried.
-    """
+    def __init__(self, widths: Sequence[int], passes: Sequence[float], trial: bool = False) -> None:
+        self.trial = trial
+        hull: list[int] = []
 
-    RATE = 0.05  # weight of a new observation
-    FIRST = 4  # observations whose least is taken: the first of all may be slow
+        def slope(a: int, b: int) -> float:
+            return (passes[b] - passes[a]) / (widths[b] - widths[a])
 
-    def __init__(self) -> None:
-        self._seconds = {1: 0.0}
-        self._count: dict[int, int] = {}
+        for i in range(len(widths)):
+            while len(hull) > 1 and slope(hull[-2], i) <= slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(i)
+        self._slopes = [0.0] * widths[-1]
+        for a, b in pairwise(hull):
+            self._slopes[widths[a] : widths[b]] = [max(0.0, slope(a, b))] * (widths[b] - widths[a])
 
-    def seconds(self, budget: int) -> float:
-        """Expected time for a tree of this budget; 0 before anything was observed."""
-        widest = max(self._seconds)
-        if budget > widest:
-            return self._seconds[widest] * math.sqrt(budget / widest)
-        return _interpolate(self._seconds, budget)
-
-    def observe(self, budget: int, seconds: float) -> None:
-        """Growing a tree took so long. A single slow one changes little."""
-        count = self._count[budget] = self._count.get(budget, 0) + 1
-        known = self._seconds.get(budget, seconds)
-        after = min(known, seconds) if count <= self.FIRST else known + self.RATE * (min(seconds, 2 * known) - known)
-        self._seconds = dict(sorted({**self._seconds, budget: after}.items()))
+    def node(self, nodes: int) -> float:
+        return self._slopes[nodes] if nodes < len(self._slopes) else float("inf")
 
 
-class AutoBudget:
-    """Learns what budgets are worth while text is decoded, apart for each situation that the tree policy tells apart.
+class Expected:
+    """How many tokens a step emits by the nodes of its tree, learned apart for each situation that a policy tells apart.
 
-    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), each step tells for every m up to its budget what it would
-    have emitted: the accepted nodes before m, the root counted for the token that follows the path. `choose` takes the m with the most
-    tokens a second, by the `cost` of a pass, that of `drafting` with a drafter, and `overhead` seconds for the rest of a step.
+    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), each step tells for every m up to its size what it would
+    have emitted: the accepted nodes before m, the root counted for the token that follows the path.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
-    HOLD = 4  # steps that a choice is kept for: making one takes a tenth of a millisecond
     TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
 
-    def __init__(self, cost: CostModel, limit: int, overhead: float = 0.001) -> None:
-        self.cost = cost
-        self.drafting = DraftingCost()
-        self.overhead = overhead
+    def __init__(self, limit: int) -> None:
         self.budgets = [width for width in WIDTHS if width <= limit]
         self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
         self._count: dict[int, list[int]] = {}
-        self._chosen: dict[int, tuple[int, int]] = {}  # by situation: the budget, and the steps it is kept for
 
     @staticmethod
     def prior(situation: int, nodes: int) -> float:
@@ -144,9 +163,9 @@ class AutoBudget:
         chance = (0.0, 0.25, 0.5, 0.75, 0.9)[min(situation, 4)]
         return 1 + sum(chance**i for i in range(1, nodes)) + 0.1 * math.log2(nodes)
 
-    def expected(self, situation: int) -> list[float]:
-        """Tokens a step for each of `budgets`: what was observed, mixed with a guess from the next smaller budget. The guess is the prior's
-        growth, or, where the smaller one was observed, nine tenths with each further node of what its last nodes added."""
+    def tokens(self, situation: int) -> list[float]:
+        """For each of `budgets`: what was observed, mixed with a guess from the next smaller budget. The guess is the prior's growth, or,
+        where the smaller one was observed, nine tenths with each further node of what its last nodes added."""
         emitted, count = self._records(situation)
         tokens = [1.0]
         for i in range(1, len(self.budgets)):
@@ -158,17 +177,6 @@ class AutoBudget:
                 growth = self.prior(situation, self.budgets[i]) - self.prior(situation, self.budgets[i - 1])
             tokens.append((count[i] * emitted[i] + self.TRUST * (tokens[i - 1] + growth)) / (count[i] + self.TRUST))
         return tokens
-
-    def choose(self, situation: int = 0, context: int = 0) -> int:
-        """The budget for the next tree, the root included, behind `context` tokens."""
-        budget, steps = self._chosen.get(situation, (0, 0))
-        if not steps:
-            tokens = self.expected(situation)
-            seconds = [self.cost.seconds(width, context) + self.drafting.seconds(width) + self.overhead for width in self.budgets]
-            rates = [a / b for a, b in zip(tokens, seconds, strict=True)]
-            budget, steps = self.budgets[rates.index(max(rates))], self.HOLD
-        self._chosen[situation] = budget, steps - 1
-        return budget
 
     def observe(self, situation: int, budget: int, path: Sequence[int], nested: bool = True) -> None:
         """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted. `nested`: see
@@ -185,3 +193,222 @@ class AutoBudget:
     def _records(self, situation: int) -> tuple[list[float], list[int]]:
         emitted = self._emitted.setdefault(situation, [0.0] * len(self.budgets))
         return emitted, self._count.setdefault(situation, [0] * len(self.budgets))
+
+
+class CallCost:
+    """Seconds of one call of the drafter and what growing from it takes, by how many sequences it serves."""
+
+    CALLS = 16  # of late that tell what a call costs
+    GUESS = 0.25  # of a plain pass, before one was seen
+    MORE = 0.15  # of a call for one, what each further sequence is taken to add before that was seen
+
+    def __init__(self, plain: float) -> None:
+        self._plain = plain
+        self._seen: dict[int, deque[float]] = {}
+
+    def seconds(self, sequences: int) -> float:
+        """The lower quartile of late. Some are slow (new shapes, a busy machine), and what looks cheap gets tried."""
+        if not self._seen:
+            return self.GUESS * self._plain * (1 + self.MORE * (sequences - 1))
+        near = min(self._seen, key=lambda count: abs(math.log(count / sequences)))
+        known = sorted(self._seen[near])[len(self._seen[near]) // 4]
+        return known * (1 + self.MORE * (sequences - 1)) / (1 + self.MORE * (near - 1))
+
+    def observe(self, sequences: int, seconds: float) -> None:
+        """A call for so many took so long."""
+        self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
+
+
+@dataclass
+class Rate:
+    """Tokens a second of one method under one load, in sums that fade; at first those of one plain step.
+
+    Of its steps some are trials, whose first call is made all the same: the first ones, and now and then another one, on which no more than
+    a share `TRIAL` of the time goes. Where drafting was not worth its price, it may be by now.
+    """
+
+    MEMORY = 64  # steps after which an observation has lost most of its weight
+    FIRST, REST, TRIAL = 4, 32, 0.02  # how many trials at first, and at least so many steps between later ones
+
+    tokens: float
+    seconds: float
+    steps: int = 0
+    tried: int = 0
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+    def trial(self, call: float, plain: float) -> bool:
+        """Whether the step that begins is one; `call` and `plain`: seconds of a call and of a pass without drafts."""
+        self.steps += 1
+        if self.steps > self.FIRST and self.steps - self.tried < max(self.REST, call / plain / self.TRIAL):
+            return False
+        self.tried = self.steps
+        return True
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        keep = 1 - 1 / self.MEMORY
+        self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
+
+
+class Plan(NamedTuple):
+    """What one sequence's next tree may cost. `nodes`: at most so many; `prices`: where each has to be worth its own."""
+
+    nodes: int
+    prices: Prices | None = None
+    situation: int = 0
+    measured: bool = False  # `nodes` was chosen by `Expected`
+
+
+@dataclass
+class Load:
+    """One step's sequences, as far as the budget looks at them: by sequence, the tokens before its tree and the nodes it had last."""
+
+    contexts: dict[Hashable, int]
+    nodes: dict[Hashable, int] = field(default_factory=dict)
+    prompts: int = 0  # rows of prompts that are read beside
+    plain: float | None = None  # seconds of this step without drafts, once known
+
+    @property
+    def rows(self) -> int:
+        return self.prompts + sum(self.nodes.get(one, 1) for one in self.contexts)
+
+
+class Budget:
+    """Prices by load, which calls are made, and how the nodes of a pass are shared. `setting`s name methods: each has its own record."""
+
+    HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
+    CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
+    FIRST = 4  # trees of so many nodes, of which the least time counts: the first of all may be slow
+
+    def __init__(self, cost: CostModel, limit: int = MOST) -> None:
+        self.cost, self.limit = cost, limit
+        self.calls: dict[Hashable, CallCost] = {}
+        self._widths = [width for width in WIDTHS if width <= limit]
+        self._expected: dict[Hashable, Expected] = {}
+        self._rates: dict[tuple[Hashable, int], Rate] = {}
+        self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}  # by sequence: steps left, rows beside, prices
+        self._chosen: dict[tuple[Hashable, int], tuple[int, int, int]] = {}  # by sequence and situation: nodes, steps left, rows beside
+        self._drafting: dict[tuple[Hashable, int], tuple[float, int]] = {}  # by setting and nodes: seconds of growing, how often seen
+
+    def plain(self, load: Load) -> float:
+        """Seconds of a step without drafts. Prompts don't count: what reading them brings comes later."""
+        if load.plain is None:
+            reading = self.cost.reading(1, sum(load.contexts.values()))
+            load.plain = self.cost.alone(len(load.contexts)) + reading + OVERHEAD
+        return load.plain
+
+    def rate(self, setting: Hashable, load: Load) -> Rate:
+        """Of a method, under a load of as many sequences."""
+        key = setting, _bucket(len(load.contexts))
+        if key not in self._rates:
+            self._rates[key] = Rate(float(len(load.contexts)), self.plain(load))
+        return self._rates[key]
+
+    def best_rate(self, setting: Hashable, load: Load) -> float:
+        """Tokens a second: those of late, and at least what plain decoding would give."""
+        return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
+
+    def call(self, setting: Hashable) -> CallCost:
+        """What calls for this method cost."""
+        if setting not in self.calls:
+            self.calls[setting] = CallCost(self.cost.alone(1))
+        return self.calls[setting]
+
+    def prices(self, one: Hashable, setting: Hashable, load: Load, trial: bool = False) -> Plan:
+        """For a policy that heeds prices."""
+        beside, rate = load.rows - load.nodes.get(one, 1), self.best_rate(setting, load)
+        steps, rows, made = self._held.get(one, (0, 0, None))
+        if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
+            context = load.contexts[one]
+            passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context)) for width in self._widths]
+            steps, rows, made = self.HOLD, beside, NodePrices(self._widths, passes)
+        self._held[one] = steps - 1, rows, made
+        made.trial = trial
+        return Plan(self.limit, made)
+
+    def nodes(self, one: Hashable, setting: Hashable, load: Load, situation: int) -> Plan:
+        """For a policy that does not: the number of nodes with most tokens a second; beside others the one whose tokens are most above the
+        price of what it adds to the pass. (The rate of all together would not do: where all others are too wide, it pays to be so, too.)"""
+        beside = load.rows - load.nodes.get(one, 1)
+        chosen, steps, rows = self._chosen.get((one, situation), (0, 0, 0))
+        if steps <= 0 or abs(rows - beside) * 4 > rows:
+            expected, rate = self._expect(setting), self.best_rate(setting, load)
+            worth = []
+            for width, tokens in zip(expected.budgets, expected.tokens(situation), strict=True):
+                seconds = self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one]) + self._growing(setting, width)
+                worth.append(tokens / (seconds + OVERHEAD) if len(load.contexts) == 1 else tokens - rate * seconds)
+            chosen, steps, rows = expected.budgets[worth.index(max(worth))], self.CHOICE, beside
+        self._chosen[one, situation] = chosen, steps - 1, rows
+        return Plan(chosen, None, situation, measured=True)
+
+    def worthwhile(self, gains: Sequence[float], call: CallCost, rate: float) -> list[bool]:
+        """Which of the requests of a round to answer in one call, by the tokens that each is to bring: those whose sum is most above the
+        call's price. Infinite ones always are."""
+        order = sorted(range(len(gains)), key=lambda i: -gains[i])
+        asked = sum(map(math.isinf, gains))
+        count, best, total = asked, 0.0, 0.0
+        base = call.seconds(asked) if asked else 0.0
+        for n, i in enumerate(order[asked:], asked + 1):
+            total += gains[i]
+            profit = total - rate * (call.seconds(n) - base)
+            if profit > best:
+                best, count = profit, n
+        taken = set(order[:count])
+        return [i in taken for i in range(len(gains))]
+
+    def share(self, values: Sequence[Sequence[float]], rows: int, rate: float) -> list[int]:
+        """How many nodes each tree keeps beside its root. `values`: by tree, the tokens that its nodes promise, in order of worth; `rows`:
+        of the pass without them. The next node goes to whichever tree promises most, as long as that is more than the row's price."""
+        kept = [0] * len(values)
+        waiting = sorted(((value, tree) for tree, row in enumerate(values) for value in row), key=lambda pair: -pair[0])
+        prices = NodePrices([max(1, width) for width in self._grid(rows)], [rate * self.cost.alone(width) for width in self._grid(rows)])
+        for value, tree in waiting:
+            if value <= prices.node(rows + sum(kept)):
+                break
+            kept[tree] += 1
+        return kept
+
+    def _grid(self, rows: int) -> list[int]:
+        """Widths around `rows` and beyond at which a pass's cost is looked up."""
+        return sorted({rows, *(width for width in WIDTHS if width > rows), *(rows + width for width in WIDTHS)})
+
+    def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
+        """Growing a tree of a measured number of nodes took so long with a drafter. A single slow one changes little."""
+        key = setting, nodes
+        known, count = self._drafting.get(key, (seconds, 0))
+        after = min(known, seconds) if count < self.FIRST else known + 0.05 * (min(seconds, 2 * known) - known)
+        self._drafting[key] = after, count + 1
+
+    def _growing(self, setting: Hashable, nodes: int) -> float:
+        """Expected time for growing a tree; what was not observed lies between the sizes around it, and is 0 where none was."""
+        table = {1: 0.0} | {size: seconds for (name, size), (seconds, _) in self._drafting.items() if name == setting}
+        if nodes > max(table):
+            return table[max(table)] * math.sqrt(nodes / max(table))
+        return _interpolate(dict(sorted(table.items())), nodes)
+
+    def learn(self, setting: Hashable, plan: Plan, path: Sequence[int], nested: bool) -> None:
+        """What became of a tree of a measured number of nodes."""
+        self._expect(setting).observe(plan.situation, plan.nodes, path, nested)
+
+    def observe(self, settings: Sequence[Hashable], load: Load, tokens: int, seconds: float) -> None:
+        """A step of these methods emitted `tokens` in all and took `seconds`."""
+        for setting in set(settings):
+            self.rate(setting, load).observe(tokens, seconds)
+
+    def forget(self, one: Hashable) -> None:
+        """A sequence is over."""
+        self._held.pop(one, None)
+        for key in [key for key in self._chosen if key[0] == one]:
+            del self._chosen[key]
+
+    def _expect(self, setting: Hashable) -> Expected:
+        if setting not in self._expected:
+            self._expected[setting] = Expected(self.limit)
+        return self._expected[setting]
+
+
+def _bucket(sequences: int) -> int:
+    """Loads that count as alike: up to 4 each its own, then by half powers of two."""
+    return sequences if sequences <= 4 else round(2 * math.log2(sequences)) + 1

@@ -24,6 +24,9 @@ class Statistics:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    cached_tokens: int = 0  # of the prompt that were not computed anew
+    nodes: int = 0  # of all trees that were verified, roots included
+    set_back: int = 0  # how often memory ran short and what was read had to be computed again
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
     head: HeadUse | None = None  # what became of the drafter's vocabulary
@@ -55,7 +58,8 @@ class Logprob:
 
 @dataclass
 class Completion:
-    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`, or `interrupted`."""
+    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`, `interrupted`, or
+    `error`."""
 
     text: str
     token_ids: list[int]
@@ -79,6 +83,7 @@ class Completion:
             "mean_accepted_tokens": s.mean_accepted_tokens,
             "seconds": s.seconds,
             "prefill_seconds": s.prefill_seconds,
+            "cached_tokens": s.cached_tokens,
             "draft_seconds": s.draft_seconds,
             "drafter_seconds": s.drafter_seconds,
             "drafter_calls": s.drafter_calls,

@@ -47,7 +47,7 @@ class StepRecord(NamedTuple):
 
 
 class Trace:
-    """An observer of a `Generation` that keeps its steps."""
+    """An observer of an answer that keeps its steps."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []

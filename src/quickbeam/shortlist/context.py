@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -55,7 +56,7 @@ class ContextTokens:
         self.rebuilt = 0  # how often tokens had to go
         self.version = 0  # another one whenever the tokens kept, or their places, are others
         self._weight = weight.detach()
-        self._skip: list[bool] = [False] * len(weight) if skip is None else skip.tolist()
+        self._skip = np.zeros(len(weight), bool) if skip is None else skip.numpy()
         self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
         found = kernels() if native_fits(self._weight) else None
         self.rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -24,11 +24,12 @@ class Routed(NamedTuple):
 
 
 class Shortlist:
-    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and tokens of the context.
+    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and tokens of the context. Shared by all
+    sequences; `begin` gives what one of them adds.
 
     `weight`: `[vocab, d]`, the drafter's head in the order of token ids. A `router` needs a `schedule`; without one the layout's clusters
     are never scored. `most`: clusters a call at most, `schedule.most` where None. `backend`: see `BlockHead`. With `Layout.nothing` and
-    no router the context alone is scored, which must then hold a token.
+    no router the context alone is scored, which must then hold a token. `context`: makes a sequence's, empty at first.
 
     A call is `route` for what goes into the drafter's layer, then `score` for what comes out of it. Routing needs no randomness and looks
     at nothing that is drawn later, so the shortlist is known before any token is drawn from it. The caller's laws are softmaxes over the
@@ -42,7 +43,7 @@ class Shortlist:
         *,
         router: Router | None = None,
         schedule: Schedule | None = None,
-        context: ContextTokens | None = None,
+        context: Callable[[], ContextTokens] | None = None,
         most: int | None = None,
         backend: str | None = None,
     ) -> None:
@@ -54,7 +55,7 @@ class Shortlist:
             raise InvalidInput("this shortlist is empty: it needs frequent tokens, a router or the context")
         if most is not None and most < 1:
             raise InvalidInput(f"a shortlist of at most {most} clusters: must be at least 1")
-        self.layout, self.context, self._schedule = layout, context, schedule
+        self.layout, self.make_context, self._schedule = layout, context, schedule
         self.most = 0 if schedule is None else min(most or schedule.most, layout.clusters)
         self.head = BlockHead(weight, layout, most=self.most, backend=backend)
         self.device = weight.device
@@ -69,22 +70,10 @@ class Shortlist:
         self._sizes[FREQUENT] = layout.frequent
         self._always = torch.zeros(layout.clusters + 2, dtype=torch.bool, device=self.device)
         self._always[FREQUENT] = True
-        self._scored: torch.Tensor | int = 0
-        self._ready: tuple[Routed, int, Prepared, int] | None = None  # with the version of the context: what the kernels scored last
 
-    def reset(self, ids: Sequence[int]) -> None:
-        """Begin a sequence with its prompt."""
-        if self.context is not None:
-            self.context.reset(ids)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens that became certain."""
-        if self.context is not None:
-            self.context.extend(tokens)
-
-    def offer(self, tokens: Sequence[int]) -> None:
-        """Tokens that other sources proposed or that the target's last logits make likely: kept as if seen."""
-        self.extend(tokens)
+    def begin(self, ids: Sequence[int]) -> ShortlistState:
+        """The part of a sequence that begins with this prompt."""
+        return ShortlistState(self, ids)
 
     @torch.inference_mode()
     def route(self, hidden: torch.Tensor, embedded: torch.Tensor, depths: Sequence[int], above: Routed | None = None) -> Routed:
@@ -118,73 +107,15 @@ class Shortlist:
             clusters = union(logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most)
         return Routed(clusters)
 
-    @torch.inference_mode()
-    def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
-        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them, `[n, d]`.
-
-        A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
-        to score.
-        """
-        if isinstance(self.head.run, NativeBlocks):
-            return self._score_native(self.head.run, feature, routed)
-        logits, tokens = self.head(feature, routed.clusters)
-        size, repeated = self._found(routed)
-        if self.context is not None and repeated is not None:
-            beside = self.context.logits(feature).masked_fill_(repeated, -torch.inf)
-            logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
-        if not logits.shape[1]:
-            raise ValueError("the shortlist holds no token: reset it with a prompt first")
-        self._scored = self._scored + size
-        return Scores(logits, tokens)
-
-    def _score_native(self, blocks: NativeBlocks, feature: torch.Tensor, routed: Routed) -> Scores:
-        """All of it in one call of the kernels, prepared once for the calls of a tree that score the same."""
-        context = self.context
-        version = 0 if context is None else context.version
-        if self._ready is None or self._ready[0] is not routed or self._ready[1] != version:
-            size, repeated = self._found(routed)
-            found, tokens = blocks.find(routed.clusters)
-            bias = None
-            if context is not None and repeated is not None:
-                bias = torch.zeros(len(repeated)).masked_fill_(repeated, -torch.inf)
-                tokens = torch.cat([tokens, context.tokens])
-            self._ready = (routed, version, Prepared(found, tokens, bias), int(size))
-        prepared, size = self._ready[2:]
-        if not len(prepared.tokens):
-            raise ValueError("the shortlist holds no token: reset it with a prompt first")
-        self._scored = self._scored + size
-        rows = None if context is None else context.rows
-        return Scores(blocks.score(feature, prepared, rows if isinstance(rows, NativeRows) else None), prepared.tokens)
-
-    def holds(self, token: int, routed: Routed) -> bool:
-        """Whether `score` gives this token a column that counts, with the context as it is now."""
-        if self.device.type == "cpu":  # without tensors, each of which would find cold caches
-            cluster = int(self.layout.cluster_of[token])
-            chosen = cluster == FREQUENT or cluster in routed.clusters.tolist()
-        else:
-            chosen = bool(self._chosen(routed)[self._cluster_of[token]])
-        return chosen or (self.context is not None and token in self.context)
-
-    @torch.inference_mode()
-    def size(self, routed: Routed) -> int:
-        """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
-        return int(self._found(routed)[0])
-
-    @property
-    def scored(self) -> int:
-        """How many tokens all calls of `score` together gave a column that counts; off the CPU it waits for the device."""
-        return int(self._scored)
-
     def _chosen(self, routed: Routed) -> torch.Tensor:
         """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always is, if only with no tokens."""
         chosen = self._always.clone()
         chosen[routed.clusters] = True
         return chosen
 
-    def _found(self, routed: Routed) -> tuple[torch.Tensor | int, torch.Tensor | None]:
-        """How many tokens are scored, on the device, and `[m]` bool: which tokens of the context the block head scores too; `None` where
+    def found(self, routed: Routed, tokens: torch.Tensor | None) -> tuple[torch.Tensor | int, torch.Tensor | None]:
+        """How many tokens are scored, on the device, and `[m]` bool: which `tokens` of the context the block head scores too; `None` where
         there are none."""
-        tokens = None if self.context is None or not len(self.context) else self.context.tokens
         if self.device.type == "cpu":  # in numpy, for the reason that `union_on_cpu` gives
             chosen = self._chosen(routed).numpy()
             size = int(self._sizes.numpy()[chosen].sum())
@@ -198,6 +129,87 @@ class Shortlist:
             return total, None
         again = flags[self._cluster_of[tokens]]
         return total + len(again) - again.sum(), again
+
+    def holds(self, token: int, routed: Routed) -> bool:
+        """Whether the block head scores this token."""
+        if self.device.type == "cpu":  # without tensors, each of which would find cold caches
+            cluster = int(self.layout.cluster_of[token])
+            return cluster == FREQUENT or cluster in routed.clusters.tolist()
+        return bool(self._chosen(routed)[self._cluster_of[token]])
+
+
+class ShortlistState:
+    """What one sequence has of a `Shortlist`: the tokens of its context, and how much was scored for it."""
+
+    def __init__(self, shared: Shortlist, ids: Sequence[int]) -> None:
+        self.shared = shared
+        self.context = None if shared.make_context is None else shared.make_context()
+        if self.context is not None:
+            self.context.reset(ids)
+        self._scored: torch.Tensor | int = 0
+        self._ready: tuple[Routed, int, Prepared, int] | None = None  # with the version of the context: what the kernels scored last
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read tokens that became committed, that other sources proposed, or that the target's last logits make likely."""
+        if self.context is not None:
+            self.context.extend(tokens)
+
+    @torch.inference_mode()
+    def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
+        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them, `[n, d]`.
+
+        A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
+        to score.
+        """
+        head = self.shared.head
+        if isinstance(head.run, NativeBlocks):
+            return self._score_native(head.run, feature, routed)
+        logits, tokens = head(feature, routed.clusters)
+        size, repeated = self.shared.found(routed, self._tokens)
+        if self.context is not None and repeated is not None:
+            beside = self.context.logits(feature).masked_fill_(repeated, -torch.inf)
+            logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
+        if not logits.shape[1]:
+            raise ValueError("the shortlist holds no token: begin it with a prompt")
+        self._scored = self._scored + size
+        return Scores(logits, tokens)
+
+    def _score_native(self, blocks: NativeBlocks, feature: torch.Tensor, routed: Routed) -> Scores:
+        """All of it in one call of the kernels, prepared once for the calls of a tree that score the same."""
+        context = self.context
+        version = 0 if context is None else context.version
+        if self._ready is None or self._ready[0] is not routed or self._ready[1] != version:
+            size, repeated = self.shared.found(routed, self._tokens)
+            found, tokens = blocks.find(routed.clusters)
+            bias = None
+            if context is not None and repeated is not None:
+                bias = torch.zeros(len(repeated)).masked_fill_(repeated, -torch.inf)
+                tokens = torch.cat([tokens, context.tokens])
+            self._ready = (routed, version, Prepared(found, tokens, bias), int(size))
+        prepared, size = self._ready[2:]
+        if not len(prepared.tokens):
+            raise ValueError("the shortlist holds no token: begin it with a prompt")
+        self._scored = self._scored + size
+        rows = None if context is None else context.rows
+        return Scores(blocks.score(feature, prepared, rows if isinstance(rows, NativeRows) else None), prepared.tokens)
+
+    @property
+    def _tokens(self) -> torch.Tensor | None:
+        return None if self.context is None or not len(self.context) else self.context.tokens
+
+    def holds(self, token: int, routed: Routed) -> bool:
+        """Whether `score` gives this token a column that counts, with the context as it is now."""
+        return self.shared.holds(token, routed) or (self.context is not None and token in self.context)
+
+    @torch.inference_mode()
+    def size(self, routed: Routed) -> int:
+        """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
+        return int(self.shared.found(routed, self._tokens)[0])
+
+    @property
+    def scored(self) -> int:
+        """How many tokens all calls of `score` together gave a column that counts; off the CPU it waits for the device."""
+        return int(self._scored)
 
 
 def union_on_cpu(logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int) -> npt.NDArray[np.int64]:

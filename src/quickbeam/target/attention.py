@@ -98,6 +98,38 @@ class Step:
         """Whether the window hides certain tokens from some new token."""
         return window is not None and self.start + len(self.positions) > window
 
+    @property
+    def new_positions(self) -> torch.Tensor:
+        """`[n]`: of the new tokens alone."""
+        return self.positions[self.base :]
+
+    def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keys and values `[kv_heads, n, dim]` of the new tokens to the store."""
+        self.store.write(layer.index, self.rows, key, value)
+
+    def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Attention of the new tokens."""
+        return attend(query, self, layer)
+
+
+class Steps:
+    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next."""
+
+    def __init__(self, steps: list[Step]) -> None:
+        self._steps, self._sizes = steps, [step.n for step in steps]
+        self.n = sum(self._sizes)
+        self.new_positions = torch.cat([step.new_positions for step in steps])
+
+    def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
+        """As `Step.write`."""
+        for step, k, v in zip(self._steps, key.split_with_sizes(self._sizes, 1), value.split_with_sizes(self._sizes, 1), strict=True):
+            step.write(layer, k, v)
+
+    def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """As `Step.run`."""
+        parts = zip(self._steps, query.split_with_sizes(self._sizes), strict=True)
+        return torch.cat([step.run(attend, part.contiguous(), layer) for step, part in parts])
+
 
 def cuts(wide: bool) -> int:
     """Sums of an exact step are cut at multiples of so many positions."""

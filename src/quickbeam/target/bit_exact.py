@@ -15,12 +15,16 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
-from quickbeam.target.kv_cache import KVStore, LayerShape
+from quickbeam.target.batch import Batch, Chain, Draft, Passed
+from quickbeam.target.kv_cache import KVStore, LayerShape, Pool
 from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
 from quickbeam.tree import TokenTree
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
 FEW = 16  # rows a part: with fewer, weights would be read too often
+NARROW = 4096  # outputs of which every row is looked at; of wider products a few rows are, since each reads all weights
+LOOKED_AT = (0, 62)  # these and the rows after them
+MOST_WEIGHTS = 1 << 29  # of a product that is made to look at (1 GiB): a wider one is taken to behave as the widest of that size
 
 
 class Promise(NamedTuple):
@@ -31,44 +35,50 @@ class Promise(NamedTuple):
     wide: bool = False  # whether attention has to add the tree's values in float64 for it
 
 
-class Verifier(Protocol):
-    """What `same_bits` asks of a target."""
+class Runs(Protocol):
+    """What `same_bits` asks of a model."""
 
     vocab_size: int
+    pool: Pool
 
     @property
     def context_length(self) -> int | None: ...
-    def prefill(self, ids: Sequence[int]) -> torch.Tensor: ...
-    def verify(self, tree: TokenTree) -> torch.Tensor: ...
-    def commit(self, tree: TokenTree, path: Sequence[int]) -> None: ...
-    def reset(self) -> None: ...
+    def forward(self, batch: Batch) -> list[Passed]: ...
 
 
-def same_bits(target: Verifier, prefix: int = 70, path: int = 3, nodes: int = 20) -> bool:
-    """Whether a tree gives a path of its the bits that it has one token at a time, asked of the whole model with its real shapes.
+def same_bits(model: Runs, prefix: int = 70, path: int = 3, nodes: int = 20) -> bool:
+    """Whether a tree, beside another sequence, gives a path of its the bits that it has alone, one token at a time, asked of the whole
+    model with its real shapes.
 
-    The native kernels promise it by construction; this finds a compiler or a machine that does not keep it. Two prompts and a few passes.
+    The native kernels promise it by construction; this finds a compiler or a machine that does not keep it. A few prompts and passes.
     """
-    prefix = max(1, min(prefix, (target.context_length or prefix + nodes) - nodes))
-    ids = [(7919 * i + 13) % target.vocab_size for i in range(prefix + path + 1)]
+    prefix = max(2, min(prefix, (model.context_length or prefix + nodes) - nodes))
+    ids = [(7919 * i + 13) % model.vocab_size for i in range(prefix + path + 1)]
     text, tokens = ids[:prefix], ids[prefix:]
-    target.prefill(text)
+    alone, beside, other = (model.pool.new() for _ in range(3))
+    model.forward(Batch([Chain(alone, text)]))
+    alone.commit(range(prefix))
     expected = []
     for token in tokens:
-        alone = TokenTree(token)
-        expected.append(target.verify(alone)[0].clone())
-        target.commit(alone, [0])
-    target.prefill(text)
+        (passed,) = model.forward(Batch([Draft(alone, TokenTree(token))]))
+        expected.append(passed.logits[0].clone())
+        alone.commit([0])
+    half = prefix // 2
+    model.forward(Batch([Chain(other, text[half:]), Chain(beside, text[:half])]))
+    beside.commit(range(half))
+    model.forward(Batch([Chain(beside, text[half:])]))
+    beside.commit(range(prefix - half))
     tree, tips = TokenTree(tokens[0]), [0]
     for i, token in enumerate(tokens[1:], 1):
         for _ in range((nodes - path - 1) // (2 * path)):
-            noise = (token + len(tree)) % target.vocab_size
+            noise = (token + len(tree)) % model.vocab_size
             if noise != token and tree.child(tips[-1], noise) is None:
                 tree.add(tree.add(tips[-1], noise, "probe"), tokens[i - 1], "probe")
         tips.append(tree.add(tips[-1], token, "probe"))
-    same = torch.equal(target.verify(tree)[tips], torch.stack(expected))
-    target.reset()
-    return same
+    passed, _ = model.forward(Batch([Draft(beside, tree), Chain(other, text[:half])]))
+    for cache in (alone, beside, other):
+        cache.release()
+    return torch.equal(passed.logits[tips], torch.stack(expected))
 
 
 class Rows(NamedTuple):
@@ -90,7 +100,7 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
     for module in modules:
         if isinstance(module, NativeLinear):
             continue  # by construction
-        if isinstance(module, FastLinear | nn.Linear | Conv1D):
+        if isinstance(module, FastLinear | nn.Linear | Conv1D) and type(module) in (FastLinear, nn.Linear, Conv1D):
             conv = isinstance(module, Conv1D)
             inputs, outputs = module.weight.shape if conv else (module.in_features, module.out_features)
             packed = isinstance(module, FastLinear) and module.packed
@@ -101,40 +111,71 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
                 module.min_rows, module.max_rows = found.least, found.most if found.most < WIDTHS[-1] else WIDEST
             else:
                 rows = max(rows, found.least)
-        elif any(parameter.dim() > 2 for parameter in module.parameters(recurse=False)):
+        elif isinstance(module, nn.Linear | Conv1D) or any(_is_product(tensor) for tensor in _tensors(module)):
             broken.append(f"the products of {type(module).__name__} are not known")
     return Promise(rows, tuple(dict.fromkeys(broken)), wide)
+
+
+def _tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _is_product(tensor: torch.Tensor) -> bool:
+    """Whether a module that is no linear has such weights for one: those of several experts, or quantised ones."""
+    whole_numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+    return (isinstance(tensor, nn.Parameter) and tensor.dim() > 2) or (whole_numbers and tensor.dim() > 1)
 
 
 @functools.cache
 def rows_alike(kind: str, inputs: int, outputs: int) -> Rows:
     """The numbers of rows, from one or two up, at which each row of such a product has the same bits.
 
+    Kernels may choose their way by the number of outputs, so a wide product is looked at as it is, beside one of `NARROW` outputs.
+    """
+    found = _rows_alike(kind, inputs, min(outputs, NARROW), range(0, WIDTHS[-1], WIDTHS[0]))
+    if outputs > NARROW:
+        wide = _rows_alike(kind, inputs, max(NARROW, min(outputs, MOST_WEIGHTS // max(1, inputs))), LOOKED_AT)
+        found = Rows(max(found.least, wide.least), min(found.most, wide.most))
+    return found
+
+
+def _rows_alike(kind: str, inputs: int, outputs: int, looked_at: Sequence[int]) -> Rows:
+    """`rows_alike` of this number of outputs, from the rows at `looked_at` (even places) and those after them.
+
     Weights come in pairs of opposites and inputs in pairs of equals, so that nothing but rounding is left of any sum.
     """
     generator = torch.Generator().manual_seed(0)
-    half, outputs = inputs // 2, min(outputs, 4096)
+    half, block = inputs // 2, min(outputs, NARROW)
     places = torch.randperm(inputs, generator=generator)[: 2 * half]
-    weight, x = torch.zeros(outputs, inputs), torch.zeros(WIDTHS[-1], inputs)
-    weight[:, places] = torch.randn(outputs, half, generator=generator).repeat(1, 2)
+    weight, x = torch.zeros(block, inputs), torch.zeros(WIDTHS[-1], inputs)
+    weight[:, places] = torch.randn(block, half, generator=generator).repeat(1, 2)
     weight[:, places[half:]] *= -1
     magnitude = 2.0 ** torch.randint(8, (len(x), half), generator=generator)
     x[:, places] = (torch.randn(len(x), half, generator=generator) * magnitude).repeat(1, 2)
-    linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
-    linear.weight.data, x = weight.bfloat16(), x.bfloat16()
-    product: Callable[[torch.Tensor], torch.Tensor] = linear
-    if kind == "packed":
-        product = FastLinear(linear)
-    elif kind == "conv":
-        transposed, none = linear.weight.t().contiguous(), torch.zeros(outputs, dtype=torch.bfloat16)
-        product = functools.partial(torch.addmm, none, mat2=transposed)
+    product, x = _product(kind, weight.bfloat16(), outputs), x.bfloat16()
+    seen = [row for at in looked_at for row in (at, at + 1)]
 
     def by(rows: int) -> torch.Tensor:
-        return torch.cat([product(x[i : i + rows].contiguous()) for i in range(0, len(x), rows)])
+        """What the rows looked at give in parts of `rows`."""
+        parts = {start: product(x[start : start + rows].contiguous()) for start in {row // rows * rows for row in seen}}
+        return torch.stack([parts[row // rows * rows][row % rows] for row in seen])
 
     pairs = by(WIDTHS[0])
     alike = list(takewhile(lambda rows: torch.equal(by(rows), pairs), WIDTHS))
     return Rows(1 if torch.equal(by(1), pairs) else 2, alike[-1] if alike else 0)
+
+
+def _product(kind: str, block: torch.Tensor, outputs: int) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A product of `outputs` outputs, whose weights repeat the rows of `block`: random numbers would take longer than the products."""
+    linear = nn.Linear(block.shape[1], outputs, bias=False, dtype=torch.bfloat16, device="meta")
+    weight = block.repeat(-(-outputs // len(block)), 1)[:outputs]
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    if kind == "packed":
+        return FastLinear(linear)
+    if kind == "conv":
+        transposed, none = weight.t().contiguous(), torch.zeros(outputs, dtype=torch.bfloat16)
+        return functools.partial(torch.addmm, none, mat2=transposed)
+    return linear
 
 
 def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from quickbeam.target.attention import Attend, Layer, Step
+from quickbeam.target.attention import Attend, Layer
+from quickbeam.target.gathered import AnyStep
 from quickbeam.target.linear import FastLinear
 
 LAYOUTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -39,7 +40,7 @@ class LeanLayer:
         self.activation = mlp.act_fn
         self.inner = mlp.down_proj.in_features
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: Step, attend: Attend) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AnyStep, attend: Attend) -> torch.Tensor:
         n, width = x.shape
         qkv = self.qkv.forward(F.rms_norm(x, (width,), self.norms[0], self.eps)).view(n, -1, self.head_dim)
         rotated = self.heads + self.kv_heads
@@ -52,8 +53,8 @@ class LeanLayer:
         half = self.head_dim // 2
         turned = torch.cat([qk[..., half:], qk[..., :half]], -1).mul_(sin)
         qk = qk.mul_(cos).add_(turned)
-        step.store.write(self.info.index, step.rows, qk[:, self.heads :].transpose(0, 1), qkv[:, rotated:].transpose(0, 1))
-        x = x + self.out.forward(attend(qk[:, : self.heads], step, self.info))
+        step.write(self.info, qk[:, self.heads :].transpose(0, 1), qkv[:, rotated:].transpose(0, 1))
+        x = x + self.out.forward(step.run(attend, qk[:, : self.heads], self.info))
         gate_up = self.gate_up.forward(F.rms_norm(x, (width,), self.norms[1], self.eps))
         return x + self.down.forward(self.activation(gate_up[:, : self.inner]).mul_(gate_up[:, self.inner :]))
 
@@ -83,23 +84,34 @@ class LeanModel:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether the model is of this layout."""
-        return type(model).__name__ in LAYOUTS
+        """Whether the model is of this layout, with nothing but plain linears in it.
 
-    def __call__(self, ids: torch.Tensor, step: Step, attend: Attend, last: bool = False) -> torch.Tensor:
-        """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
+        Others (adapters, quantised weights), and a class of the same name that came with the model, may compute something else.
+        """
+        if type(model).__name__ not in LAYOUTS or not type(model).__module__.startswith("transformers."):
+            return False
+        linears = [model.lm_head]
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        return type(model.model.embed_tokens) is nn.Embedding and all(type(linear) is nn.Linear for linear in linears)
+
+    def __call__(self, ids: torch.Tensor, step: AnyStep, attend: Attend, wanted: torch.Tensor | int = 0) -> torch.Tensor:
+        """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all), or of rows by their numbers."""
         x = self.embedding(ids)
-        cos, sin = self.rotary(x[None], step.positions[None, step.base :])
+        cos, sin = self.rotary(x[None], step.new_positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign
         caught: dict[int, torch.Tensor] = {}
         for i, layer in enumerate(self.layers, 1):
             x = layer(x, cos, sin, step, attend)
             if i in self.watched:
                 caught[i] = x
-        if last and len(self.layers) + 1 not in self.watched:
-            x = x[-1:]
+        rows = slice(-wanted, None) if isinstance(wanted, int) else wanted  # -0 is all
+        early = len(self.layers) + 1 not in self.watched
+        if early:
+            x = x[rows]
         x = F.rms_norm(x, (x.shape[1],), self.norm.weight, self.eps)
         if self.watched:
             caught[len(self.layers) + 1] = x
             self.hidden = torch.cat([caught[layer] for layer in self.watched], -1)
-        return self.head.forward(x[-1:] if last else x)
+        return self.head.forward(x if early else x[rows])

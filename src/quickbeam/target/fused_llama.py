@@ -14,15 +14,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.target.attention import Layer
-from quickbeam.target.eager_llama import LAYOUTS
+from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.linear import NativeLinear, bias_of
+from quickbeam.target.loading import MOVING
 from quickbeam.target.native import library
 from quickbeam.target.native.operands import Packed, Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagePool
 
 ANGLES = 1024  # positions that the table of angles grows by
-MOVING = ("dynamic", "longrope")  # kinds of rotary angles that change with length
 
 
 class FusedLayer:
@@ -42,7 +42,7 @@ class FusedLayer:
 class FusedLlama:
     """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one."""
 
-    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagedStore) -> None:
+    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool) -> None:
         base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
         self.embedding: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
@@ -88,13 +88,12 @@ class FusedLlama:
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Whether the model is of this layout, with nothing but plain linears in it."""
-        config = model.config
-        if type(model).__name__ not in LAYOUTS or getattr(config, "hidden_act", "") not in ("silu", "swish"):
+        if not LeanModel.fits(model) or getattr(model.config, "hidden_act", "") not in ("silu", "swish"):
             return False
-        if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING or type(model.lm_head) is not nn.Linear:
+        if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING:  # `hold_angles` has not seen it
             return False
         linears = [linear for layer in model.model.layers for group, _ in FusedLlama._linears(layer) for linear in group]
-        return all(type(linear) is nn.Linear and linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
+        return all(linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
 
     def watch(self, layers: Sequence[int]) -> None:
         """Keep hidden states after `layers` from now on."""

@@ -16,7 +16,8 @@ from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.target.attention import Attend, Layer, Step, attend_sdpa
+from quickbeam.target.attention import Attend, Layer, attend_sdpa
+from quickbeam.target.gathered import AnyStep
 from quickbeam.target.kv_cache import LayerShape
 from quickbeam.target.native_attention import NativeStep
 
@@ -27,7 +28,7 @@ class Tap:
     """What the attention calls of one model share: the step under way, and what its layers were seen to look like."""
 
     def __init__(self) -> None:
-        self.step: Step | NativeStep | None = None
+        self.step: AnyStep | NativeStep | None = None
         self.attend: Attend = attend_sdpa
         self.layers: dict[int, Layer] = {}
         self.shapes: dict[int, LayerShape] = {}
@@ -40,8 +41,8 @@ class Tap:
         layer = self.layers[layer.index]
         if isinstance(self.step, NativeStep):
             return self.step.attend(query, key, value, layer)
-        self.step.store.write(layer.index, self.step.rows, key[0], value[0])
-        out = self.attend(query[0].transpose(0, 1).contiguous(), self.step, layer)
+        self.step.write(layer, key[0], value[0])
+        out = self.step.run(self.attend, query[0].transpose(0, 1).contiguous(), layer)
         return out.view(1, self.step.n, query.shape[1], -1)
 
 
@@ -137,12 +138,18 @@ def check_layers(layers: Sequence[int], count: int) -> None:
         raise InvalidInput(f"hidden states after layers {list(layers)}: the model has 1 to {count}, and {count + 1} for the final norm")
 
 
-def forward(model: PreTrainedModel, tap: Tap, ids: torch.Tensor, step: Step | NativeStep | None, last: bool = False) -> torch.Tensor:
-    """Logits `[n, vocab]` of `ids` (`[n]`), or `[1, vocab]` of the last one."""
+def forward(
+    model: PreTrainedModel,
+    tap: Tap,
+    ids: torch.Tensor,
+    step: AnyStep | NativeStep | None,
+    wanted: torch.Tensor | int = 0,
+) -> torch.Tensor:
+    """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all), or of rows by their numbers."""
     tap.step = step
     try:
-        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.positions[None, step.base :]
-        out = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=1 if last else 0)
+        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.new_positions[None]
+        out = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=wanted)
     finally:
         tap.step = None
     logits: torch.Tensor = out.logits[0]

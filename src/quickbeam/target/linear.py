@@ -99,6 +99,8 @@ class FastLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // self.in_features
+        if not rows:
+            return x.new_empty(*x.shape[:-1], self.out_features)
         if rows < self.min_rows:
             return self._product(x.expand(*x.shape[:-2], 2, self.in_features).contiguous())[..., :1, :]
         if self.max_rows < rows <= WIDEST:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import os
+from collections import Counter
+from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
 from io import StringIO
 from pathlib import Path
@@ -10,7 +14,9 @@ from typing import Any
 
 import torch
 from gguf import GGUFReader
+from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -21,10 +27,15 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
 
 from quickbeam.errors import InvalidInput
 
+logger = logging.getLogger(__name__)
+
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTO = "auto"  # the type that a checkpoint's own configuration says
+MOVING = ("dynamic", "longrope")  # kinds of rotary angles that change with a text's length
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -32,6 +43,13 @@ def parse_dtype(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+def wanted_dtype(name: str) -> torch.dtype | None:
+    """The same for `load_model`, which takes None for `auto`."""
+    if name not in (AUTO, *DTYPES):
+        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
+    return DTYPES.get(name)
 
 
 def pick_device(name: str | None) -> torch.device:
@@ -54,7 +72,7 @@ def _source(model: str) -> tuple[str, dict[str, Any]]:
             raise InvalidInput(f"no such file: {path}")
         return str(path.parent), {"gguf_file": path.name}
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InvalidInput(f"{path} is not a model folder: it has no config.json")
         return str(path), {}
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
@@ -74,6 +92,81 @@ def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
         raise InvalidInput(f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam verifies full and sliding-window attention")
 
 
+def hold_angles(model: PreTrainedModel) -> None:
+    """Keep the rotary angles of a model from changing with the length of the text that is run.
+
+    A token's angles would depend on the tokens that it is run with: on the prompt's chunks, and on the depth of a draft tree. Dynamic NTK
+    changes them beyond the context, which no answer exceeds. LongRoPE has two sets, and takes the second for all tokens of a text longer
+    than the model was first trained for. So its context ends there, and the first set is transformers' own answer.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # of some models one for each kind of layer
+    length = getattr(config, "max_position_embeddings", None)
+    for kind in kinds:
+        border = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+        if kind.get("rope_type", kind.get("type")) == "longrope" and border and length and border < length:
+            logger.warning("the context is %d tokens, not %d: beyond that, LongRoPE changes the angles of all tokens", border, length)
+            config.max_position_embeddings = length = int(border)
+    for module in model.modules():
+        held = getattr(module, "rope_type", None)
+        if isinstance(held, dict):
+            module.rope_type = {layer: "default" if kind in MOVING else kind for layer, kind in held.items()}
+        elif held in MOVING:
+            module.rope_type = "default"
+
+
+def _quantisation(config: PreTrainedConfig) -> str:
+    """How a model's weights are quantised, in a word; empty where they are not."""
+    found = getattr(config, "quantization_config", None) or {}
+    return str(found.get("quant_method") or "by a method that it doesn't name") if isinstance(found, dict) and found else ""
+
+
+def _adapted(name: str, revision: str | None) -> str | None:
+    """What a LoRA adapter in the folder or repository `name` is for; None where there is none. Raises `InvalidInput` without peft."""
+    path = find_adapter_config_file(name, revision=revision)
+    if path is None:
+        return None
+    base = str(json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if not is_peft_available():
+        raise InvalidInput(
+            f"it holds an adapter (adapter_config.json, for {base}), which only peft can read: pip install peft, "
+            "or merge the adapter into its model (peft's merge_and_unload) and give that folder"
+        )
+    return name if (Path(name) / "config.json").is_file() else base  # a folder may hold the whole model as well
+
+
+def _has_tokenizer(name: str, revision: str | None) -> bool:
+    silent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    return cached_file(name, "tokenizer_config.json", revision=revision, **silent) is not None
+
+
+def _merge_adapters(model: PreTrainedModel) -> None:
+    """Put the adapters' weights into those of the model, which has its own layers again then."""
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "unload_and_optionally_merge_module"):  # a module that was trained as a whole
+            model.set_submodule(name, module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None))
+        elif hasattr(module, "get_base_layer") and hasattr(module, "merge"):
+            layer = module.get_base_layer()
+            if uses[id(layer.weight)] > 1:  # the other user of a shared weight has no adapter
+                layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            module.merge(safe_merge=True)
+            model.set_submodule(name, layer)
+
+
+def _refuse_incomplete(found: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` naming the tensors that transformers made up, for lack of those or because theirs have another shape."""
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        raise InvalidInput(f"{name}{more} has shape {list(stored)}, expected {list(expected)} by config.json: they are of two models")
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        hint = "; if its head is its embedding, write tie_word_embeddings: true into config.json" if missing == ["lm_head.weight"] else ""
+        raise InvalidInput(f"its weights lack {', '.join(missing[:4])}{more}: download it again, with all of its files{hint}")
+
+
 def split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
     """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so: transformers reads every BPE as GPT-2's."""
     pre = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
@@ -82,24 +175,77 @@ def split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
-def load_model(model: str, dtype: torch.dtype, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load weights and tokenizer. Raises `InvalidInput` for what is not there, not a causal LM, or not readable."""
+def load_model(
+    model: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load weights and tokenizer.
+
+    `dtype`: None takes the one that the checkpoint's configuration says. `trust_remote_code`: whether Python code that comes with the
+    model may run. `revision`: a branch, tag or commit of a Hugging Face id. `device_map`: transformers', in place of `device`; all of
+    the model must lie on one device. A LoRA adapter is merged into the weights, for which peft must be there.
+
+    Raises `InvalidInput` for what is not there, not a causal LM, not readable, or lacks weights.
+    """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages, and packed weights are read a little faster
     name, options = _source(model)
+    local = Path(name).is_dir()
+    if revision is not None and local:
+        raise InvalidInput(f"revision {revision!r}: {model} is on this machine, and only a Hugging Face id has revisions; leave it out")
+    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    quantised = ""
     try:
+        base = None if options else _adapted(name, revision)
         if not options:
-            config = AutoConfig.from_pretrained(name)
+            config = AutoConfig.from_pretrained(base or name, **hub)
             refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
+            quantised = _quantisation(config)
+            if quantised and device_map is None:
+                device_map = {"": device}  # most of these can't be moved
         quantization = {"quantization_config": GgufConfig(dequantize=True)} if options else {}
-        with redirect_stderr(StringIO()) if Path(name).is_dir() else nullcontext():  # bars of a load that is over in a moment
-            loaded = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options, **quantization).to(device)
-            tokenizer = AutoTokenizer.from_pretrained(name, **options)
+        with redirect_stderr(StringIO()) if local else nullcontext():  # bars of a load that is over in a moment
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=AUTO if dtype is None else dtype,
+                device_map=device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+                **hub,
+                **options,
+                **quantization,
+            )
+            _refuse_incomplete(found)
+            tokenizer = AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(name, revision) else name, **hub, **options)
+        if device_map is None:
+            loaded = loaded.to(device)
+        elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
+            raise InvalidInput(f"device_map spreads it over {', '.join(sorted(map(str, places)))}: quickbeam needs all of it on one device")
+        if base:
+            _merge_adapters(loaded)
+        hold_angles(loaded)
         if options:
             split_digits(tokenizer, Path(model).expanduser())
-    except InvalidInput:
-        raise
-    except (OSError, ValueError, KeyError, ImportError) as error:
+    except InvalidInput as error:
+        raise InvalidInput(f"can't load {model!r}: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise InvalidInput(
+                f"can't load {model!r}: it comes with Python code of its own, which runs only where you allow it: "
+                "read that code, then add --trust-remote-code (in Python: trust_remote_code=True)"
+            ) from error
+        if quantised and isinstance(error, ImportError | RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+            raise InvalidInput(
+                f"can't load {model!r}: its weights are quantised ({quantised}), and what reads them is missing here: {reason} "
+                "(or take the model's unquantised weights)"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise
         raise InvalidInput(f"can't load {model!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
     return loaded, tokenizer
 

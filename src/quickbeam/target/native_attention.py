@@ -9,13 +9,13 @@ import torch
 from quickbeam.target.attention import Layer
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore
+from quickbeam.target.pages import PagePool
 
 
 class NativeAttention:
     """Keys and values to their pages, then attention over them: one call a layer, with a program of its own for each."""
 
-    def __init__(self, store: PagedStore) -> None:
+    def __init__(self, store: PagePool) -> None:
         self._store = store
         self._programs: dict[int, Program] = {}
 
@@ -47,12 +47,11 @@ class NativeAttention:
 
 @dataclass
 class NativeStep:
-    """One pass of a model over `rows`. `positions`: `[n]` int64, of these rows (`base` is 0, as they are not those of a whole tree)."""
+    """One pass of a model over `rows`. `new_positions`: `[n]` int64, of these rows."""
 
     rows: Rows
-    positions: torch.Tensor
+    new_positions: torch.Tensor
     attention: NativeAttention
-    base: int = 0
 
     def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer) -> torch.Tensor:
         return self.attention(query, key, value, layer, self.rows)

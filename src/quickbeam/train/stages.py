@@ -17,9 +17,10 @@ from accelerate import Accelerator
 from quickbeam import hub
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.target.kv_cache import KVPool, LayerShape
 from quickbeam.target.loading import eos_ids, load_model
+from quickbeam.target.model import Model
 from quickbeam.train import drafter, text
-from quickbeam.train.decoder import BatchDecoder
 from quickbeam.train.shards import Shards, ShardWriter, read_prompts
 from quickbeam.train.trainer import Report, Trainer
 
@@ -94,7 +95,10 @@ class DrafterTraining:
         row = len(self.layers) * config.target_size * 2 + 5
         logits = plan.slots * config.vocab_size * 4
         base = GIB  # the interpreter and the libraries
-        cache = BatchDecoder.memory(self.model, plan.slots, plan.length)
+        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        pool = KVPool([shape] * self.model.config.get_text_config().num_hidden_layers, self.model.dtype, self.device)
+        longest = plan.length * 5 // 4 + 256  # a sequence's keys and values grow by a quarter, in blocks
+        cache = plan.slots * -(-longest // pool.page) * pool.page_bytes
         text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
         width = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate_size + 12 * config.hidden_size
         parameters = config.hidden_size * (len(config.layers) * config.target_size + width + 2 * config.hidden_size)
@@ -138,8 +142,9 @@ class DrafterTraining:
         question = min(text.Recipe.question, plan.length // 3)
         seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
         recipe = text.Recipe(length=plan.length, question=question, quote=plan.quote, seed=seed)
-        decoder = BatchDecoder(self.model, plan.slots, plan.length, self.layers)
-        writer = text.Writer(decoder, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
+        model = Model(self.model, exact=False, gathered=True)
+        model.watch(self.layers)
+        writer = text.Writer(model, plan.slots, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
         began, fresh = time.perf_counter(), 0
         try:
             for conversation in writer:

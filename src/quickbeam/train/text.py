@@ -9,14 +9,15 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
-
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.train.decoder import FEW, BatchDecoder
+from quickbeam.target.model import Model
 from quickbeam.train.shards import Conversation
+from quickbeam.train.talk import Talk
 
 Message = dict[str, str]
 
@@ -121,44 +122,19 @@ class Template:
         return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"]))
 
 
-class Circles:
-    """Tells when a text goes in circles, as small models' answers do: what repeats itself is soon drafted right and teaches no more."""
-
-    def __init__(self) -> None:
-        self.run = 0  # the last so many tokens each ended three that had stood in a row before
-        self._seen: set[tuple[int, ...]] = set()
-        self._last: tuple[int, ...] = ()
-
-    def read(self, token: int) -> None:
-        """Take the next token."""
-        self._last = (*self._last[-2:], token)
-        self.run = self.run + 1 if self._last in self._seen else 0
-        self._seen.add(self._last)
-
-
-@dataclass
-class _Slot:
-    """One conversation in the making."""
-
-    forced: list[int]  # tokens still to be read, last first
-    temperature: float
-    tokens: list[int] = field(default_factory=list)
-    answer: list[bool] = field(default_factory=list)
-    answering: bool = False
-    document: bool = False  # all of it but how it begins is an answer, to nothing
-    spoken: int = 0  # tokens of the turn under way
-    circles: Circles = field(default_factory=Circles)
-
-
 class Writer:
-    """Writes conversations with a `BatchDecoder`: iterate for them, without end (with `prompts`: until all are answered).
+    """Writes conversations, `slots` of them side by side: iterate for them, without end (with `prompts`: until all are answered).
 
-    `prompts`: conversations whose last turn is the user's, in token ids, instead of own questions.
+    `model` gives the hidden states that they hold (`Model.watch`). `prompts`: conversations whose last turn is the user's, in token ids,
+    instead of own questions.
+
+    Raises `InvalidInput` where the template or all prompts are longer than a conversation may be.
     """
 
     def __init__(
         self,
-        decoder: BatchDecoder,
+        model: Model,
+        slots: int,
         encode: Callable[[str], list[int]],
         template: Template | None,
         stops: frozenset[int],
@@ -167,7 +143,12 @@ class Writer:
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
-        self._decoder, self._template, self._stops, self._recipe = decoder, template, stops, recipe
+        if (limit := model.context_length) is not None:  # a token follows the last one, though nobody reads it
+            recipe = replace(recipe, length=min(recipe.length, limit - 1))
+        if prompts is None and template is not None and len(template.begin) + len(template.reply) >= recipe.length:
+            raise InvalidInput(f"the chat template alone fills {recipe.length} tokens: raise --length")
+        self._model, self._slots = model, slots
+        self._template, self._stops, self._recipe = template, stops, recipe
         self._openers = [encode(opener) for opener in recipe.openers]
         self._quotes = [(encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes]
         self._between = encode("\n\n")  # passages
@@ -177,27 +158,54 @@ class Writer:
         if self._prompts is not None and not self._prompts:
             raise InvalidInput(f"every prompt is longer than {recipe.length} tokens: raise --length")
         self._random = random.Random(recipe.seed)
-        self._generator = torch.Generator(decoder.device).manual_seed(recipe.seed)
         self._next = 0
 
-    def _fresh(self) -> _Slot | None:
+    def __iter__(self) -> Iterator[Conversation]:
+        engine = Engine(self._model, most=self._slots, share=False)  # conversations have little more in common than the template
+        running = dict[Talk, SequenceState]()
+        try:
+            self._fill(engine, running)
+            while running:
+                engine.step()
+                for talk, sequence in list(running.items()):
+                    if sequence.error is not None:
+                        raise sequence.error
+                    if talk.done:
+                        engine.cancel(sequence)
+                        del running[talk]
+                        if any(talk.answer):
+                            yield talk.conversation()
+                self._fill(engine, running)
+        finally:
+            engine.close()
+
+    def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
+        """Begin conversations in all free slots."""
+        recipe = self._recipe
+        while len(running) < self._slots and (talk := self._fresh()) is not None:
+            if len(talk.tokens) < recipe.length:
+                seed = self._random.getrandbits(63)
+                request = talk.request(self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size)
+                running[talk] = engine.add(request)
+
+    def _fresh(self) -> Talk | None:
         temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
         if self._prompts is not None:
             if self._next == len(self._prompts):
                 return None
             ids = self._prompts[self._next]
             self._next += 1
-            return _Slot(ids[::-1], temperature, answering=True)
+            return Talk(ids, temperature, answering=True)
         assert self._template is not None
         kind, quote = self._random.random(), self._recipe.quote
         if self._documents and quote <= kind < 1.5 * quote:
             words = self._template.raw + self._random.choice(self._documents)
-            return _Slot(words[::-1], self._recipe.document_temperature, answering=True, document=True)
+            return Talk(words, self._recipe.document_temperature, answering=True, document=True)
         if self._answers and kind < quote:
             words, complete = self._quote()
             reply = self._template.reply if complete else []
-            return _Slot((self._template.begin + words + reply)[::-1], temperature, answering=complete)
-        return _Slot((self._template.begin + self._opener())[::-1], temperature)
+            return Talk(self._template.begin + words + reply, temperature, answering=complete)
+        return Talk(self._template.begin + self._opener(), temperature)
 
     def _quote(self) -> tuple[list[int], bool]:
         """Words around a text, which is one earlier answer or document, or several; whether nothing follows them."""
@@ -212,94 +220,36 @@ class Writer:
     def _opener(self) -> list[int]:
         return self._random.choice(self._openers) if self._openers and self._random.random() < 0.5 else []
 
-    def __iter__(self) -> Iterator[Conversation]:
-        decoder, recipe = self._decoder, self._recipe
-        slots = [self._fresh() for _ in range(decoder.slots)]
-        hidden: torch.Tensor | None = None
-        chosen = [0] * decoder.slots
-        while any(slots):
-            fed = []
-            for i, slot in enumerate(slots):
-                if slot is None:
-                    decoder.restart(i)
-                    fed.append(0)
-                    continue
-                begin = len(slot.tokens)
-                if (count := min(len(slot.forced), recipe.length - begin) - 1) >= FEW:
-                    known = [slot.forced.pop() for _ in range(count)]
-                    states = decoder.fill(i, known)
-                    if hidden is None:
-                        hidden = states.new_zeros(decoder.slots, recipe.length, states.shape[1])
-                    hidden[i, begin : begin + count] = states
-                    slot.tokens += known
-                    slot.answer += [False] * count
-                said = not slot.forced
-                token = chosen[i] if said else slot.forced.pop()
-                slot.tokens.append(token)
-                slot.answer.append(said and slot.answering)
-                slot.spoken += said
-                if said:
-                    slot.circles.read(token)
-                fed.append(token)
-            logits, states = decoder.step(torch.tensor(fed, device=decoder.device))
-            if hidden is None:
-                hidden = states.new_zeros(decoder.slots, recipe.length, states.shape[1])
-            at = torch.tensor([len(slot.tokens) - 1 if slot else 0 for slot in slots], device=decoder.device)
-            hidden[torch.arange(decoder.slots, device=decoder.device), at] = states
-            over = [slot is not None and self._turn(slot) for slot in slots]
-            chosen = self._choose(logits, slots)  # by who speaks now
-            for i, slot in enumerate(slots):
-                if slot is None or not over[i]:
-                    continue
-                if any(slot.answer):
-                    n = len(slot.tokens)
-                    tokens, answer = torch.tensor(slot.tokens, dtype=torch.int32), torch.tensor(slot.answer)
-                    yield Conversation(tokens, answer, hidden[i, :n].to("cpu", copy=True), slot.temperature)
-                slots[i] = self._fresh()
-                decoder.restart(i)
-
-    def _turn(self, slot: _Slot) -> bool:
-        """Let the other one speak where a turn has ended; whether the conversation is over."""
-        full = len(slot.tokens) >= self._recipe.length
-        if slot.forced or full:
-            return full
-        ended = slot.spoken > 0 and slot.tokens[-1] in self._stops
-        if slot.document:
-            over = ended or slot.spoken >= self._recipe.document or slot.circles.run >= self._recipe.circle
-            if over and slot.spoken > LEAST:
-                self._written.append(slot.tokens[len(self._template.raw) if self._template else 0 : len(slot.tokens) - ended])
-            return over
-        if slot.answering:
-            if slot.circles.run >= self._recipe.circle:
-                return True
+    def _turn(self, talk: Talk) -> None:
+        """Let the other one speak where a turn has ended, or end the conversation."""
+        recipe, last = self._recipe, talk.tokens[-1]
+        if len(talk.tokens) >= recipe.length:
+            talk.over = True
+        if talk.over or talk.known:
+            return
+        ended = talk.spoken > 0 and last in self._stops
+        circling = talk.circles.run >= recipe.circle
+        if talk.document:
+            talk.over = ended or circling or talk.spoken >= recipe.document
+            if talk.over and talk.spoken > LEAST:
+                self._written.append(talk.tokens[len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended])
+        elif talk.answering:
+            if circling or not ended:
+                talk.over = circling
+                return
+            if talk.spoken > LEAST:
+                self._answers.append(talk.tokens[-talk.spoken : -1])
             # Half of the conversations that have room go on.
-            if not ended:
-                return False
-            if slot.spoken > LEAST:
-                self._answers.append(slot.tokens[-slot.spoken : -1])
-            if self._template is None or len(slot.tokens) > self._recipe.length * 0.6 or self._random.random() < 0.5:
-                return True
-            after = self._template.again
-            slot.forced = ((after[1:] if after and after[0] == slot.tokens[-1] else after) + self._opener())[::-1]
-            slot.answering, slot.spoken = False, 0
-            return False
-        assert self._template is not None
-        if ended or slot.spoken >= self._recipe.question:
-            reply = self._template.reply
-            slot.forced = (reply[1:] if ended and reply[0] == slot.tokens[-1] else reply)[::-1]
-            slot.answering, slot.spoken = True, 0
-        return False
+            if self._template is None or len(talk.tokens) > recipe.length * 0.6 or self._random.random() < 0.5:
+                talk.over = True
+                return
+            self._hand_over(talk, self._template.again, self._opener())
+        elif ended or talk.spoken >= recipe.question:
+            assert self._template is not None
+            self._hand_over(talk, self._template.reply)
 
-    def _choose(self, logits: torch.Tensor, slots: Sequence[_Slot | None]) -> list[int]:
-        """The next token of every slot, by its temperature: one uniform number against the summed law."""
-        heat = torch.tensor([0.0 if slot is None else self._temperature(slot) for slot in slots])
-        tokens = logits.argmax(-1)
-        warm = heat.nonzero()[:, 0].to(logits.device)
-        if len(warm):
-            law = (logits[warm].float() / heat.to(logits.device)[warm, None]).softmax(-1).cumsum(-1)
-            uniform = torch.rand(len(warm), 1, generator=self._generator, device=logits.device) * law[:, -1:]
-            tokens[warm] = torch.searchsorted(law, uniform, right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
-        return tokens.tolist()
-
-    def _temperature(self, slot: _Slot) -> float:
-        return slot.temperature if slot.answering else self._recipe.user_temperature
+    def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
+        """The other one's turn, which begins with `words`. The template says `between`, whose first token may have been said already."""
+        said = between[:1] == talk.tokens[-1:]
+        talk.known = [*between[said:], *words][: self._recipe.length - len(talk.tokens)]
+        talk.answering, talk.spoken = not talk.answering, 0

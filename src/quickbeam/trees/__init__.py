@@ -11,25 +11,25 @@ from quickbeam.errors import InvalidInput
 from quickbeam.trees.acceptance import Printed
 from quickbeam.trees.base import NoDraft, TreePolicy
 from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.dyspec_threshold import Threshold
-from quickbeam.trees.eagle2 import TopK
-from quickbeam.trees.greedy import Greedy
-from quickbeam.trees.hybrid import Merged
+from quickbeam.trees.eagle2 import Eagle2
+from quickbeam.trees.hybrid import Hybrid
 from quickbeam.trees.logitspec import LogitSpec
-from quickbeam.trees.prompt_lookup import Chain
+from quickbeam.trees.prompt_lookup import PromptLookup
 from quickbeam.trees.sequoia import Sequoia
 from quickbeam.trees.specinfer import Branches
 
 DRAFTER = "drafter"  # the source that needs a model
 SOURCES = ("ngram", "last_logits")  # the others
 DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
-    "greedy": Greedy,
-    "greedy-printed": lambda drafter: Greedy(drafter, Printed()),
+    "greedy": DySpec,
+    "greedy-printed": lambda drafter: DySpec(drafter, Printed()),
     "threshold": Threshold,
     "drafted-chain": lambda drafter: Branches(drafter, 1),
     "specinfer": lambda drafter: Branches(drafter, 3),
     "sequoia": Sequoia,
-    "eagle2": TopK,
+    "eagle2": Eagle2,
 }
 TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
     "none": (),
@@ -41,7 +41,7 @@ TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
 
 
 def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None) -> TreePolicy:
-    """The policy of this name over new sources of these names; its `sources` are what the engine resets and extends.
+    """The policy of this name over new sources of these names; its `sources` are what a sequence begins with.
 
     `drafter` is what the source "drafter" stands for. Raises `InvalidInput` for an unknown tree or source, for a source that the tree
     can't use, for a tree left without one, and where a drafter is needed and not given.
@@ -63,10 +63,10 @@ def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | Non
             raise InvalidInput(f"tree {tree!r} needs the source {DRAFTER!r}")
         if drafter is None:
             raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
-        return DRAFTED[tree](drafter) if tree in DRAFTED else Merged(drafter, ngram) if ngram else Greedy(drafter)
+        return DRAFTED[tree](drafter) if tree in DRAFTED else Hybrid(drafter, ngram) if ngram else DySpec(drafter)
     last_logits = LastLogits() if "last_logits" in preset_sources else None
     if tree == "chain" and ngram is not None:
-        return Chain(ngram)
+        return PromptLookup(ngram)
     if tree == "logitspec":
         return LogitSpec(ngram, last_logits)
     return NoDraft()

@@ -1,17 +1,23 @@
-"""DySpec's tree of drawn tokens (2410.11744, Alg. 1): always fill the slot that is most likely to be reached."""
+"""DySpec's greedy tree (2410.11744): always fill the slot that is most likely to be reached."""
 
 from __future__ import annotations
 
+from collections.abc import Generator, Sequence
+from functools import partial
 from heapq import heappop, heappush, heapreplace
+from itertools import zip_longest
 from typing import NamedTuple
 
-from quickbeam.draft.base import Context
+from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws, Prices
 from quickbeam.tree import TokenTree
-from quickbeam.trees.acceptance import Chances
+from quickbeam.trees.acceptance import Chances, Likeliest, Measured
+from quickbeam.trees.base import Grown, Growth
+from quickbeam.trees.best_first import Candidate, Search, keep_worthwhile, open_ends
 from quickbeam.trees.drafted import DraftedPolicy
 from quickbeam.trees.draws import Draws
 
 PEAK = 0.6  # the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on our own questions, 0.33 at 1)
+FINDS = 2  # nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen on our own questions
 FIRST = -1  # the place of a certain child that is tried before all draws
 
 
@@ -47,7 +53,7 @@ class Slots:
         self._draws: dict[int, Draws] = {}
         self._seen: set[int] = set()  # nodes whose laws have had their turn
 
-    def fill(self) -> TokenTree:
+    def fill(self) -> Generator[DraftRequest, Laws | None, TokenTree]:
         """Fill slots to the budget."""
         self._open(0)
         while self._heap and len(self.tree) < self._budget:
@@ -55,7 +61,7 @@ class Slots:
             if place == FIRST:
                 self._fill_sure(slot)
             elif node not in self._draws:
-                self._ask()
+                yield from self._ask()
             elif node not in self._seen:  # its law is there: now it is known what its first draw is worth
                 self._seen.add(node)
                 heapreplace(self._heap, self._slot(-slot.missed, node, 0))
@@ -92,12 +98,13 @@ class Slots:
         heapreplace(self._heap, Slot(-left * self._chances.slot(0, PEAK), -left, slot.node, 0))
         self._open(new)
 
-    def _ask(self) -> None:
+    def _ask(self) -> Generator[DraftRequest, Laws | None, None]:
         """Ask for the nodes whose first draws are among the best of the heap, as many as there are nodes left to add."""
         free = self._budget - len(self.tree)
         best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws and slot.place != FIRST]
         due = list(dict.fromkeys(self._askable(node) for node in best))
-        for node, draws in zip(due, self._policy.ask(self._context, self.tree, due, free), strict=True):
+        found = yield from self._policy.ask(self._context, self.tree, due, free)
+        for node, draws in zip(due, found, strict=True):
             if node in self._sure:
                 draws.strike(self._sure[node].token)
             self._draws[node] = draws
@@ -125,3 +132,131 @@ class Slots:
         """That of a draw of `node`, which is reached with probability `reached`."""
         peak = self._draws[node].peak(place)
         return Slot(-reached * self._chances.slot(place, peak), -reached, node, place)
+
+
+class Promises:
+    """How much of what trees promise comes true: what a drafter says is not always so.
+
+    A tree promises the sum of its nodes' probabilities. Its calls were made for nodes that are reached with a probability, in sum `asked`.
+    Both are held against the tokens that were accepted, in sums that fade.
+    """
+
+    MEMORY = 64  # trees after which an observation has lost most of its weight
+    TRUST = 4.0  # trees that the first guess counts for
+    LEAST = 1e-3  # tokens that never fade: where nothing was promised for long, or nothing came, the quotient stays a number
+
+    def __init__(self) -> None:
+        self._accepted, self._promised, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
+
+    @property
+    def truth(self) -> float:
+        """Accepted tokens for each one that was promised."""
+        return (self._accepted + self.LEAST) / (self._promised + self.LEAST)
+
+    @property
+    def gain(self) -> float:
+        """Accepted tokens that come of asking for a node that is reached."""
+        return self._accepted / self._asked
+
+    def observe(self, accepted: int, promised: float, asked: float) -> None:
+        """A tree promised `promised` tokens, with calls for nodes of `asked`."""
+        keep = 1 - 1 / self.MEMORY
+        self._accepted = keep * self._accepted + accepted
+        self._promised = keep * self._promised + promised
+        self._asked = keep * self._asked + asked
+
+
+class DySpec(DraftedPolicy):
+    """Above temperature 0, Alg. 1: a heap of open slots, the best of which is filled (`Slots`). At temperature 0, best-first search
+    (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand in order of worth.
+
+    As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`acceptance.Printed`). That makes trees too wide:
+    a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `acceptance.Measured`, the
+    default, goes by what was accepted, and `acceptance.Likeliest` does at temperature 0. Slots are chosen by what is known before their
+    tokens are: that keeps sampling exact.
+
+    The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law
+    that comes early changes nothing of the tree, as it is not looked at before its turn.
+
+    - Alg. 1: when the best slot belongs to a node without a law, those nodes are asked for whose first slots are among the best of the
+      heap, as many as there are nodes left to add. Until a node's first slot is the best, it counts as one of a law of usual `PEAK`.
+    - Best-first: of the likeliest paths found so far, as many as fit the budget, those are asked for that have no law yet, have `HOPE` of
+      a child among them, and are at least `FRACTION` as likely as the best of these, until there is none. So few of the likeliest paths
+      are missed, those below a path that barely got in.
+
+    The paper's budget is a number of nodes. With `Context.prices`, at temperature 0, the tree ends where the next likeliest path promises
+    less than a node's price, and no call is made for nodes that promise less than a call's (`Promises`: how much of it to believe).
+    """
+
+    priced = True
+
+    def __init__(self, drafter: Drafter, chances: Chances | None = None) -> None:
+        super().__init__(drafter)
+        self.chances = chances or Measured()  # of draws
+        self.likeliest = chances or Likeliest()  # of certain children
+        self.promises = Promises()
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        if budget < 2 or max_depth < 1:
+            return Grown(TokenTree(context.ids[-1]))
+        if context.temperature > 0:
+            slots = self._slots(context, budget, max_depth)
+            tree = yield from slots.fill()
+            return Grown(tree, partial(self._learn_drawn, slots))
+        search = self._search(context, budget - 1, max_depth)
+        if context.prices is not None:
+            return (yield from self._worthwhile(search, context.prices, budget - 1, max_depth))
+        due = [search.root]
+        while due:
+            yield from search.expand(due)
+            due = open_ends(search, budget - 1, max_depth)
+        return Grown(search.tree(), partial(self._learn, search))
+
+    def _worthwhile(self, search: Search, prices: Prices, size: int, max_depth: int) -> Growth:
+        truth, asked = self.promises.truth, 0.0
+        due, trial = [search.root], prices.trial
+        keep_worthwhile(search, prices, truth)
+        while due:
+            gain = float("inf") if trial else self._gain(search, due)
+            if not (yield from search.expand(due, gain=gain)):
+                break
+            trial = False
+            asked += sum(search.worth(one) for one in due)
+            keep_worthwhile(search, prices, truth)
+            due = open_ends(search, size, max_depth)
+        return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
+
+    def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
+        """Tokens that asking about `due` gives, less the price of the nodes it adds."""
+        gain, price = self.promises.gain, FINDS * self.promises.truth * -search.worst
+        return sum(max(0.0, search.worth(one) * gain - price) for one in due)
+
+    def _search(self, context: Context, size: int, max_depth: int) -> Search:
+        return Search(self, context, size, self.likeliest)
+
+    def _slots(self, context: Context, budget: int, max_depth: int) -> Slots:
+        return Slots(self, context, budget, max_depth, self.chances)
+
+    def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
+        """From a tree of certain children."""
+        said = search.said()
+        for node, accepted in zip_longest(path, path[1:]):
+            for child in tree.children[node].values():
+                if child in said:
+                    self.likeliest.observe(*said[child], child == accepted)
+        if asked:
+            promised = sum(tree.value[node] for node in self._drafted(search, range(1, len(tree))))  # by what was verified of it
+            self.promises.observe(len(self._drafted(search, path[1:])), promised, asked)
+
+    def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
+        """From a tree of draws; siblings after the accepted one had no turn."""
+        for node, accepted in zip_longest(path, path[1:]):
+            for child in tree.children[node].values():
+                if child in slots.drawn:
+                    self.chances.observe(*slots.drawn[child], child == accepted)
+                if child == accepted:
+                    break
+
+    def _drafted(self, search: Search, nodes: Sequence[int]) -> list[int]:
+        """Those of these nodes that are the drafter's."""
+        return list(nodes)

@@ -7,6 +7,7 @@ from itertools import count
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.drafted import DraftedPolicy
 from quickbeam.trees.draws import Draws
 from quickbeam.trees.wide import ROUNDING
@@ -15,7 +16,7 @@ from quickbeam.trees.wide import ROUNDING
 class Threshold(DraftedPolicy):
     """Fill the slots worth `threshold` or more (`None`: 1 / budget), one layer of the tree and one call of the drafter after another.
 
-    Worth is what it is to `Greedy`: the probability that a slot is reached, at temperature 0 the product of probabilities down to its
+    Worth is what it is to `DySpec`: the probability that a slot is reached, at temperature 0 the product of probabilities down to its
     own token. Where the budget ends within a layer, its best slots are filled and drawing stops. Nodes stand layer by layer, in order of
     worth.
 
@@ -29,12 +30,12 @@ class Threshold(DraftedPolicy):
         self.threshold = threshold
         self.nested = threshold is not None
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         least = self.threshold or 1 / budget
         layer, depth = [0], 0
         while layer and depth < max_depth and (free := budget - len(tree)) > 0:
-            found = self.ask(context, tree, layer, free, [ROUNDING * least / tree.value[node] for node in layer])
+            found = yield from self.ask(context, tree, layer, free, [ROUNDING * least / tree.value[node] for node in layer])
             slots = [
                 (-worth, node, i, draws)
                 for node, draws in zip(layer, found, strict=True)
@@ -45,7 +46,7 @@ class Threshold(DraftedPolicy):
             # A node's slots are worth no more than the node.
             layer = [node for node in nodes if node is not None and tree.value[node] >= least]
             depth += 1
-        return tree
+        return Grown(tree)
 
 
 def worths(draws: Draws, reached: float, least: float, most: int) -> list[float]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
-from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.best_first import Search
 from quickbeam.trees.drafted import DraftedPolicy
 
 
-class TopK(DraftedPolicy):
+class Eagle2(DraftedPolicy):
     """Expansion: each node of a layer has its likeliest tokens as candidates, and the `width` candidates whose paths are likeliest are
     the next layer, `depth` layers at most. Reranking: the tree is the likeliest candidates of all layers.
 
@@ -25,12 +25,12 @@ class TopK(DraftedPolicy):
         super().__init__(drafter)
         self.width, self.depth = width, depth
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         search = Search(self, context, budget - 1)
         layer = [search.root] if budget > 1 else []
         for depth in range(1, 1 + min(self.depth, max_depth)):
             if not layer:
                 break
-            search.expand(layer, self.width)
+            yield from search.expand(layer, self.width)
             layer = [one for one in search.best if one.depth == depth][: self.width]
-        return search.tree()
+        return Grown(search.tree())

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from quickbeam.draft.base import Context, Drafter
-from quickbeam.draft.ngram import Ngram
+from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws
+from quickbeam.draft.ngram import Ngram, NgramIndex
 from quickbeam.tree import TokenTree
 from quickbeam.trees.best_first import Candidate, Search
-from quickbeam.trees.dyspec import PEAK, Slots, Sure
-from quickbeam.trees.greedy import Greedy
+from quickbeam.trees.dyspec import PEAK, DySpec, Slots, Sure
 from quickbeam.trees.wide import Row
 
 LONGEST = 16  # tokens of a continuation at most
@@ -20,7 +19,7 @@ SURE = 2  # tokens that a guessed path must have in common with the text to be c
 
 class Repeats:
     """How often the text goes on as it did before, by how many tokens it has been repeating itself for: at first a guess, from 1 time in 4
-    to 9 in 10 as `AutoBudget.prior` has it, then by what came true."""
+    to 9 in 10 as `Expected.prior` has it, then by what came true."""
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
     TRUST = 8.0  # observations that these count for
@@ -44,14 +43,14 @@ class Repeats:
         return min(max(length, 1).bit_length(), len(self.USUAL)) - 1
 
 
-class MergedSearch(Search):
+class HybridSearch(Search):
     """A search in which continuations of the text take part: paths that cost no call.
 
     Where a drafter is asked about a node that has one, the two are one child of chance 1 - (1 - q)(1 - a), q being its probability and a
     the continuation's chance, and the drafter's other tokens share what is left.
     """
 
-    def __init__(self, policy: Greedy, context: Context, size: int, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
+    def __init__(self, policy: DySpec, context: Context, size: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
         super().__init__(policy, context, size, policy.likeliest)
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
@@ -61,21 +60,26 @@ class MergedSearch(Search):
         if match := ngram.match(self._tails[0]):
             self._continue(self.root, ngram.continuation(match, LONGEST), ngram.extent(match, LONGEST))
 
-    def expand(self, due: Sequence[Candidate], width: int | None = None) -> None:
-        super().expand(due, width)
+    def expand(
+        self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
+    ) -> Generator[DraftRequest, Laws | None, bool]:
+        if not (yield from super().expand(due, width, gain)):
+            return False
         for one in [one for one in self.best if one.number not in self._tails]:
             tail = self._tails[one.number] = (*self._tails[one.parent], one.token)[-self._ngram.max_n :]
             match = self._ngram.match(tail)
             if match and match.length >= SURE:
                 guessed = tail[-min(one.depth, len(tail)) :]
                 self._continue(one, self._ngram.continuation(match, LONGEST, guessed), match.length)
+        return True
 
     def worth(self, one: Candidate) -> float:
         return -one.cost * (1 - self.chances.get(one.number, 0.0))
 
     @property
-    def drafted(self) -> list[Candidate]:
-        return [one for one in self.best if one.number not in self.lengths]
+    def repeating(self) -> dict[int, int]:
+        """By node of the tree that was made: tokens of repetition before it, where it continues the text."""
+        return {self.place[number]: length for number, length in self.lengths.items() if number in self.place}
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
         chain = self._chains.get(one.number)
@@ -101,7 +105,7 @@ class MergedSearch(Search):
             if above.cost * chance >= worst:
                 break
             self.chances[above.number] = chance
-            above = self.new(above, token, chance, self._ngram.name)
+            above = self.new(above, token, chance, Ngram.name)
             self.lengths[above.number] = length + i
             self._tails[above.number] = (*self._tails[above.parent], token)[-self._ngram.max_n :]
             chain.append(above)
@@ -117,11 +121,11 @@ class Chain(NamedTuple):
     length: int
 
 
-class MergedSlots(Slots):
+class HybridSlots(Slots):
     """Slots in which a continuation of the text is tried before the draws of its node. `lengths`: by node that continues the text, how long
     it had repeated itself before."""
 
-    def __init__(self, policy: Greedy, context: Context, budget: int, max_depth: int, ngram: Ngram, repeats: Repeats) -> None:
+    def __init__(self, policy: DySpec, context: Context, budget: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
         super().__init__(policy, context, budget, max_depth, policy.chances)
         self.lengths: dict[int, int] = {}
         self._chains: dict[int, Chain] = {}  # what may follow a node
@@ -135,7 +139,7 @@ class MergedSlots(Slots):
         if chance < self._chances.slot(1, PEAK):
             return None
         self._chains[node] = chain
-        return Sure(chain.tokens[0], self._ngram.name, chance)
+        return Sure(chain.tokens[0], Ngram.name, chance)
 
     def placed(self, node: int) -> None:
         tokens, length = self._chains[self.tree.parent[node]]
@@ -153,8 +157,8 @@ class MergedSlots(Slots):
         return Chain(self._ngram.continuation(match, LONGEST, guessed), length)
 
 
-class Merged(Greedy):
-    """At temperature 0, `Greedy`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
+class Hybrid(DySpec):
+    """At temperature 0, `DySpec`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
     source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
     long, the drafter is not asked at all.
 
@@ -166,39 +170,38 @@ class Merged(Greedy):
     def __init__(self, drafter: Drafter, ngram: Ngram) -> None:
         super().__init__(drafter)
         self.sources = (drafter, ngram)
-        self.ngram, self.repeats, self.sampled_repeats = ngram, Repeats(), Repeats()  # at temperature 0, and above
-        self._observed = self.repeats  # those of the last tree
-        self._lengths: dict[int, int] = {}  # of the last tree: nodes that continue the text, and for how long it repeated itself before
-
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        self._lengths, self._observed = {}, self.sampled_repeats if context.temperature > 0 else self.repeats
-        return super().grow(context, budget, max_depth)
+        self.repeats, self.sampled_repeats = Repeats(), Repeats()  # at temperature 0, and above
 
     def situation(self, context: Context) -> int:
-        match = self.ngram.match(context.ids[-self.ngram.max_n :])
-        return 4 if match and self.ngram.extent(match, LONG) == LONG else super().situation(context)
-
-    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
-        for node, following in zip(path, [*path[1:], None], strict=True):
-            for child in tree.children[node].values():
-                if child in self._lengths:
-                    self._observed.observe(self._lengths[child], child == following)
-        super().verified(tree, path)
+        index: NgramIndex = context.states[Ngram.name]
+        match = index.match(context.ids[-index.max_n :])
+        return 4 if match and index.extent(match, LONG) == LONG else super().situation(context)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
-        return MergedSearch(self, context, size, max_depth, self.ngram, self.repeats)
+        return HybridSearch(self, context, size, max_depth, context.states[Ngram.name], self.repeats)
 
-    def _planted(self, search: Search) -> TokenTree:
-        assert isinstance(search, MergedSearch)
-        tree, place = super()._planted(search), search.place
-        self._lengths = {place[number]: length for number, length in search.lengths.items() if number in place}
-        return tree
+    def _slots(self, context: Context, budget: int, max_depth: int) -> Slots:
+        return HybridSlots(self, context, budget, max_depth, context.states[Ngram.name], self.sampled_repeats)
 
-    def _sampled(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        slots = MergedSlots(self, context, budget, max_depth, self.ngram, self.sampled_repeats)
-        tree = slots.fill()
-        self._drawn, self._lengths = slots.drawn, slots.lengths
-        return tree
+    def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
+        assert isinstance(search, HybridSearch)
+        _observe(self.repeats, search.repeating, tree, path)
+        super()._learn(search, tree, path, asked)
 
-    def _accepted(self, path: Sequence[int]) -> int:
-        return sum(node not in self._lengths for node in path[1:])
+    def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
+        assert isinstance(slots, HybridSlots)
+        _observe(self.sampled_repeats, slots.lengths, tree, path)
+        super()._learn_drawn(slots, tree, path)
+
+    def _drafted(self, search: Search, nodes: Sequence[int]) -> list[int]:
+        assert isinstance(search, HybridSearch)
+        repeating = search.repeating
+        return [node for node in nodes if node not in repeating]
+
+
+def _observe(repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]) -> None:
+    """Tell what became of nodes that continue the text; `lengths`: for how long it repeated itself before each."""
+    for node, following in zip(path, [*path[1:], None], strict=True):
+        for child in tree.children[node].values():
+            if child in lengths:
+                repeats.observe(lengths[child], child == following)

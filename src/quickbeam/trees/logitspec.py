@@ -7,10 +7,10 @@ from itertools import islice
 
 from quickbeam.draft.base import Context
 from quickbeam.draft.last_logits import LastLogits
-from quickbeam.draft.ngram import Ngram
+from quickbeam.draft.ngram import Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.base import Undrafted
 from quickbeam.trees.prompt_lookup import graft, promise
 
 CHAIN = 20  # tokens of the chain at most
@@ -25,7 +25,7 @@ def branch_length(rank: int) -> int:
     return 4 if rank <= 8 else 3 if rank <= 32 else 1
 
 
-class LogitSpec(TreePolicy):
+class LogitSpec(Undrafted):
     """The rule of LogitSpec (2507.01449, as its code has it), with its drafts merged into a trie.
 
     - The chain: up to 20 tokens that followed the longest match ending in the root.
@@ -50,20 +50,21 @@ class LogitSpec(TreePolicy):
             raise InvalidInput("tree 'logitspec' has no source; give it ngram, last_logits or both")
 
     def situation(self, context: Context) -> int:
-        return promise(self.ngram, context)
+        return promise(context)
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
-        tail = context.ids[-self.ngram.max_n :] if self.ngram else []
+        index: NgramIndex | None = context.states[Ngram.name] if self.ngram else None
+        tail = context.ids[-index.max_n :] if index else []
 
-        matches = self.ngram.matches(tail, 1 + OTHERS) if self.ngram else []
+        matches = index.matches(tail, 1 + OTHERS) if index else []
         chain: Iterator[int] = iter(())
         tip = 0
-        if self.ngram and matches:
-            chain = iter(self.ngram.continuation(matches[0], CHAIN))
+        if index and matches:
+            chain = iter(index.continuation(matches[0], CHAIN))
             tip = graft(tree, 0, islice(chain, LEAD * matches[0].length), Ngram.name, budget, max_depth)
             for match in matches[1:]:
-                graft(tree, 0, self.ngram.continuation(match, OTHER * match.length), Ngram.name, budget, max_depth)
+                graft(tree, 0, index.continuation(match, OTHER * match.length), Ngram.name, budget, max_depth)
 
         # Each guess adds a node, unless it is the root or the chain begins with it: two more than the budget's free nodes are enough.
         guesses = self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
@@ -72,8 +73,8 @@ class LogitSpec(TreePolicy):
                 break
             size = len(tree)
             node = graft(tree, 0, [guess], LastLogits.name, budget, max_depth)
-            if self.ngram and (known := self.ngram.match([*tail, guess])):
-                rest = self.ngram.continuation(known, branch_length(rank) - 1, [guess])
+            if index and (known := index.match([*tail, guess])):
+                rest = index.continuation(known, branch_length(rank) - 1, [guess])
                 graft(tree, node, rest, Ngram.name, budget, max_depth)
             tip = graft(tree, tip, islice(chain, len(tree) - size), Ngram.name, budget, max_depth)
         graft(tree, tip, chain, Ngram.name, budget, max_depth)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from quickbeam.draft.base import Context
-from quickbeam.draft.ngram import Ngram
+from quickbeam.draft.ngram import Ngram, NgramIndex
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import TreePolicy
+from quickbeam.trees.base import Undrafted
 
 
 def graft(tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int) -> int:
@@ -25,13 +25,14 @@ def graft(tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget
     return node
 
 
-def promise(ngram: Ngram | None, context: Context) -> int:
+def promise(context: Context) -> int:
     """How long the text has been repeating itself at its end, as a `TreePolicy.situation`: not at all, 1, 2, 4 or 8 tokens and more."""
-    match = ngram.match(context.ids[-ngram.max_n :]) if ngram else None
-    return min(ngram.extent(match).bit_length(), 4) if ngram and match else 0
+    index: NgramIndex | None = context.states.get(Ngram.name)
+    match = index.match(context.ids[-index.max_n :]) if index else None
+    return min(index.extent(match).bit_length(), 4) if index and match else 0
 
 
-class Chain(TreePolicy):
+class PromptLookup(Undrafted):
     """What followed the newest earlier occurrence of the longest n-gram that ends in the root, `length` tokens at most.
 
     10 tokens is what prompt lookup drafts elsewhere too (transformers' `num_output_tokens`). Nodes carry no value.
@@ -39,16 +40,15 @@ class Chain(TreePolicy):
 
     def __init__(self, ngram: Ngram, length: int = 10) -> None:
         self.sources = (ngram,)
-        self.ngram = ngram
         self.length = length
 
     def situation(self, context: Context) -> int:
-        return promise(self.ngram, context)
+        return promise(context)
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
-        tree = TokenTree(context.ids[-1])
-        match = self.ngram.match(context.ids[-self.ngram.max_n :])
+    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
+        match = index.match(context.ids[-index.max_n :])
         wanted = min(self.length, budget - 1, max_depth)
         if match and wanted > 0:
-            graft(tree, 0, self.ngram.continuation(match, wanted), self.ngram.name, budget, max_depth)
+            graft(tree, 0, index.continuation(match, wanted), Ngram.name, budget, max_depth)
         return tree

@@ -10,6 +10,7 @@ import numpy as np
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.drafted import DraftedPolicy
 
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
@@ -93,23 +94,23 @@ class Sequoia(DraftedPolicy):
         self._shapes: Shapes | None = None
         self._nodes = 0
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         if self._shapes is None or budget > self._nodes:
             self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
         shape = self._shapes.shape(budget, max_depth)
         tree, place = TokenTree(context.ids[-1]), {0: 0}  # place: the nodes of the shape that are there
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
-            found = self.ask(context, tree, [place[spot] for spot in parents], max(len(shape[spot]) for spot in parents))
+            found = yield from self.ask(context, tree, [place[spot] for spot in parents], max(len(shape[spot]) for spot in parents))
             for spot, draws in zip(parents, found, strict=True):
                 for i, child in enumerate(shape[spot]):
                     if (node := self.add(tree, place[spot], draws, i)) is None:
                         break
                     place[child] = node
             layer = [child for spot in parents for child in shape[spot]]
-        return tree
+        return Grown(tree, self._verified)
 
-    def verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+    def _verified(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Count which children were tried, and which accepted."""
         if not self._learns:
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quickbeam.draft.base import Context, Drafter
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.drafted import DraftedPolicy
 
 
@@ -23,7 +24,7 @@ class Branches(DraftedPolicy):
         super().__init__(drafter)
         self.count = count
 
-    def grow(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         tips, width = [0], self.count
         for _ in range(max_depth):
@@ -31,7 +32,7 @@ class Branches(DraftedPolicy):
             tips, width = tips[:free], min(width, free)
             if not tips:
                 break
-            found = self.ask(context, tree, tips, width)
+            found = yield from self.ask(context, tree, tips, width)
             nodes = [self.add(tree, tip, draws, i) for tip, draws in zip(tips, found, strict=True) for i in range(width)]
             tips, width = [node for node in nodes if node is not None], 1
-        return tree
+        return Grown(tree)

@@ -103,12 +103,15 @@ class Attention {
     }
     for (size_t w = 0; w + 1 < waves.size(); ++w) {
       const QueryTile *first = tiles.data() + waves[w], *last = tiles.data() + waves[w + 1];
-      share(first, last, thread, threads, [](const QueryTile& t) { return t.width() / PAGE; }, [&](const QueryTile& t, int64_t i, int64_t j) { score(t, i, j); });
+      const auto pages = [](const QueryTile& t) { return t.width() / PAGE; };
+      const auto queries = [](const QueryTile& t) { return t.queries; };
+      share(first, last, thread, threads, pages, queries, [&](const QueryTile& t, int64_t i, int64_t j) { score(t, i, j); });
       sync();
-      share(first, last, thread, threads, [](const QueryTile& t) { return t.queries; }, [&](const QueryTile& t, int64_t i, int64_t j) { weigh(t, i, j); });
+      share(first, last, thread, threads, queries, pages, [&](const QueryTile& t, int64_t i, int64_t j) { weigh(t, i, j); });
       sync();
-      const int64_t blocks = shape_.kv.value_blocks();
-      share(first, last, thread, threads, [blocks](const QueryTile&) { return blocks; }, [&](const QueryTile& t, int64_t i, int64_t j) { values(t, i, j); });
+      const auto blocks = [this](const QueryTile&) { return shape_.kv.value_blocks(); };
+      const auto all = [](const QueryTile& t) { return t.queries * t.width(); };
+      share(first, last, thread, threads, blocks, all, [&](const QueryTile& t, int64_t i, int64_t j) { values(t, i, j); });
       sync();
     }
   }
@@ -167,16 +170,18 @@ class Attention {
     if (sums_.size() < all) sums_.resize(all);
   }
 
-  template <class Count, class Work>
-  static void share(const QueryTile* first, const QueryTile* last, int64_t thread, int64_t threads, Count count, Work work) {
+  // A thread's part of the tiles' units, each of which weighs as much as `weight` says: rows of prompts take longer than lone ones.
+  template <class Count, class Weight, class Work>
+  static void share(const QueryTile* first, const QueryTile* last, int64_t thread, int64_t threads, Count count, Weight weight, Work work) {
     int64_t total = 0;
-    for (const QueryTile* t = first; t < last; ++t) total += count(*t);
+    for (const QueryTile* t = first; t < last; ++t) total += count(*t) * weight(*t);
     const int64_t low = total * thread / threads, high = total * (thread + 1) / threads;
     int64_t at = 0;
     for (const QueryTile* t = first; t < last && at < high; ++t) {
-      const int64_t n = count(*t), i = std::max(low - at, int64_t(0)), j = std::min(high - at, n);
+      const int64_t n = count(*t), w = weight(*t);
+      const int64_t i = std::min(n, (std::max(low - at, int64_t(0)) + w - 1) / w), j = std::min(n, (high - at + w - 1) / w);
       if (i < j) work(*t, i, j);
-      at += n;
+      at += n * w;
     }
   }
 

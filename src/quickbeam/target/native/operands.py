@@ -116,6 +116,43 @@ class Rows:
         self.batch = library.Batch(n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None)
 
 
+class RowList:
+    """Rows of a call in the making, sequence by sequence."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.positions: list[int] = []
+        self._orders: list[int] = []
+        self._prefix: list[int] = []
+        self._paths: list[Sequence[int]] = []
+        self._spans: list[tuple[int, int]] = []
+        self.wanted: list[int] = []
+
+    def add(
+        self,
+        table: int,
+        tokens: Sequence[int],
+        positions: Sequence[int] | range,
+        orders: Sequence[int] | range,
+        prefix: Sequence[int] | range,
+        paths: Sequence[Sequence[int]],
+        wanted: Sequence[int] | range,
+    ) -> None:
+        """Rows of the sequence whose pages are listed at `table`; the rest as in `Rows`, `wanted` counted from its first row."""
+        first = len(self.tokens)
+        self.tokens += tokens
+        self.positions += positions
+        self._orders += orders
+        self._prefix += prefix
+        self._paths += paths
+        self._spans.append((len(tokens), table))
+        self.wanted += [first + row for row in wanted]
+
+    def rows(self) -> Rows:
+        """All of them."""
+        return Rows(self.tokens, self.positions, self._orders, self._prefix, self._paths, self._spans, self.wanted)
+
+
 @functools.lru_cache(maxsize=256)
 def plain_rows(n: int) -> Rows:
     """Rows of no sequence, for operations that look at numbers alone."""

@@ -309,8 +309,8 @@ class Worker {
     }
   }
 
-  const Span& span_of(int64_t row) const {
-    int64_t s = 0;
+  // The sequence of a row; rows come in order, so the search goes on from the last one's.
+  const Span& span_of(int64_t row, int64_t& s) const {
     while (row >= batch_.span[s].row + batch_.span[s].rows) ++s;
     return batch_.span[s];
   }
@@ -324,10 +324,11 @@ class Worker {
     const KVShape kv = kv_of(op);
     std::vector<float> x(size_t(std::max(dim, op.value_dim)));
     std::vector<bf16> y(x.size());
+    int64_t span = 0;
     for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
       const int64_t r = unit / all_heads, h = unit % all_heads;
       const float* from = at<float>(op.source) + r * op.source_stride + op.source_offset + h * dim;
-      bf16* page = span_of(r).pages[batch_.order[r] / PAGE];
+      bf16* page = span_of(r, span).pages[batch_.order[r] / PAGE];
       if (h >= op.heads + op.kv_heads) {
         narrow_all(from, y.data(), dim);
         write_value(page, kv, h - op.heads - op.kv_heads, batch_.order[r], y.data());
@@ -355,9 +356,10 @@ class Worker {
   void split(const Op& op) {
     const int64_t group = op.heads / op.kv_heads, all_heads = op.heads + 2 * op.kv_heads;
     const KVShape kv = kv_of(op);
+    int64_t span = 0;
     for (int64_t unit = low(batch_.rows * all_heads); unit < high(batch_.rows * all_heads); ++unit) {
       const int64_t r = unit / all_heads, h = unit % all_heads;
-      bf16* page = span_of(r).pages[batch_.order[r] / PAGE];
+      bf16* page = span_of(r, span).pages[batch_.order[r] / PAGE];
       if (h < op.heads) {
         const bf16* from = at<bf16>(op.source) + r * op.query_stride + h * op.head_dim;
         std::memcpy(at<bf16>(op.target) + ((h / group * batch_.rows + r) * group + h % group) * op.head_dim, from, size_t(op.head_dim) * 2);

@@ -1,4 +1,4 @@
-"""The n-gram index against a search of the whole text. Run: pytest tests/test_retrieval.py"""
+"""The n-gram index against a search of the whole text. Run: pytest tests/test_ngram.py"""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def search(ids: Sequence[int], suffix: Sequence[int], min_n: int, max_n: int) ->
 
 
 def indexed(ids: Sequence[int], min_n: int = 1, max_n: int = 3) -> NgramIndex:
-    index = NgramIndex(min_n, max_n)
-    index.reset(ids)
-    return index
+    return Ngram(min_n, max_n).begin(ids)
 
 
 def draft(ids: Sequence[int], length: int) -> list[int]:
@@ -42,8 +40,7 @@ def draft(ids: Sequence[int], length: int) -> list[int]:
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
 def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], guessed: list[int]) -> None:
-    index = NgramIndex(*size)
-    index.reset(chunks[0])
+    index = Ngram(*size).begin(chunks[0])
     text = list(chunks[0])
     for chunk in [[], *chunks[1:]]:
         index.extend(chunk)
@@ -58,8 +55,7 @@ def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[
 @settings(deadline=None, derandomize=True, max_examples=300)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.integers(1, 4))
 def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], limit: int) -> None:
-    index = NgramIndex(*size)
-    index.reset(chunks[0])
+    index = Ngram(*size).begin(chunks[0])
     for chunk in chunks[1:]:
         index.extend(chunk)
     text = [token for chunk in chunks for token in chunk]
@@ -133,14 +129,6 @@ def test_suffix_shorter_than_max_n_and_empty_text() -> None:
     assert indexed([1, 2, 1, 2], max_n=5).match([1]) == Match(3, 1)
 
 
-def test_reset_forgets() -> None:
-    index = indexed([1, 2, 1, 2])
-    index.reset([3, 1])
-    assert index.ids == [3, 1]
-    assert index.match([1]) is None
-    assert index.match([3]) == Match(1, 1)
-
-
 @pytest.mark.parametrize("max_n", [1, 3, 6])
 def test_memory_is_linear(max_n: int) -> None:
     text = random.Random(0).choices(range(1000), k=3000)
@@ -173,12 +161,17 @@ def test_work_per_token_does_not_grow() -> None:
 def test_sizes_that_make_no_sense(min_n: int, max_n: int) -> None:
     with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
         NgramIndex(min_n, max_n)
+    with pytest.raises(InvalidInput, match=f"min_n={min_n} to max_n={max_n}"):
+        Ngram(min_n, max_n)
 
 
-def test_ngram_is_a_source() -> None:
+def test_ngram_is_a_source_that_holds_no_text() -> None:
     source: Source = Ngram(max_n=2)
-    source.reset([1, 2])
-    source.extend([1])
+    states = [source.begin([1, 2]), source.begin([3, 4])]
     assert source.name == "ngram"
-    assert isinstance(source, NgramIndex)
-    assert source.match([1]) == Match(1, 1)
+    for state, token in zip(states, (1, 3), strict=True):
+        assert isinstance(state, NgramIndex) and (state.min_n, state.max_n) == (1, 2)
+        state.extend([token])
+    first, second = states
+    assert (first.match([1]), first.match([3])) == (Match(1, 1), None)
+    assert (second.match([1]), second.match([3])) == (None, Match(1, 1))

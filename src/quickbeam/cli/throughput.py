@@ -1,0 +1,136 @@
+"""`quickbeam bench throughput`: many requests at once."""
+
+from __future__ import annotations
+
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from quickbeam.cli import options
+from quickbeam.cli.common import progress_bar, stdout, strict_json
+from quickbeam.cli.passes import numbers
+from quickbeam.errors import InvalidInput
+from quickbeam.hub import DEFAULT
+
+if TYPE_CHECKING:
+    from quickbeam.bench.throughput import Cell
+
+
+def throughput(
+    questions: Annotated[
+        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+    ] = None,
+    model: options.Model = None,
+    methods: Annotated[str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET], as for bench.")] = "ar,logitspec,auto",
+    concurrency: Annotated[str, typer.Option("--concurrency", help="Requests at a time; several, comma-separated.")] = "1,4,16",
+    limit: Annotated[
+        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
+    rate: Annotated[
+        float | None, typer.Option("--rate", help="Requests that arrive a second, at random (Poisson). Default: all at once.")
+    ] = None,
+    cancel: Annotated[float, typer.Option("--cancel", min=0.0, max=1.0, help="The share of clients that go away midway.")] = 0.0,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often every cell is run, in turn.")] = 1,
+    temperature: options.Temperature = 0.0,
+    seed: options.Seed = 0,
+    drafter: options.Drafter = None,
+    kv_memory: options.KVMemory = None,
+    raw: options.Raw = False,
+    dtype: options.DtypeOption = options.Dtype.bfloat16,
+    device: options.DeviceOption = None,
+    server: Annotated[
+        list[str],
+        typer.Option("--server", metavar="NAME=COMMAND", help="A peer that serves OpenAI's interface, in a process of its own."),
+    ] = [],  # noqa: B006 (typer's way)
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")] = None,
+) -> None:
+    """Tokens a second of many requests at once, how long they wait for their first token and for each further one, and how many answers
+    are the ones given alone by plain decoding. "Decoding" leaves out the steps in which prompts are read."""
+    loads = numbers("--concurrency", concurrency, 1024)
+    if rate is not None and not rate > 0:
+        raise InvalidInput(f"--rate {rate}: must be above 0 requests a second")
+    with progress_bar(f"loading {model or DEFAULT}") as told:
+        with redirect_stderr(StringIO()):
+            from quickbeam.bench.environment import environment
+            from quickbeam.bench.methods import parse_methods
+            from quickbeam.bench.questions import load_questions, spread
+            from quickbeam.bench.servers import measure_server, parse_server
+            from quickbeam.bench.throughput import encode, fitting, measure, ratios, requests
+            from quickbeam.llm import LLM
+            from quickbeam.sampling import SamplingParams
+
+            items = parse_methods(methods)
+            if peers := [item.name for item in items if item.is_peer]:
+                raise InvalidInput(f"--methods {peers[0]}: answers one request at a time; name our own methods, and servers with --server")
+            servers = [parse_server(text) for text in server]
+            asked_of = spread(load_questions(questions), limit)
+            llm = LLM(
+                model,
+                items[0].method,
+                dtype=dtype.value,
+                device=device.value if device else None,
+                drafter=drafter,
+                kv_memory=kv_memory,
+                progress=told,
+            )
+            for item in items:
+                llm.prepare(item.method, item.vocab, item.shortlist)
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
+            prompts = encode(llm, asked_of, raw)
+            asked = requests(fitting(llm, prompts, max_tokens), rate, cancel, max_tokens)
+        cells = measure(llm, asked, items, loads, params, rounds, told)
+        record: dict[str, Any] = {
+            "environment": environment(str(llm.model.device), dtype.value),
+            "model": llm.name,
+            "settings": {
+                "questions": len(asked),
+                "skipped": len(prompts) - len(asked),
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "rate": rate,
+                "cancel": cancel,
+                "rounds": rounds,
+            },
+            "concurrency": {load: {name: cell.to_json() for name, cell in by_name.items()} for load, by_name in cells.items()},
+            "over_ar": ratios(cells),
+        }
+        llm.close()
+        for peer in servers:
+            turns = [question.turns[0] for question in asked_of]
+            for load in loads:
+                told(f"{peer.name}, {load} at a time", None)
+                cells[load][peer.name] = found = measure_server(peer, turns, load, max_tokens, raw)
+                record["concurrency"][load][peer.name] = found.to_json()
+    if json_file is not None:
+        json_file.write_text(strict_json(record) + "\n", encoding="utf-8")
+    for load, by_name in cells.items():
+        stdout().print(_table(load, by_name))
+
+
+def _table(load: int, cells: dict[str, Cell]) -> Table:
+    table = Table(title=f"{load} at a time", title_justify="left")
+    rates, waits, trees = ("tokens/s", "over ar", "decoding", "over ar"), ("ttft p50", "ttft p95", "a token p50", "p95"), ("MAT", "nodes")
+    for column in ("", *rates, *waits, *trees, "identical"):
+        table.add_column(column, justify="left" if not column else "right")
+    plain = cells.get("ar")
+    for name, cell in cells.items():
+        found = cell.to_json()
+        over = _over(cell.tokens_per_second, plain.tokens_per_second if plain else 0.0)
+        decoding = cell.decoding_tokens_per_second
+        alone = _over(decoding, plain.decoding_tokens_per_second if plain else 0.0)
+        seen = [found[key] for key in ("p50_ttft_ms", "p95_ttft_ms", "p50_tpot_ms", "p95_tpot_ms")]
+        times = ["" if wait is None else f"{wait:.0f} ms" for wait in seen]
+        counts = [f"{found[key]:.2f}" if found[key] is not None else "" for key in ("mean_accepted_tokens", "nodes_per_step")]
+        same = "" if cell.identical is None else f"{cell.identical} of {len(cell.answers)}"
+        shown = f"{decoding:.1f}" if decoding else ""
+        table.add_row(name, f"{cell.tokens_per_second:.1f}", over, shown, alone, *times, *counts, same)
+    return table
+
+
+def _over(value: float, plain: float) -> str:
+    return f"{value / plain:.2f}x" if value and plain else ""

@@ -1,0 +1,495 @@
+"""All running sequences, one step after another: trees grow side by side, one pass verifies all of them, each keeps its path."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.draft.base import Drafter, DraftRequest, Laws
+from quickbeam.engine.accept import accept, first_token
+from quickbeam.engine.budget import Budget, CostModel, Load, Plan
+from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.scheduler import Scheduler
+from quickbeam.engine.sequence import Request, SequenceState
+from quickbeam.engine.trace import StepRecord
+from quickbeam.engine.turns import Turns
+from quickbeam.errors import InvalidInput
+from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
+from quickbeam.target.kv_cache import NoRoom, SequenceCache
+from quickbeam.target.model import Model
+from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
+
+logger = logging.getLogger(__name__)
+
+MOST_ACTIVE = 32  # sequences side by side
+UNHEARD = 1024  # hidden states that a drafter may leave unread, before they are read without a tree
+
+
+@dataclass
+class Growing:
+    """A tree in the making. `laws`: the answer to its last wish."""
+
+    sequence: SequenceState
+    plan: Plan
+    growth: Growth
+    wish: DraftRequest | None = None
+    grown: Grown | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    beside: int = 1  # how many trees grew in the same time
+
+
+class Ready(NamedTuple):
+    """A sequence with its part of the next pass. `growing`: of a draft; None for a text that is read."""
+
+    sequence: SequenceState
+    part: Part
+    growing: Growing | None = None
+
+
+class Engine:
+    """Answers any number of requests through one model. `add` one, then `step` until it is over; or `cancel` it.
+
+    `budget` is made when it is first needed: it measures. `most`: sequences side by side; the others wait. `pages`: of keys and values,
+    None for any number. `share`: whether beginnings that texts have in common are computed once. What was asked ends with a reason or an
+    `error` of its own: nothing that goes wrong in one sequence touches another. Calls from several threads take turns.
+    """
+
+    def __init__(self, model: Model, *, most: int = MOST_ACTIVE, pages: int | None = None, share: bool = True) -> None:
+        if most < 1:
+            raise InvalidInput(f"{most} sequences side by side: must be at least 1")
+        self.model, self.lock = model, Turns()
+        self._arrived: deque[SequenceState] = deque()  # those that no step has seen yet: whoever brings them never waits
+        self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
+        self.scheduler = Scheduler(model, self.prefixes, most)
+        model.pool.limit = pages
+        if self.prefixes is not None:
+            model.pool.spare = self.prefixes.evict
+        self._budget: Budget | None = None
+        self._nodes: dict[Hashable, int] = {}  # by sequence: of its last tree
+        self.prompt_rows = 0  # tokens of prompts that the last step read
+
+    @property
+    def budget(self) -> Budget:
+        """Measured when it is first asked for."""
+        if self._budget is None:
+            self._budget = Budget(CostModel.measure(self.model, self.most_nodes(64)))
+        return self._budget
+
+    def most_nodes(self, wanted: int) -> int:
+        """As many nodes as a tree may have, of `wanted`."""
+        return wanted if self.model.most_nodes is None else min(wanted, self.model.most_nodes)
+
+    def add(self, request: Request) -> SequenceState:
+        """Take a request. Raises `InvalidInput` where it might not fit the model's context, its drafter's, or the memory."""
+        self.model.check_prompt(request.prompt)
+        limit, prompt, most = self.model.context_length, len(request.prompt), request.params.max_tokens
+        if limit is not None and prompt + most > limit:
+            raise InvalidInput(
+                f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of {limit}: "
+                f"shorten the prompt or ask for at most {max(0, limit - prompt)} tokens"
+            )
+        sequence = SequenceState(request)
+        if (drafter := sequence.drafter) is not None:
+            drafter.check_shortlist(request.shortlist)
+            drafter.check_length(prompt, most)
+        self.scheduler.check(sequence)
+        self._arrived.append(sequence)
+        return sequence
+
+    def cancel(self, sequence: SequenceState) -> None:
+        """End a sequence as `interrupted`, unless it is over, and free what it holds."""
+        with self.lock:
+            sequence.cancelled = True
+            self._sort()
+
+    def drop(self, sequence: SequenceState) -> None:
+        """`cancel` that never waits: now where nothing is under way, else with the next step."""
+        sequence.cancelled = True
+        if self.lock.take_if_free():
+            try:
+                self._sort()
+            finally:
+                self.lock.leave()
+
+    def _sort(self) -> None:
+        """Take up those that arrived, and let go of the cancelled."""
+        while self._arrived:
+            sequence = self._arrived.popleft()
+            drafter = sequence.drafter
+            if self.prefixes is not None and self.prefixes.drafter is None:
+                self.prefixes.drafter = drafter
+            self.scheduler.add(sequence)
+        for sequence in [one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.cancelled]:
+            sequence.end("interrupted")
+            self._leave(sequence)
+
+    def close(self) -> None:
+        """End all sequences and forget all texts."""
+        with self.lock:
+            self._sort()
+            for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
+                sequence.cancelled = True
+            self._sort()
+            self.forget()
+
+    def forget(self) -> None:
+        """Forget the beginnings of texts, so that the next prompt is computed from its first token."""
+        with self.lock:
+            if self.prefixes is not None:
+                self.prefixes.clear()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.scheduler.active or self.scheduler.waiting or self._arrived)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One step of all. However it ends (an interrupt included), outputs hold what was emitted, and nothing is lost of it; an interrupt
+        ends all that were under way."""
+        with self.lock:
+            try:
+                self._step()
+            except BaseException as error:
+                for sequence in list(self.scheduler.active):
+                    sequence.end("interrupted", error if isinstance(error, Exception) else None)
+                    self._leave(sequence)
+                raise
+
+    def _step(self) -> None:
+        began = time.perf_counter()
+        self._sort()
+        self.scheduler.admit()
+        self._let_go()
+        running = [one for one in self.scheduler.active if one.running]
+        reading = [(one, self._text(one, count)) for one, count in self.scheduler.to_read()]
+        self.prompt_rows = sum(part.rows for _, part in reading)
+        load = self._load(running, self.prompt_rows)
+        growing = self._grow(running, load)
+        drafted = time.perf_counter()
+        ready = [Ready(one.sequence, Draft(self._cache(one.sequence), self._tree(one)), one) for one in growing]
+        ready = self._with_room(ready + [Ready(one, part) for one, part in reading])
+        passed = self._forward(ready)
+        verified = time.perf_counter()
+        emitted = 0
+        for one, result in zip(ready, passed, strict=True):
+            if one.sequence.over or result is None:
+                continue
+            try:
+                if one.growing is None:
+                    emitted += self._have_read(one, result)
+                else:
+                    emitted += self._take(one.sequence, one.growing, one.part.tree, result, drafted - began, verified - drafted, began)  # type: ignore[union-attr]
+            except Exception as error:
+                self._fail(one.sequence, error)
+        self._tell_drafters(ready)
+        seconds = time.perf_counter() - began
+        self._clock(ready, seconds, verified - drafted, drafted - began, load, emitted)
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Free what those hold that are over."""
+        for sequence in [one for one in self.scheduler.active if one.over]:
+            self._leave(sequence)
+
+    @staticmethod
+    def _cache(sequence: SequenceState) -> SequenceCache:
+        assert sequence.cache is not None
+        return sequence.cache
+
+    def _fail(self, sequence: SequenceState, error: Exception) -> None:
+        """End one sequence with an error of its own."""
+        logger.info("a sequence ends: %s", error)
+        sequence.end("error", error)
+
+    def _leave(self, sequence: SequenceState) -> None:
+        """It is over: what was computed of its text is remembered, the rest freed."""
+        if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
+            self.prefixes.remember(sequence, self._whole(sequence))
+        self.scheduler.remove(sequence)
+        self._nodes.pop(sequence.arrival, None)
+        if self._budget is not None:
+            self._budget.forget(sequence.arrival)
+
+    def _whole(self, sequence: SequenceState) -> int:
+        """Tokens whose keys and values others can use: all, or where bits depend on how they were computed, those of the prompt."""
+        return sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
+
+    def _text(self, sequence: SequenceState, count: int) -> Part:
+        """The next `count` tokens that are to be read."""
+        cache, read = self._cache(sequence), sequence.read
+        tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
+        if self.model.native or read < prompt:
+            return Chain(cache, tokens, wanted=not sequence.started and read + count == prompt)
+        # After a set-back, tokens of the answer are run in the way they were then.
+        deepest = min(self.model.depth_limit(cache) + 1, self.most_nodes(64))
+        tree = TokenTree(tokens[0])
+        for token in tokens[1:deepest]:
+            tree.add(len(tree) - 1, token, "again")
+        return Draft(cache, tree)
+
+    def _load(self, running: Sequence[SequenceState], rows: int) -> Load:
+        return Load({one.arrival: len(one.ids) for one in running}, self._nodes, rows)
+
+    def _plan(self, sequence: SequenceState, load: Load, trial: bool) -> Plan:
+        """What its next tree may cost."""
+        request, policy = sequence.request, sequence.policy
+        if request.budget is not None:
+            return Plan(request.budget)
+        if policy.priced and sequence.params.greedy:
+            plan = self.budget.prices(sequence.arrival, request.setting, load, trial)
+            return plan._replace(nodes=self.most_nodes(plan.nodes))
+        assert sequence.context is not None
+        plan = self.budget.nodes(sequence.arrival, request.setting, load, policy.situation(sequence.context))
+        load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
+        return plan
+
+    def _grow(self, running: Sequence[SequenceState], load: Load) -> list[Growing]:
+        """Trees of all running sequences, side by side: each round answers one wish of each in one call."""
+        growing, trials = list[Growing](), set[Hashable]()
+        for sequence in running:
+            setting = sequence.request.setting
+            trial = False
+            if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
+                call, plain = self.budget.call(setting).seconds(1), self.budget.plain(load)
+                trial = self.budget.rate(setting, load).trial(call, plain)
+                trials.add(setting)  # one sequence of a method tries
+            try:
+                plan = self._plan(sequence, load, trial)
+                assert sequence.context is not None
+                sequence.context.prices = plan.prices
+                remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
+                depth = min(remaining - 1, self.model.depth_limit(self._cache(sequence)))
+                one = Growing(sequence, plan, sequence.policy.grow(sequence.context, plan.nodes, depth))
+                self._send(one, None)
+                growing.append(one)
+            except Exception as error:
+                self._fail(sequence, error)
+        while wishing := [one for one in growing if one.wish is not None]:
+            for drafter in {id(one.sequence.drafter): one.sequence.drafter for one in wishing}.values():
+                assert drafter is not None
+                self._round(drafter, [one for one in wishing if one.sequence.drafter is drafter], load)
+        growing = [one for one in growing if not one.sequence.over]
+        for one in growing:
+            one.beside = len(growing)
+        self._share(growing, load)
+        return growing
+
+    def _round(self, drafter: Drafter, wishing: list[Growing], load: Load) -> None:
+        """Answer the wishes that are worth their time, all in one call."""
+        priced = [one for one in wishing if one.plan.prices is not None]
+        refused: set[int] = set()
+        if priced:
+            setting = priced[0].sequence.request.setting
+            call, rate = self.budget.call(setting), self.budget.best_rate(setting, load)
+            answered = self.budget.worthwhile([one.wish.gain for one in priced if one.wish is not None], call, rate)
+            refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
+        for one in wishing:
+            if id(one) in refused:
+                self._send(one, None)
+        asked = [one for one in wishing if id(one) not in refused]
+        if not asked:
+            return
+        began = time.perf_counter()
+        unread = any(one.wish is not None and one.wish.nodes[0] == 0 and not one.sequence.statistics.steps for one in asked)
+        laws = self._answer(drafter, asked)
+        answered_at = time.perf_counter()
+        for one, law in zip(asked, laws, strict=True):
+            one.calls += 1
+            one.seconds += (answered_at - began) / len(asked)
+            if law is not None:
+                self._send(one, law)
+        if priced and not unread:  # a first call may read the prompt
+            self.budget.call(priced[0].sequence.request.setting).observe(len(asked), time.perf_counter() - began)
+
+    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
+        """Laws of all wishes; where the call fails, sequence by sequence, so that only the one that makes it fail goes without drafts."""
+        wishes = [one.wish for one in asked if one.wish is not None]
+        try:
+            return list(drafter.answer(wishes))
+        except Exception as error:
+            if len(asked) > 1:
+                return [law for one in asked for law in self._answer(drafter, [one])]
+            self._fail(asked[0].sequence, error)
+            asked[0].wish = None
+            return [None]
+
+    def _send(self, one: Growing, laws: Laws | None) -> None:
+        """Let a tree grow on to its next wish, or its end."""
+        try:
+            one.wish = one.growth.send(laws)
+        except StopIteration as end:
+            one.wish, one.grown = None, end.value
+        except Exception as error:
+            one.wish = None
+            self._fail(one.sequence, error)
+
+    def _share(self, growing: Sequence[Growing], load: Load) -> None:
+        """Among several trees, nodes go where they promise most."""
+        priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
+        if len(growing) < 2 or not priced:
+            return
+        fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
+        values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
+        rate = self.budget.best_rate(priced[0].sequence.request.setting, load)
+        kept = self.budget.share(values, load.prompts + fixed + len(priced), rate)
+        for one, nodes in zip(priced, kept, strict=True):
+            if one.grown is not None and nodes + 1 < len(one.grown.tree):
+                one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))
+
+    @staticmethod
+    def _tree(one: Growing) -> TokenTree:
+        assert one.grown is not None
+        return one.grown.tree
+
+    def _with_room(self, ready: list[Ready]) -> list[Ready]:
+        """Those that can go on: where the pool runs short, trees shrink to their roots, then the latest sequences are set back."""
+        pool = self.model.pool
+        if pool.limit is None:
+            return ready
+        while True:
+            missing = sum(self._cache(one.sequence).missing(one.sequence.read + one.part.rows + 1) for one in ready)
+            while missing > (pool.free or 0) and pool.spare():
+                pass
+            if missing <= (pool.free or 0):
+                return ready
+            wide = [i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1]
+            if wide:
+                i = max(wide, key=lambda i: ready[i].sequence.arrival)
+                one = ready[i]
+                assert isinstance(one.part, Draft)
+                ready[i] = one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
+                continue
+            idle = [one for one in self.scheduler.active if all(one is not other.sequence for other in ready)]
+            last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
+            if len(self.scheduler.active) == 1:
+                self._fail(last, NoRoom(f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"))
+                self._leave(last)
+                return []
+            if self.prefixes is not None:
+                self.prefixes.remember(last, self._whole(last))
+            self.scheduler.set_back(last)
+            self._nodes.pop(last.arrival, None)
+            ready = [one for one in ready if one.sequence is not last]
+
+    def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
+        """One pass for all; where it fails, sequence by sequence, so that only the one that makes it fail ends."""
+        if not ready:
+            return []
+        try:
+            passed: list[Passed | None] = list(self.model.forward(Batch([one.part for one in ready])))
+        except Exception as error:
+            if len(ready) == 1:
+                self._fail(ready[0].sequence, error)
+                return [None]
+            return [passed for one in ready for passed in self._forward([one])]
+        device = self.model.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return passed
+
+    def _have_read(self, one: Ready, passed: Passed) -> int:
+        """Commit tokens of a text; after the last of a prompt comes the first token."""
+        sequence, part = one.sequence, one.part
+        self._commit(sequence, list(range(part.rows)), passed)
+        if sequence.started or sequence.unread:
+            return 0
+        logits = passed.logits[-1]
+        token = first_token(sequence.request.sampler, logits, sequence.generator)
+        sequence.emit([token], lambda _: logits)
+        sequence.extend([token], logits)
+        return 0
+
+    def _take(
+        self,
+        sequence: SequenceState,
+        growing: Growing,
+        tree: TokenTree,
+        passed: Passed,
+        draft_seconds: float,
+        verify_seconds: float,
+        began: float,
+    ) -> int:
+        """Accept a path of a tree, commit it, emit its tokens; how many."""
+        path, token = accept(sequence.request.sampler, tree, passed, sequence.generator)
+        grown, plan, policy = growing.grown, growing.plan, sequence.policy
+        assert grown is not None
+        grown.learn(tree, path)
+        self._commit(sequence, path, passed)
+        tokens = [*(tree.token[node] for node in path[1:]), token]
+        emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
+        sequence.extend(tokens, passed.logits[path[-1]])
+        if plan.measured:
+            self.budget.learn(sequence.request.setting, plan, path, policy.nested)
+            if growing.calls:
+                self.budget.grew(sequence.request.setting, plan.nodes, draft_seconds / growing.beside)
+        self._nodes[sequence.arrival] = len(tree)
+        stats = sequence.statistics
+        stats.steps += 1
+        stats.nodes += len(tree)
+        stats.draft_seconds += draft_seconds
+        stats.drafter_calls += growing.calls
+        stats.drafter_seconds += growing.seconds
+        stats.verify_seconds += verify_seconds
+        for name in tree.source[1:]:
+            stats.sources[name].drafted += 1
+        for node in path[1 : len(emitted) + 1]:
+            stats.sources[tree.source[node]].accepted += 1
+        if (observer := sequence.request.observer) is not None:
+            observer(StepRecord(tree, path, token, emitted, draft_seconds, verify_seconds, time.perf_counter() - began))
+        return len(tokens)
+
+    def _commit(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
+        """Keep rows of the pass, and let the drafter hear their hidden states."""
+        cache, before = self._cache(sequence), sequence.read
+        cache.commit(path)
+        drafter, state = sequence.drafter, sequence.draft_state
+        if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
+            return
+        straight = path[-1] == len(path) - 1  # the usual case, without an index to make
+        hidden = passed.hidden[: len(path)] if straight else passed.hidden[list(path)]
+        state.hear(hidden)
+        if self.prefixes is not None:
+            size = self.prefixes.size
+            for chunk in range(before // size, cache.length // size):
+                at = (chunk + 1) * size - 1 - before
+                sequence.edges[chunk] = hidden[at : at + 1].clone()
+
+    def _tell_drafters(self, ready: Sequence[Ready]) -> None:
+        """Drafters read prompts along with the target, and what they were not asked about for long; whole chunks are remembered."""
+        for one in ready:
+            sequence = one.sequence
+            if sequence.over or sequence.cache is None:
+                continue
+            state, drafter = sequence.draft_state, sequence.drafter
+            try:
+                if state is not None and drafter is not None:
+                    drafter.read([state], 1 if one.growing is None else UNHEARD)
+            except Exception as error:
+                self._fail(sequence, error)
+                continue
+            if self.prefixes is not None and one.growing is None:
+                self.prefixes.remember(sequence, self._whole(sequence))
+
+    def _clock(self, ready: Sequence[Ready], seconds: float, passing: float, drafting: float, load: Load, emitted: int) -> None:
+        """Count the step's time, and let the budget learn from it."""
+        for one in ready:
+            if one.growing is None:
+                one.sequence.statistics.prefill_seconds += seconds
+            else:
+                one.sequence.statistics.seconds += seconds
+        growing = [one for one in ready if one.growing is not None]
+        if self._budget is None or not growing:
+            return
+        reading = sum(self._budget.cost.reading(one.part.rows, load.contexts[one.sequence.arrival]) for one in growing)
+        self._budget.cost.observe(sum(one.part.rows for one in ready), passing, reading)
+        if not load.prompts:
+            self._budget.observe([one.sequence.request.setting for one in growing], load, emitted, seconds)

@@ -1,0 +1,126 @@
+"""Beginnings of texts that were computed, by chunks of tokens: what requests have in common is computed once.
+
+Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`): so what is read from here has the bits of what would
+be computed anew. A drafter's rows lie beside the target's. The last of a chunk's is of the token after it, too; where texts part there, the
+one that came first decided it, which may cost drafts, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from quickbeam.draft.base import Drafter
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.target.kv_cache import NoRoom, Pool
+
+
+class Chunk:
+    """One chunk of tokens behind those of its parents: keys and values of the target, of the drafter if known, and the hidden states
+    `[1, layers * d]` of the last token."""
+
+    __slots__ = ("children", "draft", "edge", "held", "key", "parent")
+
+    def __init__(self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None) -> None:
+        self.parent, self.key, self.held, self.edge = parent, key, held, edge
+        self.draft: Any = None
+        self.children: dict[tuple[int, ...], Chunk] = {}
+
+
+class PrefixCache:
+    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are kept beside, that of the first sequence
+    that has one. The least recently used chunks that no sequence holds go where the pool runs short."""
+
+    def __init__(self, size: int, pool: Pool) -> None:
+        self.size, self._pool = size, pool
+        self.drafter: Drafter | None = None
+        self._root = Chunk(None, (), None, None)
+        self._order: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first; children before their parents
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
+        """The chunks that begin `ids` and leave at least one token; for a drafter that must hear of every token, as far as its rows are
+        known."""
+        chunk, found = self._root, list[Chunk]()
+        drafted = drafter is not None and drafter.needs_hidden
+        if drafted and drafter is not self.drafter:
+            return []
+        for begin in range(0, len(ids) - self.size, self.size):
+            following = chunk.children.get(tuple(ids[begin : begin + self.size]))
+            if following is None or (drafted and (following.draft is None or following.edge is None)):
+                break
+            chunk = following
+            found.append(chunk)
+        self._touch(found)
+        return found
+
+    def remember(self, sequence: SequenceState, tokens: int) -> None:
+        """Enter the whole chunks among the first `tokens` ids of a sequence, which have keys and values."""
+        cache, chunks, state = sequence.cache, sequence.chunks, sequence.draft_state
+        assert cache is not None
+        while (len(chunks) + 1) * self.size <= tokens:
+            at = len(chunks)
+            parent = chunks[-1] if chunks else self._root
+            key = tuple(sequence.ids[at * self.size : (at + 1) * self.size])
+            chunk = parent.children.get(key)
+            if chunk is None or (chunk not in self._order):
+                held = cache.share(at, self.size)
+                try:
+                    self._pool.keep(held)
+                except NoRoom:
+                    return
+                chunk = parent.children[key] = Chunk(parent, key, held, sequence.edges.get(at))
+                self._order[chunk] = None
+            elif chunk.edge is None:
+                chunk.edge = sequence.edges.get(at)
+            chunks.append(chunk)
+        if self.drafter is not None and state is not None and sequence.drafter is self.drafter and self.drafter.pool is not None:
+            for at in range(len(chunks) - 1, -1, -1):
+                if chunks[at].draft is not None:
+                    break
+                if chunks[at] in self._order and (rows := state.share(at, self.size)) is not None:
+                    self.drafter.pool.keep(rows)
+                    chunks[at].draft = rows
+        self._touch(chunks)
+
+    def idle_pages(self, enough: int) -> int:
+        """Pages that could be had by dropping chunks, counted up to `enough`."""
+        pages, size = 0, -(-self.size // self._pool.page)
+        for chunk in self._order:
+            if pages >= enough:
+                break
+            pages += size * self._pool.idle(chunk.held)
+        return pages
+
+    def evict(self) -> bool:
+        """Drop the least recently used chunk that nothing else holds; whether there was one."""
+        for chunk in self._order:
+            if not chunk.children and self._pool.idle(chunk.held):
+                self._drop(chunk)
+                return True
+        return False
+
+    def clear(self) -> None:
+        """Drop all."""
+        for chunk in list(self._order):
+            self._drop(chunk)
+
+    def _drop(self, chunk: Chunk) -> None:
+        del self._order[chunk]
+        if chunk.parent is not None:
+            chunk.parent.children.pop(chunk.key, None)
+        self._pool.drop(chunk.held)
+        if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
+            self.drafter.pool.drop(chunk.draft)
+        chunk.held = chunk.draft = chunk.edge = None
+        chunk.children = {}
+
+    def _touch(self, chunks: Sequence[Chunk]) -> None:
+        for chunk in reversed(chunks):
+            if chunk in self._order:
+                self._order.move_to_end(chunk)

@@ -1,0 +1,138 @@
+"""Who runs: first come, first served, as far as there is room for keys and values."""
+
+from __future__ import annotations
+
+from bisect import insort
+from itertools import takewhile
+
+from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.errors import InvalidInput
+from quickbeam.target.kv_cache import Pool
+from quickbeam.target.model import Model
+
+BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
+TREE = 64  # rows that a sequence may need beside its tokens
+
+
+class Scheduler:
+    """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run. At most `most` are active.
+
+    A sequence is admitted when its text finds room, never before one that came earlier. Where memory runs short later, the active one that
+    came last is set back: its text stays, its keys and values are computed anew when there is room again. So the first one always goes on.
+    """
+
+    def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
+        self.model, self.prefixes, self.most = model, prefixes, most
+        self.waiting: list[SequenceState] = []
+        self.active: list[SequenceState] = []
+
+    @property
+    def pool(self) -> Pool:
+        return self.model.pool
+
+    def check(self, sequence: SequenceState) -> None:
+        """Raise `InvalidInput` for a request that can never have room."""
+        tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
+        if limit is not None and tokens + 1 > limit * self.pool.page:
+            raise InvalidInput(
+                f"a prompt of {len(sequence.request.prompt)} tokens and max_tokens={sequence.params.max_tokens} need more keys and values "
+                f"than the {limit * self.pool.page} tokens that there is memory for: raise --kv-memory or ask for less"
+            )
+
+    def add(self, sequence: SequenceState) -> None:
+        """Let it wait for its turn."""
+        insort(self.waiting, sequence, key=lambda one: one.arrival)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """It is over: give back what it holds."""
+        if sequence in self.active:
+            self.active.remove(sequence)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        sequence.release()
+
+    def admit(self) -> None:
+        """Move from waiting to active whoever has room, in order."""
+        while self.waiting and len(self.active) < self.most:
+            sequence = self.waiting[0]
+            if self.active and not self._fits(sequence):
+                return
+            if self._soon_known(sequence):
+                return
+            insort(self.active, sequence, key=lambda one: one.arrival)  # first, so that it ends with the others where the rest fails
+            self.waiting.pop(0)
+            try:
+                sequence.begin(self.pool.new())
+                if self.prefixes is not None:
+                    self._reuse(sequence, self.prefixes)
+            except Exception as error:
+                sequence.end("error", error)
+
+    def _fits(self, sequence: SequenceState) -> bool:
+        """Whether its text and a tree find room beside what the active ones are going to read, without anyone being set back."""
+        if self.pool.limit is None:
+            return True
+        page = self.pool.page
+        known = len(self.prefixes.find(sequence.ids, sequence.drafter)) * self.prefixes.size if self.prefixes is not None else 0
+        needed = -(-(len(sequence.ids) - known + TREE) // page)
+        promised = sum(one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None) + len(self.active)
+        idle = 0 if self.prefixes is None else self.prefixes.idle_pages(needed + promised)
+        return needed + promised <= (self.pool.free or 0) + idle
+
+    def _soon_known(self, sequence: SequenceState) -> bool:
+        """Whether an active sequence is just reading what it begins with, so that it is better shared than read twice."""
+        if self.prefixes is None:
+            return False
+        size, ids = self.prefixes.size, sequence.ids
+        for other in self.active:
+            if other.started or not other.unread:
+                continue
+            behind = other.read // size * size  # what is known of it, and what comes next
+            whole = min(len(ids) - 1, len(other.request.prompt)) // size * size
+            if whole > behind and ids[: behind + size] == other.ids[: behind + size]:
+                return True
+        return False
+
+    def _reuse(self, sequence: SequenceState, prefixes: PrefixCache) -> None:
+        """Begin with the chunks that are known."""
+        if not self.model.native and sequence.started:
+            return  # tokens of the answer are run as they were then, not read as a prompt is
+        drafter, state = sequence.drafter, sequence.draft_state
+        chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
+        if not chunks or sequence.cache is None:
+            return
+        sequence.cache.adopt([chunk.held for chunk in chunks], prefixes.size)
+        if state is not None and drafter is prefixes.drafter:
+            known = list(takewhile(lambda rows: rows is not None, (chunk.draft for chunk in chunks)))
+            if known:
+                state.adopt(known, prefixes.size, chunks[-1].edge)
+        sequence.chunks = list(chunks)
+        sequence.statistics.cached_tokens = len(chunks) * prefixes.size
+
+    def set_back(self, sequence: SequenceState) -> None:
+        """Take everything from an active sequence but its text; it waits for its turn again."""
+        self.active.remove(sequence)
+        sequence.release()
+        sequence.statistics.set_back += 1
+        self.add(sequence)
+
+    def to_read(self) -> list[tuple[SequenceState, int]]:
+        """Sequences whose text is to be read in this step, and how many tokens of each."""
+        reading = [one for one in self.active if one.unread]
+        running = len(reading) < len(self.active)
+        found = []
+        if self.model.native:
+            room = BESIDE if running else self.model.chunk
+            for one in reading:
+                if room <= 0:
+                    break
+                found.append((one, min(one.unread, room)))
+                room -= one.unread
+            return found
+        for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts
+            text = len(one.request.prompt) if one.read < len(one.request.prompt) else len(one.ids) - one.started
+            chunk = self.model.chunk
+            end = min(text, (one.read // chunk + 1) * chunk)
+            found.append((one, end - one.read))
+        return found

@@ -1,0 +1,167 @@
+"""One request on its way: all of its state, and nothing of any other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+
+from quickbeam.draft.base import Context, Drafter, DrafterState
+from quickbeam.engine.output import Output
+from quickbeam.engine.result import Logprob, SourceCount, Statistics
+from quickbeam.engine.trace import StepRecord
+from quickbeam.sampling import Sampler, SamplingParams, logprobs
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.kv_cache import SequenceCache
+from quickbeam.trees.base import TreePolicy
+
+DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer
+_arrivals = count()
+
+
+class Request:
+    """What is asked: a prompt in token ids, how it is answered, and by which method.
+
+    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: names the method and all that its drafts depend on, for
+    what is learned. `observer` is told of every step.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        policy: TreePolicy,
+        output: Output,
+        sampler: Sampler,
+        budget: int | None = 1,
+        setting: Hashable = None,
+        shortlist: Shortlist | None = None,
+        observer: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        self.prompt, self.params, self.policy, self.output, self.sampler = list(prompt), params, policy, output, sampler
+        self.budget, self.setting, self.shortlist, self.observer = budget, setting, shortlist, observer
+
+
+class SequenceState:
+    """A request and what became of it so far.
+
+    It waits, is read (its prompt), runs, and is over: `output.finish_reason` then says why, or `error` holds what went wrong. `context`
+    lives as long as it is running; what stands in `ids`, `output` and the generators outlasts a set-back, after which the rest is computed
+    anew. `read`: how many of the `ids` have keys and values.
+
+    A seed makes two generators, one for what is emitted and one for what is drawn while drafting, so that an answer whose drafts are
+    deterministic proposals is plain decoding's own for that seed, and one with drawn drafts repeats.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.params, self.policy, self.output = request, request.params, request.policy, request.output
+        self.arrival = next(_arrivals)
+        self.statistics = Statistics(sources={source.name: SourceCount() for source in request.policy.sources})
+        self.logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
+        self.error: BaseException | None = None
+        self.cancelled = False
+        self.ids = list(request.prompt)
+        self.logits = torch.empty(0)  # that the last of the ids was chosen from
+        self.cache: SequenceCache | None = None
+        self.context: Context | None = None
+        self.chunks: list[Any] = []  # of the prefix cache, that hold the beginning of the ids
+        self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
+        self.arrived = time.perf_counter()
+        self.generator, self.drafting = torch.Generator(), torch.Generator()
+        if self.params.seed is None:
+            self.generator.seed()
+            self.drafting.seed()
+        else:
+            self.generator.manual_seed(self.params.seed)
+            self.drafting.manual_seed((self.params.seed ^ DRAFTING) % 2**64)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self.error is not None or self.output.finish_reason is not None
+
+    @property
+    def started(self) -> bool:
+        """Whether its first token is known."""
+        return len(self.ids) > len(self.request.prompt)
+
+    @property
+    def read(self) -> int:
+        """How many of the ids have keys and values."""
+        return self.cache.length if self.cache is not None else 0
+
+    @property
+    def unread(self) -> int:
+        """How many tokens are to be read before it can run: all of the prompt, or all but the last token once there is an answer."""
+        return len(self.ids) - self.started - self.read
+
+    @property
+    def running(self) -> bool:
+        """Whether its next step is a tree."""
+        return self.started and self.cache is not None and not self.unread
+
+    @property
+    def drafter(self) -> Drafter | None:
+        """That of its policy."""
+        return next((source for source in self.policy.sources if isinstance(source, Drafter)), None)
+
+    @property
+    def draft_state(self) -> DrafterState | None:
+        """What its drafter keeps."""
+        drafter = self.drafter
+        return None if drafter is None or self.context is None else self.context.states.get(drafter.name)
+
+    def begin(self, cache: SequenceCache) -> None:
+        """Have sources read the text so far; keys and values come with `cache`."""
+        self.cache = cache
+        self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting)
+        for source in self.policy.sources:
+            if isinstance(source, Drafter):
+                self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
+            else:
+                self.context.states[source.name] = source.begin(self.ids)
+
+    def release(self) -> None:
+        """Give keys and values back, and what sources keep. The text stays."""
+        if (state := self.draft_state) is not None:
+            self._count_head(state)
+            state.release()
+        if self.cache is not None:
+            self.cache.release()
+        self.cache = self.context = None
+        self.chunks, self.edges = [], {}
+
+    def _count_head(self, state: DrafterState) -> None:
+        if (used := state.used) is not None:
+            self.statistics.head = used if self.statistics.head is None else self.statistics.head.plus(used)
+
+    def end(self, reason: str, error: BaseException | None = None) -> None:
+        """It is over; does nothing where it was."""
+        if not self.over:
+            self.error = error
+            self.output.close(reason)
+
+    def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
+        """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits that the i-th was chosen from."""
+        taken = []
+        for i, token in enumerate(tokens):
+            taken.append(token)
+            if self.logprobs is not None:
+                self.logprobs.append(Logprob(token, *logprobs(row(i), token, self.params.logprobs or 0)))
+            if self.output.append(token):
+                break
+        self.request.sampler.extend(taken)
+        self.statistics.new_tokens += len(taken)
+        return taken
+
+    def extend(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
+        """Tokens became committed, the last of them chosen from `logits`."""
+        self.logits = logits
+        if self.context is None:
+            self.ids.extend(tokens)
+            return
+        self.context.logits = logits
+        self.context.extend(tokens)  # whose ids are these

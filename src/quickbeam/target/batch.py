@@ -1,0 +1,60 @@
+"""The token rows of several sequences that one pass runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from quickbeam.target.kv_cache import SequenceCache
+from quickbeam.tree import TokenTree
+
+
+class Chain(NamedTuple):
+    """Tokens of a prompt that follow the committed ones. `wanted`: whether the logits after the last of them are."""
+
+    cache: SequenceCache
+    tokens: Sequence[int]
+    wanted: bool = True
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+class Draft(NamedTuple):
+    """A draft tree whose root follows the committed tokens. `base`: its first nodes that an earlier pass has run since the last commit."""
+
+    cache: SequenceCache
+    tree: TokenTree
+    base: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.tree) - self.base
+
+
+Part = Chain | Draft
+
+
+@dataclass
+class Batch:
+    """Parts of different sequences; a sequence has one part at most. `rows`: of all parts."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        return sum(part.rows for part in self.parts)
+
+
+class Passed(NamedTuple):
+    """What a pass gives of one part. `logits` `[wanted, vocab]`: after every node of a draft, after a chain's last token. `hidden`
+    `[rows, layers * d]`: of all rows, where the model watches layers. `best`: the likeliest token of each row of `logits` where the kernels
+    tell, -1 where logits are not finite."""
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    best: list[int] | None = None

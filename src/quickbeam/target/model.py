@@ -1,0 +1,309 @@
+"""A Hugging Face causal LM, weights only: it runs the tokens of any sequences, and knows none of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.errors import InvalidInput
+from quickbeam.target.attention import SPLIT, Attend, Step, Steps, attend_grouped, attend_plain, attend_sdpa, cuts
+from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
+from quickbeam.target.bit_exact import Promise, examine, same_bits
+from quickbeam.target.eager_llama import LeanModel
+from quickbeam.target.fused_llama import FusedLlama
+from quickbeam.target.gathered import GatheredStep, RowPool
+from quickbeam.target.hf_attention import Features, check_layers, forward, install
+from quickbeam.target.kv_cache import KVPool, KVStore, LayerShape, Pool, SequenceCache
+from quickbeam.target.linear import pack_linears
+from quickbeam.target.loading import hold_angles, refuse_unfit
+from quickbeam.target.native.library import kernels
+from quickbeam.target.native.operands import KVShape, RowList
+from quickbeam.target.native_attention import NativeAttention, NativeStep
+from quickbeam.target.pages import PagedStore, PagePool
+
+logger = logging.getLogger(__name__)
+
+EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
+CHUNK = 512  # tokens of a prompt that PyTorch's operators read at once, cut at multiples of it
+
+
+class Model:
+    """The logits after any tokens of any sequences: `forward(batch)`. `pool` makes the sequences' caches.
+
+    `fast` takes the native kernels where they can be had (bfloat16 on a CPU, see `native/library.py`): for the whole forward where the
+    model's layout allows, else for its products and its attention. Without them it packs and fuses the linears (CPU) and takes the leaner
+    forward. With `fast=False` the model runs as transformers wrote it, with plain attention: the reference.
+
+    `exact` makes a tree give the same bits as one token at a time, in bfloat16 on a CPU; None takes it wherever this machine's kernels keep
+    that promise, True raises `InvalidInput` where they don't. The native kernels keep it by construction, whatever `exact` says, and a
+    row's bits don't depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after the other. `gathered`:
+    attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
+    Takes the model over: its weights may be packed in place.
+
+    Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, *, fast: bool = True, exact: bool | None = None, chunk: int = CHUNK, gathered: bool | None = None
+    ) -> None:
+        refuse_unfit(type(model), model.config)
+        hold_angles(model)
+        model.eval()
+        self.config = model.config.get_text_config()
+        self.device = model.device
+        self.dtype = model.dtype
+        self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        self.chunk = chunk
+        self._fused: FusedLlama | None = None
+        self._lean: LeanModel | None = None
+        self._model = model
+        self._features: Features | None = None
+        self._native: NativeAttention | None = None
+        with torch.inference_mode():
+            self._tap = install(model)
+            shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
+            self.pool: Pool
+            if fast and (pages := self._pages(shapes)) is not None:
+                self.pool, self._native = pages, NativeAttention(pages)
+                promise = self._take_kernels(model, pages)
+            else:
+                promise = self._take_operators(model, shapes, fast, exact)
+            if exact and promise.broken:
+                raise InvalidInput(f"bit-identical verification can't be promised here: {'; '.join(promise.broken)}; leave exact out")
+            logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")
+            self.exact = not promise.broken
+            self._rows = promise.rows if self.exact else 1  # the fewest of a forward
+            self._wide = promise.wide and self.exact
+            if self._native is None:
+                self.pool = self._make_pool(shapes, gathered)
+        self._windows = {layer.window for layer in self._tap.layers.values() if layer.window is not None}
+        self._prefill: Attend = attend_sdpa if fast else attend_plain
+        self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
+        if not fast and self.exact:
+            self._verify = attend_grouped
+        if self._native is not None and self.exact and not same_bits(self):
+            logger.warning("the native kernels don't give the same bits alone and in a tree on this machine; QUICKBEAM_KERNELS=eager may")
+            if exact:
+                raise InvalidInput("bit-identical verification can't be promised here: the native kernels don't keep it; leave exact out")
+            self.exact = False
+
+    def _make_pool(self, shapes: list[LayerShape], gathered: bool | None) -> Pool:
+        """For PyTorch's operators."""
+        if gathered or (gathered is None and self.device.type != "cpu" and not self.exact):
+            return RowPool(shapes, self.dtype, self.device)
+        return KVPool(shapes, self.dtype, self.device, pairwise=self.exact)
+
+    def _pages(self, shapes: list[LayerShape]) -> PagePool | None:
+        """Keys and values for the native kernels; None where they can't be used."""
+        if self.device.type != "cpu" or self.dtype is not torch.bfloat16 or any(shape.key_dim % 2 for shape in shapes):
+            return None
+        found = kernels()
+        return None if found is None else PagePool([KVShape(*shape) for shape in shapes], found)
+
+    def _take_kernels(self, model: PreTrainedModel, pages: PagePool) -> Promise:
+        """Hand the model over to the native kernels."""
+        if FusedLlama.fits(model):
+            self._fused = FusedLlama(model, self._tap.layers, pages)
+            return Promise(1, ())
+        pack_linears(model)
+        return examine([], model.modules())
+
+    def _take_operators(self, model: PreTrainedModel, shapes: list[LayerShape], fast: bool, exact: bool | None) -> Promise:
+        """Prepare the model for PyTorch's operators."""
+        if fast and LeanModel.fits(model):
+            self._lean = LeanModel(model, self._tap.layers, shapes[0].key_dim)
+        elif fast:
+            pack_linears(model)
+        return self._examine(shapes, wanted=fast if exact is None else exact)
+
+    def _examine(self, shapes: list[LayerShape], wanted: bool) -> Promise:
+        if not wanted:
+            return Promise(1, ("not wanted",))
+        if self.device.type != "cpu" or self.dtype is not torch.bfloat16:
+            return Promise(1, (f"it holds for bfloat16 on a CPU, not for {str(self.dtype).removeprefix('torch.')} on {self.device.type}",))
+        if any(layer.sinks is not None for layer in self._tap.layers.values()):
+            return Promise(1, ("not with attention sinks",))
+        return examine(shapes, self._lean.linears() if self._lean else self._model.modules())
+
+    @property
+    def native(self) -> bool:
+        """Whether the native kernels run it: then a row's bits depend on the tokens that it sees alone, however they were computed."""
+        return self._native is not None
+
+    @property
+    def granularity(self) -> int:
+        """Prompts are cut at multiples of so many tokens, and so many at a time are shared: else bits might depend on the cuts."""
+        return self.pool.page if self.native else self.chunk
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions the model was made for, or None where its configuration doesn't say."""
+        length = getattr(self.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    @property
+    def most_nodes(self) -> int | None:
+        """The widest tree that a pass takes; None: any."""
+        return EXACT_NODES if self.exact and self._native is None else None
+
+    def depth_limit(self, cache: SequenceCache) -> int:
+        """How deep a sequence's next tree may grow. With `exact` operators, sums are cut at fixed positions that a tree must not reach
+        across."""
+        if not self.exact or self._native is not None:
+            return 1 << 30
+        root = cache.length
+        places = [root, *(root - window + 1 for window in self._windows if root >= window)]
+        every = cuts(self._wide)
+        return min(every - 1 - place % every for place in places)
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise `InvalidInput` for an empty prompt, and for ids that are not in the vocabulary."""
+        if not ids:
+            raise InvalidInput("an empty prompt: give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidInput(f"token id {low if low < 0 else high} is outside the model's vocabulary of {self.vocab_size}")
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> list[Passed]:
+        """Run all rows; what each part gives. Keys and values of a part's rows lie behind its sequence's committed tokens, uncommitted.
+
+        Raises `InvalidInput` for a tree that is too wide, `NoRoom` where the pool has no page left.
+        """
+        for part in batch.parts:
+            if isinstance(part, Draft) and self.most_nodes is not None and len(part.tree) > self.most_nodes:
+                nodes = len(part.tree)
+                raise InvalidInput(f"a tree of {nodes} nodes: bit-identical verification takes at most {self.most_nodes}; lower the budget")
+        if self._native is not None:
+            return self._run_native(self._native, batch.parts)
+        if isinstance(self.pool, RowPool):
+            return self._run_gathered(self.pool, batch.parts)
+        drafts = [part for part in batch.parts if isinstance(part, Draft)]
+        if self.exact or len(drafts) < 2:
+            return [self._run(part) for part in batch.parts]
+        together = iter(self._run_together(drafts))
+        return [next(together) if isinstance(part, Draft) else self._run(part) for part in batch.parts]
+
+    def _run_native(self, native: NativeAttention, parts: Sequence[Part]) -> list[Passed]:
+        """All parts side by side in one pass of the kernels."""
+        listed = RowList()
+        for part in parts:
+            assert isinstance(part.cache, PagedStore)
+            if isinstance(part, Draft):
+                part.cache.add_tree(listed, part.tree, part.base)
+            else:
+                part.cache.add_chain(listed, part.tokens, range(part.rows - 1, part.rows) if part.wanted else ())
+        rows, best = listed.rows(), None
+        if self._fused is not None:
+            logits = self._fused(rows, max(listed.positions))
+            best, hidden = self._fused.best, self._fused.hidden if self._fused.watched else None
+        else:
+            step = NativeStep(rows, torch.tensor(listed.positions), native)
+            wanted = torch.tensor(listed.wanted, dtype=torch.int64)
+            logits = forward(self._model, self._tap, torch.tensor(listed.tokens), step, 0 if len(wanted) == rows.rows else wanted)
+            hidden = self._caught()
+        return _split(parts, logits, hidden, best)
+
+    def _run_gathered(self, pool: RowPool, parts: Sequence[Part]) -> list[Passed]:
+        """All parts side by side by PyTorch's operators."""
+        ids, wanted, first = list[int](), list[int](), 0
+        for part in parts:
+            ids += part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens
+            wanted += range(first, first + part.rows) if isinstance(part, Draft) else [first + part.rows - 1] * part.wanted
+            first += part.rows
+        step, every = GatheredStep(parts, pool), len(wanted) == first
+        rows = 0 if every else torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+        return _split(parts, self._forward(ids, step, self._verify, rows), self._hidden(), None)
+
+    def _run(self, part: Part) -> Passed:
+        """One part by PyTorch's operators."""
+        assert isinstance(part.cache, KVStore)
+        if isinstance(part, Chain):
+            start = part.cache.length
+            step = Step(part.cache, torch.arange(start, start + part.rows, device=self.device))
+            logits = self._forward(part.tokens, step, self._prefill, 1)
+            return Passed(logits if part.wanted else logits[:0], self._hidden())
+        tree, base, n = part.tree, part.base, len(part.tree)
+        tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
+        if base:
+            visible = tree.visible()[base:]
+        if n < self._rows:  # kernels that treat a single row differently: a lone token takes a mirror image along
+            tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
+        positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + part.cache.length
+        step = Step(part.cache, positions, visible, self.exact, base, self._wide)
+        logits = self._forward(tokens[base:], step, self._verify)[: n - base]
+        hidden = self._hidden()
+        return Passed(logits, None if hidden is None else hidden[: n - base])
+
+    def _run_together(self, drafts: Sequence[Draft]) -> list[Passed]:
+        """Several trees by PyTorch's operators: one product for all rows, attention sequence by sequence."""
+        steps = []
+        for part in drafts:
+            assert isinstance(part.cache, KVStore)
+            positions = torch.tensor(part.tree.depth, dtype=torch.int64).to(self.device, non_blocking=True) + part.cache.length
+            visible = None if part.tree.is_chain and not part.base else part.tree.visible()[part.base :]
+            steps.append(Step(part.cache, positions, visible, base=part.base))
+        logits = self._forward([token for part in drafts for token in part.tree.token[part.base :]], Steps(steps), self._verify)
+        return _split(drafts, logits, self._hidden(), None)
+
+    def _forward(
+        self, ids: Sequence[int], step: Step | Steps | GatheredStep, attend: Attend, wanted: torch.Tensor | int = 0
+    ) -> torch.Tensor:
+        """Logits of the `wanted` rows: of the last so many (0: all), or of rows by their numbers."""
+        tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        if self._lean is not None:
+            return self._lean(tokens, step, attend, wanted)
+        self._tap.attend = attend
+        return forward(self._model, self._tap, tokens, step, wanted)
+
+    @property
+    def embedding(self) -> nn.Module:
+        """Token ids to what the first layer reads."""
+        fused = self._fused or self._lean
+        return fused.embedding if fused is not None else self._model.get_input_embeddings()
+
+    @property
+    def head(self) -> nn.Module:
+        """Hidden states after the final norm to logits."""
+        fused = self._fused or self._lean
+        return fused.head if fused is not None else self._model.get_output_embeddings()
+
+    def watch(self, layers: Sequence[int]) -> None:
+        """Give hidden states after `layers` (`hf_attention.Features`) from now on, or with none, no longer. Raises `InvalidInput` for
+        layers that the model doesn't have."""
+        check_layers(layers, self.config.num_hidden_layers)
+        if self._fused is not None:
+            self._fused.watch(layers)
+        elif self._lean is not None:
+            self._lean.watched = tuple(layers)
+        else:
+            self._features = Features(self._model, layers)
+
+    def _hidden(self) -> torch.Tensor | None:
+        """Of the last forward, `[n, len(layers) * d]`."""
+        if self._lean is not None:
+            return self._lean.hidden if self._lean.watched else None
+        return self._caught()
+
+    def _caught(self) -> torch.Tensor | None:
+        return self._features.take()[0] if self._features is not None else None
+
+
+def _split(parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None) -> list[Passed]:
+    """What all rows gave, part by part."""
+    passed, row, want = list[Passed](), 0, 0
+    for part in parts:
+        count = part.rows if isinstance(part, Draft) else int(part.wanted)
+        passed.append(
+            Passed(
+                logits[want : want + count],
+                None if hidden is None else hidden[row : row + part.rows],
+                None if best is None else best[want : want + count],
+            )
+        )
+        row, want = row + part.rows, want + count
+    return passed

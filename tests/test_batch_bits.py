@@ -1,0 +1,342 @@
+"""Bit-identity of batches: what a sequence's rows give depends neither on the others of the pass nor on how its memory came to be.
+
+pytest tests/test_batch_bits.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from models import VOCAB, tiny
+from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
+from quickbeam.target.bit_exact import attention_is_order_free
+from quickbeam.target.kv_cache import KVStore, Page, PagedSequence, SequenceCache, SharedPages
+from quickbeam.target.model import Model
+from quickbeam.target.native import library
+from quickbeam.target.pages import PagedStore, PagePool
+from quickbeam.tree import TokenTree
+
+needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+needs_order = pytest.mark.skipif(
+    not attention_is_order_free(64) and not attention_is_order_free(64, wide=True),
+    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't promise it",
+)
+ways = pytest.mark.parametrize("way", [pytest.param("native", marks=needs_kernels), pytest.param("eager", marks=needs_order)])
+LAYOUTS = ["llama", "qwen3", "gemma2-softcap-window", "gemma3-window", "mistral-window", "gpt-neox", "gpt2"]
+CHUNK = 16  # tokens of a prompt that PyTorch's operators read at once
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Text:
+    """A sequence, and how its tokens were computed: (tokens of a pass, how many of them are still there); of a prompt, or of a tree."""
+
+    cache: SequenceCache
+    ids: list[int] = field(default_factory=list)
+    history: list[tuple[bool, list[int], int]] = field(default_factory=list)
+
+    def cut(self, length: int) -> list[tuple[bool, list[int], int]]:
+        """The history of the first tokens."""
+        kept = []
+        for prompt, tokens, count in self.history:
+            if length > 0:
+                kept.append((prompt, tokens, min(count, length)))
+            length -= count
+        return kept
+
+    @property
+    def prompt(self) -> int:
+        """Tokens that were read as a prompt."""
+        return sum(count for prompt, _, count in self.history if prompt)
+
+
+class World:
+    """Sequences that live side by side in one model's memory. Each pass is compared with the same rows alone, in another model that
+    computes their text anew; `wrong` counts those that differ, `done` what happened between."""
+
+    def __init__(self, model: Model, other: Model, seed: int) -> None:
+        self.model, self.other, self.rng = model, other, random.Random(seed)
+        self.texts: list[Text] = []
+        self.shared: list[tuple[Any, list[int], list[tuple[bool, list[int], int]]]] = []  # chunks with what they hold
+        self.wrong = self.compared = 0
+        self.done = Counter[str]()
+
+    def below(self, high: int) -> int:
+        return self.rng.randrange(high)
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.below(VOCAB) for _ in range(count)]
+
+    def anew(self, text: Text) -> SequenceCache:
+        """The same text in the other model: at once, or where bits depend on how it was computed, in the same way."""
+        cache = self.other.pool.new()
+        if self.other.native:
+            if text.ids:
+                self.other.forward(Batch([Chain(cache, text.ids, False)]))
+                cache.commit(range(len(text.ids)))
+            return cache
+        for prompt, tokens, count in text.history:
+            if prompt:
+                self.other.forward(Batch([Chain(cache, tokens, False)]))
+                cache.commit(range(count))
+                continue
+            for token in tokens[:count]:
+                self.other.forward(Batch([Draft(cache, TokenTree(token))]))
+                cache.commit([0])
+        return cache
+
+    def tree(self, text: Text) -> TokenTree:
+        tree, deepest = TokenTree(self.below(VOCAB)), self.model.depth_limit(text.cache)
+        for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
+            parent, token = self.rng.choice([len(tree) - 1, self.below(len(tree))]), self.below(VOCAB)
+            if tree.depth[parent] < deepest and tree.child(parent, token) is None:
+                tree.add(parent, token, "random")
+        return tree
+
+    def part(self, text: Text) -> Part:
+        """A piece of prompt or a tree."""
+        length = text.cache.length
+        if self.model.native and self.rng.random() < (0.4 if length else 0.9):
+            return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
+        if not self.model.native and length == text.prompt and length % CHUNK == 0 and self.rng.random() < 0.8:
+            return Chain(text.cache, self.tokens(self.rng.choice([CHUNK, CHUNK, 1 + self.below(CHUNK)])))
+        return Draft(text.cache, self.tree(text))
+
+    def passes(self) -> None:
+        """One pass over some of the sequences, and the same rows alone."""
+        texts = self.rng.sample(self.texts, min(len(self.texts), 1 + self.below(4)))
+        if not texts:
+            return
+        parts = [self.part(text) for text in texts]
+        for text, part in zip(texts, parts, strict=True):
+            text.cache.reserve(text.cache.length + part.rows + 1)
+        passed = self.model.forward(Batch(parts))
+        for text, part, got in zip(texts, parts, passed, strict=True):
+            cache = self.anew(text)
+            (alone,) = self.other.forward(Batch([part._replace(cache=cache)]))
+            self.compare(got, alone)
+            cache.release()
+            if isinstance(part, Chain):
+                path, tokens = list(range(part.rows)), list(part.tokens)
+            else:
+                path = part.tree.path(self.below(len(part.tree)))
+                tokens = [part.tree.token[node] for node in path]
+            text.cache.commit(path)
+            text.ids += tokens
+            text.history.append((isinstance(part, Chain), tokens, len(tokens)))
+
+    def compare(self, got: Passed, alone: Passed) -> None:
+        assert got.logits.shape == alone.logits.shape and len(got.logits)
+        differ = (got.logits != alone.logits).any(1) | ~got.logits.isfinite().all(1)
+        self.wrong += int(differ.sum()) + (got.best != alone.best)
+        if got.hidden is not None and alone.hidden is not None:
+            self.wrong += int((got.hidden != alone.hidden).any(1).sum())
+        self.compared += len(differ)
+
+    def new(self) -> None:
+        if len(self.texts) < 6:
+            self.texts.append(Text(self.model.pool.new()))
+
+    def fork(self) -> None:
+        if self.texts and len(self.texts) < 6:
+            text = self.rng.choice(self.texts)
+            self.texts.append(Text(text.cache.fork(), list(text.ids), list(text.history)))
+            self.done["fork"] += bool(text.ids)
+
+    def truncate(self) -> None:
+        if self.texts:
+            text = self.rng.choice(self.texts)
+            length = self.below(text.cache.length + 1)
+            self.done["truncate"] += 0 < length < len(text.ids)
+            text.history = text.cut(length)
+            del text.ids[length:]
+            text.cache.truncate(length)
+
+    def release(self) -> None:
+        """Often, what nobody else holds is spoiled first."""
+        if self.texts:
+            text = self.texts.pop(self.below(len(self.texts)))
+            if isinstance(text.cache, PagedSequence) and self.rng.random() < 0.7:
+                for page in text.cache._pages:
+                    if page.users == 1:
+                        page.data.fill_(torch.nan)
+                        self.done["spoil"] += 1
+            text.cache.release()
+
+    def share(self) -> None:
+        """Hold a beginning beyond its sequence's life; now and then, let go of one."""
+        size = self.model.granularity
+        if self.shared and self.rng.random() < 0.2:
+            chunks, _, _ = self.shared.pop(self.below(len(self.shared)))
+            for chunk in chunks:
+                self.model.pool.drop(chunk)
+        known = [(text, (len(text.ids) if self.model.native else text.prompt) // size) for text in self.texts]
+        if known := [(text, count) for text, count in known if count]:
+            text, count = self.rng.choice(known)
+            chunks = [text.cache.share(i, size) for i in range(count)]
+            for chunk in chunks:
+                self.model.pool.keep(chunk)
+            self.shared.append((chunks, text.ids[: count * size], text.cut(count * size)))
+
+    def adopt(self) -> None:
+        """A sequence that begins with what is held."""
+        if self.shared and len(self.texts) < 6:
+            chunks, ids, history = self.rng.choice(self.shared)
+            text = Text(self.model.pool.new(), list(ids), list(history))
+            text.cache.adopt(chunks, self.model.granularity)
+            self.done["adopt"] += 1
+            self.texts.append(text)
+
+    @torch.inference_mode()
+    def live(self, steps: int) -> None:
+        """Random operations; then the end of all, after which no page is taken."""
+        for _ in range(steps):
+            every = {self.passes: 9, self.new: 3, self.fork: 2, self.truncate: 2, self.release: 2, self.share: 3, self.adopt: 2}
+            self.rng.choices(list(every), list(every.values()))[0]()
+
+    @torch.inference_mode()
+    def end(self) -> None:
+        while self.texts:
+            self.release()
+        for chunks, _, _ in self.shared:
+            for chunk in chunks:
+                self.model.pool.drop(chunk)
+        assert self.model.pool.used == self.other.pool.used == 0
+
+
+def models(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
+    monkeypatch.setenv("QUICKBEAM_KERNELS", way)
+    pair = tuple(Model(tiny(name, torch.bfloat16, wide=way == "eager"), exact=True, chunk=CHUNK) for _ in range(2))
+    assert all(model.native == (way == "native") and model.exact for model in pair)
+    for model in pair:
+        model.watch([1, 3])
+    return pair[0], pair[1]
+
+
+def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
+    wrong, done = 0, Counter[str]()
+    for seed in seeds:
+        world = World(model, other, seed)
+        world.live(steps)
+        world.end()
+        assert world.compared > steps / 2
+        wrong, done = wrong + world.wrong, done + world.done
+    assert {*+done} >= {"fork", "truncate", "adopt", *(["spoil"] if model.native else [])}  # that happened
+    return wrong
+
+
+@ways
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used before, and beginnings that are shared."""
+    assert wrong_rows(*models(name, way, monkeypatch), range(2), 120 if way == "native" else 60) == 0
+
+
+@pytest.mark.long
+@ways
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert wrong_rows(*models(name, way, monkeypatch), range(2, 8), 400 if way == "native" else 100) == 0
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt2"])
+def test_every_row_of_a_batch_is_that_of_its_own_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node of each tree, against its path read as a plain text."""
+    model, other = models(name, "native", monkeypatch)
+    world = World(model, other, 0)
+    for length in (1, 63, 64, 130):
+        text = Text(model.pool.new())
+        text.ids = world.tokens(length)
+        model.forward(Batch([Chain(text.cache, text.ids, False)]))
+        text.cache.commit(range(length))
+        world.texts.append(text)
+    trees = [world.tree(text) for text in world.texts]
+    parts: list[Part] = [Draft(text.cache, tree) for text, tree in zip(world.texts, trees, strict=True)]
+    whole = Chain(model.pool.new(), world.tokens(70))
+    *passed, last = model.forward(Batch([*parts, whole]))
+    for text, tree, got in zip(world.texts, trees, passed, strict=True):
+        for node in range(len(tree)):
+            ids = [*text.ids, *(tree.token[i] for i in tree.path(node))]
+            (alone,) = other.forward(Batch([Chain(other.pool.new(), ids)]))
+            assert torch.equal(got.logits[node], alone.logits[0])
+    (alone,) = other.forward(Batch([Chain(other.pool.new(), whole.tokens)]))
+    assert torch.equal(last.logits, alone.logits) and last.hidden is not None and torch.equal(last.hidden, alone.hidden)
+
+
+def unshared_copy(self: KVStore) -> KVStore:
+    other = KVStore(self.shapes, self.key[0].dtype, self.device, pairwise=self.pairwise, block=self.block, pool=self.pool)
+    other.reserve(max(self.length, 1))
+    other._tensors, other.capacity, other.length = self._tensors, self.capacity, self.length
+    other._bind()
+    return other
+
+
+def early(self: SharedPages, page: Page) -> None:
+    page.users -= 1
+    if not page.users:
+        self.give(1)
+    self._unused.append(page)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        (PagedStore, "_shared", lambda self: []),  # writes a page that others hold
+        (PagedStore, "_shared", lambda self: [i for i, page in enumerate(self._pages) if page.users > 1 and i * self.page >= self.length]),
+        (PagePool, "leave", early),  # gives a page away that others hold
+    ],
+    ids=["never copied", "the last not copied", "given away early"],
+)
+def test_memory_that_is_shared_wrongly_is_seen(owner: type, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = models("llama", "native", monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, wrong)
+        assert sum(seen(model, other, seed) for seed in range(4)) > 5
+
+
+@needs_order
+def test_a_fork_that_is_no_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, other = models("llama", "eager", monkeypatch)
+    monkeypatch.setattr(KVStore, "fork", unshared_copy)
+    assert sum(seen(model, other, seed, 60) for seed in range(2)) > 5
+
+
+def seen(model: Model, other: Model, seed: int, steps: int = 100) -> int:
+    world = World(model, other, seed)
+    world.live(steps)
+    return world.wrong
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_nan_that_a_page_held_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole memory is NaN when the next sequence takes it."""
+    model, other = models("gemma2-softcap-window", "native", monkeypatch)
+    cache = model.pool.new()
+    cache.reserve(6 * model.pool.page)
+    assert isinstance(cache, PagedStore)
+    for page in cache._pages:
+        page.data.fill_(torch.nan)
+    cache.release()
+    world = World(model, other, 0)
+    assert len(model.pool._unused) == 6
+    world.new()
+    for _ in range(25):
+        world.passes()
+    assert world.wrong == 0 and world.compared > 25 and len(world.texts[0].ids) > model.pool.page

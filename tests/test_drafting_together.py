@@ -1,0 +1,268 @@
+"""Drafters that draft for several sequences at once: each gets the laws that it gets alone, whatever it takes over or leaves out.
+
+pytest tests/test_drafting_together.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from features import Pair, Text, context_of
+from kernels import SETS, load
+from models import VOCAB, tiny
+from quickbeam.draft.base import Context, Drafter, DraftRequest
+from quickbeam.draft.draft_model import LMDrafter
+from quickbeam.shortlist.context import ContextTokens
+from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.router import Router, RouterConfig
+from quickbeam.shortlist.schedule import Schedule
+from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.tree import TokenTree
+
+WAYS = [*SETS[:1], "eager"]
+Take = Callable[[str], torch.dtype]
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Take:
+    """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to test them in."""
+
+    def choose(way: str) -> torch.dtype:
+        if way == "eager":
+            monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+            return torch.float32
+        load(way)
+        monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+        monkeypatch.setenv("QUICKBEAM_ISA", way)
+        return torch.bfloat16
+
+    return choose
+
+
+def same(way: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    """The same bits on the kernels, nearly the same numbers in float32."""
+    if way == "eager":
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-3)
+    else:
+        assert torch.equal(a, b)
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(count)]
+
+
+def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
+    tree = TokenTree(root)
+    while len(tree) < nodes:
+        parent, token = rng.randrange(max(0, len(tree) - 4), len(tree)), rng.randrange(VOCAB)
+        if tree.child(parent, token) is None:
+            tree.add(parent, token, "random")
+    return tree
+
+
+def rounds(tree: TokenTree) -> list[list[int]]:
+    """Its nodes by depth: how they are asked for."""
+    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
+
+
+def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
+    """Two that share nothing: one with a router and the context, unless its `window` is None, and one of frequent tokens."""
+    torch.manual_seed(0)
+    weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
+    layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
+    router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
+    context = None if window is None else partial(ContextTokens, weight, window)
+    routed = Shortlist(weight, layout, router=router, schedule=Schedule(2, 1, deepest=1), context=context)
+    return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
+
+
+def run_staggered(drafter: Drafter, wishes: list[tuple[Context, TokenTree]], together: bool) -> list[list[torch.Tensor]]:
+    """The laws of each sequence's tree, round by round; the i-th begins i calls after the first."""
+    calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]  # every second one begins later
+    found: list[list[torch.Tensor]] = [[] for _ in wishes]
+    for turn in range(max(map(len, calls))):
+        asked = [(i, DraftRequest(*wishes[i], nodes)) for i, mine in enumerate(calls) if turn < len(mine) and (nodes := mine[turn])]
+        requests = [request for _, request in asked]
+        laws = drafter.answer(requests) if together else [law for request in requests for law in drafter.answer([request])]
+        for (i, _), law in zip(asked, laws, strict=True):
+            found[i].append(law.dense())
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
+def test_sequences_get_the_laws_that_they_get_alone(kind: str, way: str, take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the root and deeper, with shortlists and without, at several temperatures, with much to read and with nothing; two steps."""
+    pair = Pair(kind, take(way))
+    monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", 50)  # prompts are read over several passes, some of them side by side
+    routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
+    kinds = [(3, None, 1.0), (70, None, 0.5), (20, routed, 1.0), (9, routed, 0.0), (30, frequent, 1.0), (130, routed, 2.0), (1, None, 0.0)]
+    said = []
+    for together in (True, False):
+        rng, texts = random.Random(4), list[Text]()
+        for length, shortlist, temperature in kinds:
+            texts.append(pair.begin(words(rng, length), rng.randrange(VOCAB), temperature, shortlist))
+        said.append([])
+        for _ in range(2):
+            trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
+            said[-1] += run_staggered(pair.drafter, [(text.context, tree) for text, tree in zip(texts, trees, strict=True)], together)
+            for text, tree in zip(texts, trees, strict=True):
+                text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
+        used = [text.state.used for text in texts]
+        said[-1].append([torch.tensor([[one.calls, one.tokens, one.wanted, one.held]]) for one in used if one is not None])
+        for text in texts:
+            text.release()
+    for ours, alone in zip(*said, strict=True):
+        assert len(ours) == len(alone) > 0
+        for a, b in zip(ours, alone, strict=True):
+            same(way, a, b)
+    assert pair.target.pool.used == pair.drafter.pool.used == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
+def test_sequences_of_a_smaller_model_get_the_laws_that_they_get_alone(name: str, way: str, take: Take) -> None:
+    drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []
+    for together in (True, False):
+        rng, contexts = random.Random(4), list[Context]()
+        for length, temperature in [(3, 1.0), (90, 0.5), (1, 0.0), (30, 2.0), (200, 1.0)]:
+            contexts.append(context_of(words(rng, length), temperature).begin([drafter]))
+        said.append([])
+        for _ in range(3):
+            trees = [grown(rng, context.ids[-1], rng.randint(1, 9)) for context in contexts]
+            said[-1] += run_staggered(drafter, list(zip(contexts, trees, strict=True)), together)
+            for context, tree in zip(contexts, trees, strict=True):
+                path = tree.path(rng.randrange(len(tree)))
+                context.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
+        assert drafter.model.pool.used > 0
+        for context in contexts:
+            context.states[drafter.name].release()
+        assert drafter.model.pool.used == 0
+    for ours, alone in zip(*said, strict=True):
+        for a, b in zip(ours, alone, strict=True):
+            same(way, a, b)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_call_that_fails_can_be_made_again(way: str, take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the sequence that made it fail; wherever it failed, nothing of the others is lost."""
+    pair = Pair("attention", take(way))
+    first, second, tree = pair.begin([5, 6, 7], 8), pair.begin([9, 10], 11), TokenTree(8)
+    tree.add(0, 3, "x")
+    second.context.extend([12])  # nobody heard its hidden state
+    with pytest.raises(ValueError, match="not read yet"):
+        pair.drafter.answer([first.request(tree, [0]), second.request(TokenTree(12), [0])])
+    alone, run = pair.begin([5, 6, 7], 8), pair.drafter._run
+
+    def failing(works: list[object]) -> object:
+        run(works)
+        raise RuntimeError("broken")
+
+    for nodes in ([0], [1]):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+            patch.setattr(pair.drafter, "_run", failing)
+            first.laws(tree, nodes)
+        same(way, first.laws(tree, nodes), alone.laws(tree, nodes))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["attention", "ours"])
+def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind: str, way: str, take: Take) -> None:
+    """Steps of lone roots, whose hidden states are heard; with the rows read meanwhile, and with all of them read at last."""
+    pair, said = Pair(kind, take(way)), []
+    routed, _ = shortlists(pair, None)  # a context would hold what the target's logits offered at each step that asked
+    for asked, reading in ((True, False), (False, False), (False, True)):
+        rng = random.Random(8)
+        text = pair.begin(words(rng, 20), rng.randrange(VOCAB), shortlist=routed)
+        for _ in range(90):
+            tree = TokenTree(text.context.ids[-1])
+            if asked:
+                text.laws(tree, [0])
+            text.go_on(tree, [0], rng.randrange(VOCAB))
+            if reading:
+                pair.drafter.read([text.state], 16)
+        assert text.state.waiting == (1 if asked else 110) if not reading else 1 <= text.state.waiting <= 17
+        tree = grown(rng, text.context.ids[-1], 9)
+        said.append([text.laws(tree, nodes) for nodes in rounds(tree)])
+        text.release()
+    for asked_each_step, left_out, read_meanwhile in zip(*said, strict=True):
+        same(way, left_out, asked_each_step)
+        same(way, read_meanwhile, asked_each_step)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way: str, take: Take) -> None:
+    drafter, said = LMDrafter(tiny("llama", take(way)), VOCAB), []
+    for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):  # beyond and within what a tree makes up for
+        rng = random.Random(8)
+        context = context_of(words(rng, 20)).begin([drafter])
+        for i in range(steps):
+            if asked or not i:
+                drafter.answer([DraftRequest(context, TokenTree(context.ids[-1]), [0])])
+            context.extend(words(rng, 1))
+        tree = grown(rng, context.ids[-1], 9)
+        said.append([drafter.answer([DraftRequest(context, tree, nodes)])[0].dense() for nodes in rounds(tree)])
+    for first, second in ((0, 1), (2, 3)):
+        for a, b in zip(said[first], said[second], strict=True):
+            same(way, a, b)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", ["attention", "input", "ours"])
+def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take: Take) -> None:
+    """Texts part right behind the chunks or later; nothing of the first text changes; what is kept outlives it; nothing leaks."""
+    pair, rng, size = Pair(kind, take(way)), random.Random(2), 64
+    ids, pools = words(rng, 150), (pair.target.pool, pair.drafter.pool)
+    first = pair.begin(ids[:-1], ids[-1])
+    pair.drafter.read([first.state])
+    assert first.shared(size) == 2
+    kept = [(first.target.store.share(i, size), first.state.share(i, size)) for i in range(2)]
+    for chunk in kept:
+        for pool, part in zip(pools, chunk, strict=True):
+            pool.keep(part)
+    others = []
+    for chunks, rest in ((1, 30), (2, 3), (2, 2)):
+        text = [*ids[: chunks * size], *words(rng, rest)]
+        others.append((first.follow(text, chunks, size), text))
+    same(way, first.laws(tree := grown(rng, ids[-1], 5), [0]), pair.begin(ids[:-1], ids[-1]).laws(tree, [0]))
+    first.release()
+    for other, text in others:
+        anew, tree = pair.begin(text[:-1], text[-1]), grown(rng, text[-1], 9)
+        for nodes in rounds(tree):
+            same(way, other.laws(tree, nodes), anew.laws(tree, nodes))
+        for one in (other, anew):
+            one.go_on(tree, [0], 5)
+        same(way, other.laws(TokenTree(5), [0]), anew.laws(TokenTree(5), [0]))
+        other.release()
+        anew.release()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_pages_are_given_back(way: str, take: Take) -> None:
+    """By sequences that were released, whatever they shared; what is kept beyond their lives stays until it is dropped."""
+    pair, rng, size = Pair("attention", take(way)), random.Random(2), 64
+    pools = (pair.target.pool, pair.drafter.pool)
+    assert [pool.used for pool in pools] == [0, 0]
+    ids = words(rng, 150)
+    first = pair.begin(ids[:-1], ids[-1])
+    first.laws(TokenTree(ids[-1]), [0])
+    before = [pool.used for pool in pools]
+    assert min(before) >= 3
+    other = first.follow([*ids[:size], 1, 2, 3], 1, size)
+    other.laws(TokenTree(3), [0])
+    chunk = first.target.store.share(0, size), first.state.share(0, size)
+    for pool, part in zip(pools, chunk, strict=True):
+        pool.keep(part)
+    other.release()
+    assert [pool.used for pool in pools] == [count + (way == "eager") for count in before]  # a copy there, the same page here
+    first.laws(TokenTree(ids[-1]), [0])
+    first.release()
+    assert [pool.used for pool in pools] == [1, 1]
+    for pool, part in zip(pools, chunk, strict=True):
+        pool.drop(part)
+    assert [pool.used for pool in pools] == [0, 0]

@@ -1,0 +1,270 @@
+"""The Python faces with many answers under way: lists, streams in any order and in threads, asyncio.
+
+pytest tests/test_faces.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
+from quickbeam.engine.turns import Turns
+from quickbeam.llm import parse_bytes
+
+PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b a b a b a b", "rain, rain, go away"]
+PARAMS = SamplingParams(max_tokens=24)
+
+
+@pytest.fixture(scope="module")
+def llm(toy_folder):
+    with LLM(toy_folder, "pld") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def alone(llm):
+    """What each prompt is answered by itself, plainly."""
+    return {prompt: llm.generate(prompt, PARAMS, method="ar").token_ids for prompt in PROMPTS}
+
+
+def test_a_list_is_answered_side_by_side(llm, alone):
+    steps = 0
+    step = llm.engine.step
+
+    def counted():
+        nonlocal steps
+        steps += 1
+        step()
+
+    llm.engine.step = counted
+    try:
+        found = llm.generate(PROMPTS, PARAMS)
+    finally:
+        del llm.engine.step
+    assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
+    assert steps < sum(one.statistics.steps for one in found)
+
+
+def test_each_prompt_may_have_its_own_parameters(llm, alone):
+    params = [SamplingParams(max_tokens=3 + i) for i in range(len(PROMPTS))]
+    found = llm.generate(PROMPTS, params)
+    assert [one.token_ids for one in found] == [alone[prompt][: 3 + i] for i, prompt in enumerate(PROMPTS)]
+    with pytest.raises(InvalidInput, match="2 parameters for 5 prompts"):
+        llm.generate(PROMPTS, params[:2])
+
+
+def test_several_answers_of_one_prompt(llm):
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3)
+    three = llm.generate("hello", params, method="ar")
+    assert len(three) == 3
+    assert three[0].token_ids == llm.generate("hello", SamplingParams(max_tokens=12, temperature=1.0, seed=5), method="ar").token_ids
+    assert len({tuple(one.token_ids) for one in three}) == 3  # seeds of their own
+    assert [one.token_ids for one in llm.generate("hello", params, method="ar")] == [one.token_ids for one in three]
+    assert len(llm.generate(["hello", "one"], params, method="ar")) == 6
+
+
+def test_chats_are_answered_side_by_side(llm):
+    chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
+    assert [one.token_ids for one in llm.chat(chats, PARAMS)] == [llm.chat(chat, PARAMS).token_ids for chat in chats]
+
+
+def test_streams_may_be_interleaved(llm, alone):
+    """Two that take turns, a third opened and dropped between, a fourth that is closed."""
+    first, second = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS, method="ar")
+    dropped, closed = llm.stream(PROMPTS[2], PARAMS), llm.stream(PROMPTS[0], PARAMS)
+    pieces = {first: "", second: ""}
+    for turn in range(200):
+        for stream in (first, second):
+            pieces[stream] += next(stream, "")
+        if turn == 2:
+            next(dropped, "")
+            del dropped
+            closed.close()
+    assert pieces[first] == first.completion.text and pieces[second] == second.completion.text
+    assert first.completion.token_ids == alone[PROMPTS[0]] and second.completion.token_ids == alone[PROMPTS[1]]
+    assert closed.completion.finish_reason == "interrupted"
+    assert closed.completion.token_ids == alone[PROMPTS[0]][: len(closed.completion.token_ids)]
+
+
+def test_a_dropped_stream_gives_everything_back(llm):
+    llm.reset()
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=200, ignore_eos=True))
+    next(stream)
+    assert llm.model.pool.used > 0
+    del stream
+    gc.collect()
+    llm.reset()
+    assert llm.model.pool.used == 0 and not llm.engine.busy
+
+
+def test_streams_in_threads(llm, alone):
+    found: dict[str, list[int]] = {}
+
+    def work(prompt: str, method: str) -> None:
+        stream = llm.stream(prompt, PARAMS, method=method)
+        text = "".join(stream)
+        assert text == stream.completion.text
+        found[prompt] = stream.completion.token_ids
+
+    threads = [threading.Thread(target=work, args=(prompt, ("ar", "pld", "logitspec")[i % 3])) for i, prompt in enumerate(PROMPTS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == alone
+
+
+@pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
+def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dtype):
+    """Rows of the last answer must not be others for methods that keep them and methods that compute them anew."""
+    texts = {}
+    for method in ("ar", "pld", "logitspec"):
+        with LLM(toy_folder, method, dtype=dtype) as llm:
+            for fresh in (False, True):
+                messages: list[dict[str, str]] = []
+                for turn in ("the cat sat on the mat " * 4, "one two one two one", "and the cat again " * 5):
+                    if fresh:
+                        llm.reset()
+                    messages.append({"role": "user", "content": turn})
+                    found = llm.chat(messages, SamplingParams(max_tokens=40))
+                    messages.append({"role": "assistant", "content": found.text})
+                texts[method, fresh] = [message["content"] for message in messages]
+    assert len({tuple(turns) for turns in texts.values()}) == 1
+
+
+def test_a_second_turn_reads_only_what_is_new(llm):
+    llm.reset()
+    messages = [{"role": "user", "content": "tell me of rain " * 10}]
+    first = llm.chat(messages, PARAMS)
+    messages += [{"role": "assistant", "content": first.text}, {"role": "user", "content": "more"}]
+    second = llm.chat(messages, PARAMS)
+    size = llm.model.granularity
+    if llm.model.native:
+        assert second.statistics.cached_tokens >= len(llm.encode_chat(messages[:1])) // size * size > 0
+
+
+def test_a_prompt_that_can_not_be_begins_none(llm):
+    with pytest.raises(InvalidInput, match="empty prompt"):
+        llm.generate([PROMPTS[0], ""], PARAMS)
+    assert not llm.engine.busy
+
+
+def test_closed_streams_are_interrupted(toy_folder):
+    llm = LLM(toy_folder, "pld")
+    stream = llm.stream("hello", SamplingParams(max_tokens=100, ignore_eos=True))
+    next(stream)
+    llm.close()
+    assert stream.completion.finish_reason == "interrupted"
+    assert llm.model.pool.used == 0
+
+
+def test_template_arguments_reach_the_template(llm):
+    plain = llm.encode_chat([{"role": "user", "content": "hi"}])
+    going_on = llm.encode_chat(
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello t"}], continue_final_message=True
+    )
+    assert llm.tokenizer.decode(going_on).endswith("hello t")
+    assert len(going_on) > len(plain) - 4
+    assert llm.encode_chat([{"role": "user", "content": "hi"}], tools=[], enable_thinking=False) == plain
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("512 MiB", 512 * 2**20), (1000, 1000), ("1.5kb", 1500)])
+def test_sizes_of_memory(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "much", "-1", "0", "2 GB of", "nan", "inf"])
+def test_sizes_that_are_none(text):
+    with pytest.raises(InvalidInput, match="size of memory"):
+        parse_bytes(text)
+
+
+def test_memory_for_keys_and_values_is_bounded(toy_folder, alone):
+    page = LLM(toy_folder, "ar").model.pool.page_bytes
+    with LLM(toy_folder, "ar", kv_memory=4 * page) as llm:
+        found = llm.generate(PROMPTS, PARAMS)
+        assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
+        assert llm.model.pool.used <= 4
+        with pytest.raises(InvalidInput, match="kv-memory"):
+            llm.generate("hello " * 60, PARAMS)
+    with pytest.raises(InvalidInput, match="kv_memory"):
+        LLM(toy_folder, "ar", kv_memory=page // 2)
+
+
+def test_asyncio(toy_folder, alone):
+    async def main() -> None:
+        async with AsyncLLM(toy_folder, "pld") as llm:
+            found = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
+            assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
+            stream = await llm.stream(PROMPTS[0], PARAMS)
+            text = "".join([piece async for piece in stream])
+            assert text == stream.completion.text and stream.completion.token_ids == alone[PROMPTS[0]]
+            with pytest.raises(InvalidInput):
+                await llm.generate("", PARAMS)
+
+    asyncio.run(main())
+
+
+def test_leaving_an_asynchronous_stream_ends_it(toy_folder):
+    async def main() -> None:
+        async with AsyncLLM(toy_folder, "ar") as llm:
+            step = llm.llm.engine.step
+            llm.llm.engine.step = lambda: (time.sleep(0.002), step())  # long enough to be left midway
+            async for _ in await llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True)):
+                break
+            waiting = asyncio.create_task(llm.generate("one two", SamplingParams(max_tokens=400, ignore_eos=True)))
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            for _ in range(200):
+                if not llm.llm.engine.busy:
+                    break
+                await asyncio.sleep(0.02)
+            llm.llm.reset()
+            assert not llm.llm.engine.busy and llm.llm.model.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_closing_ends_what_is_waited_for(toy_folder):
+    async def main() -> None:
+        llm = AsyncLLM(toy_folder, "pld")
+        stream = await llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True))
+        await stream.__anext__()
+        await asyncio.to_thread(llm.close)
+        async for _ in stream:
+            pass
+        assert stream.completion.finish_reason == "interrupted"
+        with pytest.raises(QuickbeamError, match="closed"):
+            await llm.generate("hello")
+
+    asyncio.run(main())
+
+
+def test_turns_are_taken_in_order():
+    turns, order, go = Turns(), list[int](), threading.Event()
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            with turns, turns:
+                order.append(number)
+
+    with turns:
+        threads = []
+        for number in range(4):
+            threads.append(threading.Thread(target=work, args=(number,)))
+            threads[-1].start()
+            while len(turns._queue) <= number:
+                go.wait(0.001)
+        assert not turns.take_if_free()
+    for thread in threads:
+        thread.join()
+    assert order[:4] == [0, 1, 2, 3]
+    assert turns.take_if_free()
+    turns.leave()

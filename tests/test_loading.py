@@ -1,0 +1,262 @@
+"""What is loaded is the whole model as transformers computes it, or is refused in words. `pytest tests/test_loading.py`"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from models import tiny
+from quickbeam.draft import loading as drafters
+from quickbeam.errors import InvalidInput
+from quickbeam.llm import LLM
+from quickbeam.sampling import SamplingParams
+from quickbeam.target import loading
+from quickbeam.target.bit_exact import examine
+from quickbeam.target.eager_llama import LeanModel
+from quickbeam.target.fused_llama import FusedLlama
+from quickbeam.target.loading import load_model, parse_dtype, wanted_dtype
+
+CPU = torch.device("cpu")
+CONTEXT = 48
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 4.0, 6.0, 8.0],
+    "original_max_position_embeddings": CONTEXT,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+def load(folder: Path, dtype: torch.dtype | None = torch.float32, **options: Any) -> PreTrainedModel:
+    return load_model(str(folder), dtype, CPU, **options)[0]
+
+
+@pytest.fixture
+def folder(toy_folder: str, tmp_path: Path) -> Path:
+    """The toy's tokenizer and configuration; `write` gives it weights."""
+    return Path(shutil.copytree(toy_folder, tmp_path / "model"))
+
+
+def configure(folder: Path, **fields: Any) -> None:
+    """Change the configuration."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def write(folder: Path, **fields: Any) -> Path:
+    """Change the configuration, and give the folder random weights for it, by which attention decides."""
+    configure(folder, **fields)
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Write tensors into the checkpoint, or take away those that are None."""
+    state = load_file(folder / "model.safetensors") | change
+    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)])
+def test_angles_that_follow_the_length_are_those_of_transformers(folder: Path, rope: dict[str, Any], length: int, fast: bool) -> None:
+    write(folder, rope_parameters=rope, max_position_embeddings=length)
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    options = {"do_sample": False, "max_new_tokens": CONTEXT - len(prompt), "repetition_penalty": 1.0, "eos_token_id": None}
+    expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    llm = LLM(str(folder), "pld", dtype="float32", fast=fast)
+    params = SamplingParams(max_tokens=CONTEXT - len(prompt), ignore_eos=True)
+    for _ in range(2):  # what ran at the end of the context may not show in the next answer
+        assert llm.generate(prompt, params).token_ids == expected
+    with pytest.raises(InvalidInput, match=f"context of {CONTEXT}"):
+        llm.generate(prompt, SamplingParams(max_tokens=CONTEXT - len(prompt) + 1))
+
+
+@pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (DYNAMIC, CONTEXT)])
+def test_angles_do_not_depend_on_what_runs_beside(folder: Path, rope: dict[str, Any], length: int) -> None:
+    write(folder, rope_parameters=rope, max_position_embeddings=length)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.rotary_emb
+    rotary = load(folder).model.rotary_emb
+    few, many = torch.arange(CONTEXT)[None], torch.arange(3 * CONTEXT)[None]
+    expected = plain(torch.empty(1), few)
+    for cosine, sine in (rotary(torch.empty(1), many), rotary(torch.empty(1), few)):
+        assert torch.equal(cosine[:, :CONTEXT], expected[0]) and torch.equal(sine[:, :CONTEXT], expected[1])
+    assert FusedLlama.fits(load(folder, torch.bfloat16))
+
+
+class Adapted(nn.Linear):
+    """As peft's and the quantised ones: a linear that computes more than its weight says."""
+
+
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
+def test_lean_forwards_take_plain_linears_only(part: str) -> None:
+    model = tiny("llama")
+    assert LeanModel.fits(model) and FusedLlama.fits(model)
+    model.model.layers[1].set_submodule(part, Adapted(32, 32))
+    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
+    assert examine([], [Adapted(32, 32)]).broken == ("the products of Adapted are not known",)
+
+
+def test_lean_forwards_take_plain_embeddings_and_classes_of_transformers_only() -> None:
+    model = tiny("llama")
+    model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
+    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
+    model = tiny("llama")
+    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "came_with_the_model"})
+    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
+
+
+def test_quantised_weights_that_are_no_parameters_are_not_known() -> None:
+    packed, mask = nn.Module(), nn.Module()
+    packed.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
+    mask.register_buffer("bias", torch.ones(4, 4, dtype=torch.bool))
+    assert examine([], [packed]).broken == ("the products of Module are not known",)
+    assert examine([], [mask]).broken == ()
+
+
+def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "is_peft_available", lambda: False)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/model"}))
+    for kept in (True, False):  # the model beside its adapter, and the adapter alone
+        if not kept:
+            (folder / "config.json").unlink()
+        with pytest.raises(InvalidInput, match=r"adapter.*somebody/model.*pip install peft, or merge"):
+            load(folder)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> None:
+    peft = pytest.importorskip("peft")
+    write(folder, tie_word_embeddings=False)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole = [] if beside else ["lm_head"]
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=whole, init_lora_weights=False)
+    adapted = peft.get_peft_model(base, settings).eval()
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    with torch.inference_mode():
+        expected = adapted(input_ids=ids).logits
+    place = folder if beside else tmp_path / "adapter"
+    adapted.save_pretrained(place)
+    model = load(place)
+    assert LeanModel.fits(model) and FusedLlama.fits(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them")
+def test_quantised_weights_without_their_library_are_refused(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    with pytest.raises(InvalidInput, match=r"quantised \(bitsandbytes\).*missing here: .*pip install -U bitsandbytes.*unquantised"):
+        load(folder)
+
+
+@pytest.fixture
+def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that comes with Python code, which leaves `ran` beside the folder when it runs."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    imports = f"from pathlib import Path\nfrom transformers import LlamaConfig, LlamaForCausalLM\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    (folder / "configuration_odd.py").write_text(imports + "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n")
+    code = imports + "from .configuration_odd import OddConfig\nclass OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n"
+    (folder / "modeling_odd.py").write_text(code)
+    places = {"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    configure(folder, model_type="odd", architectures=["OddForCausalLM"], auto_map=places)
+    return folder
+
+
+def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # the lines of a chat are no consent
+    with pytest.raises(InvalidInput, match="--trust-remote-code") as caught:
+        load(with_code)
+    assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
+    model = load(with_code, trust_remote_code=True)
+    assert type(model).__name__ == "OddForCausalLM" and (tmp_path / "ran").exists()
+
+
+def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen = []
+
+    def stand_in(*arguments: Any, **options: Any) -> None:
+        seen.append(options["trust_remote_code"])
+        raise InvalidInput("enough")
+
+    monkeypatch.setattr(drafters, "load_model", stand_in)
+    target: Any = type("Target", (), {"dtype": torch.float32, "device": CPU})
+    for options in ({}, {"trust_remote_code": True}):
+        with pytest.raises(InvalidInput, match="enough"):
+            drafters.load_drafter(str(tmp_path), target, None, **options)
+    assert seen == [False, True]
+
+
+def test_the_number_format_may_be_the_checkpoints_own(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16).save_pretrained(folder)
+    assert load(folder, wanted_dtype("auto")).dtype is torch.float16
+    assert load(folder, wanted_dtype("float32")).dtype is torch.float32
+    for parse in (parse_dtype, wanted_dtype):
+        with pytest.raises(InvalidInput, match=r"unknown dtype 'int8'; known: .*bfloat16"):
+            parse("int8")
+
+
+def test_a_revision_is_of_the_hub_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match=r"revision 'v1'.*on this machine"):
+        load(folder, revision="v1")
+    seen: dict[str, Any] = {}
+
+    def stop(name: str, **options: Any) -> None:
+        seen.update(options)
+        raise OSError("not cached")
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", stop)
+    with pytest.raises(InvalidInput, match="not cached"):
+        load_model("organisation/model", None, CPU, revision="v1")
+    assert seen == {"revision": "v1", "trust_remote_code": False}
+
+
+def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
+    assert load(folder, device_map="cpu").device == CPU
+    with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
+        load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
+
+
+def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
+    write(folder, tie_word_embeddings=False)
+    weights(folder, {"lm_head.weight": None})
+    with pytest.raises(InvalidInput, match=r"lack lm_head.weight: download it again.*tie_word_embeddings: true"):
+        load(folder)
+    configure(folder, tie_word_embeddings=True)
+    assert load(folder).lm_head.weight is not None
+    weights(folder, {f"model.layers.1.self_attn.{part}_proj.weight": None for part in "qkvo"} | {"model.norm.weight": None})
+    with pytest.raises(InvalidInput, match=r"lack model.layers.1.self_attn.k_proj.weight.* and 1 more") as caught:
+        load(folder)
+    assert str(caught.value).startswith(f"can't load {str(folder)!r}") and "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(folder: Path) -> None:
+    write(folder)
+    weights(folder, {"model.norm.weight": torch.ones(3)})
+    with pytest.raises(InvalidInput, match=r"model.norm.weight has shape \[3\], expected \[32\] by config.json"):
+        load(folder)
+
+
+def test_what_is_no_file_of_weights_is_refused(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(InvalidInput, match="can't load"):
+        load(folder)

@@ -1,0 +1,421 @@
+"""Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or set back around it.
+
+pytest tests/test_many.py
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import psutil
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from answers import answer, request
+from features import WIDE, head_of
+from models import VOCAB, tiny
+from quickbeam.draft.base import law_of
+from quickbeam.draft.draft_model import LMDrafter
+from quickbeam.draft.eagle import EagleDrafter
+from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.draft.last_logits import LastLogits
+from quickbeam.draft.ngram import Ngram
+from quickbeam.engine.budget import Budget, CostModel
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.scheduler import Scheduler
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.sampling import SamplingParams
+from quickbeam.target.batch import Batch, Draft
+from quickbeam.target.model import Model
+from quickbeam.target.pages import PagedStore
+from quickbeam.tree import TokenTree
+from quickbeam.trees.base import NoDraft
+from quickbeam.trees.dyspec import DySpec
+from quickbeam.trees.hybrid import Hybrid
+from quickbeam.trees.logitspec import LogitSpec
+from quickbeam.trees.prompt_lookup import PromptLookup
+
+LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3", "gpt2", "gpt-neox")
+WAYS = ("native", "exact", "float32")  # bfloat16 by the kernels, bfloat16 by PyTorch's operators, float32
+
+
+class World:
+    """A tiny model with drafters, its policies by name, and what it answers alone."""
+
+    def __init__(self, layout: str, way: str) -> None:
+        dtype = torch.float32 if way == "float32" else torch.bfloat16
+        source = tiny(layout, dtype, seed=3)
+        network = EagleHead(WIDE)
+        network.load_state_dict(head_of(WIDE, source).state_dict())
+        self.model = Model(source, chunk=32)
+        network._shared.update(embedding=self.model.embedding, head=self.model.head)
+        self.drafter = EagleDrafter(network, self.model)
+        self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB)
+        self.alone = functools.cache(self._alone)
+
+    def policies(self):
+        """New ones, by name."""
+        return {
+            "ar": NoDraft(),
+            "pld": PromptLookup(Ngram()),
+            "logitspec": LogitSpec(Ngram(), LastLogits()),
+            "dyspec": DySpec(self.drafter),
+            "small": DySpec(self.small),
+            "hybrid": Hybrid(self.drafter, Ngram()),
+        }
+
+    def _alone(self, prompt: tuple[int, ...], tokens: int) -> list[int]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        return answer(self.model, NoDraft(), params, prompt, engine=Engine(self.model, share=False), budget=1).output.token_ids
+
+    def engine(self, **options) -> Engine:
+        """One whose costs are made up, so that trees don't depend on the machine."""
+        engine = Engine(self.model, **options)
+        engine._budget = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0}))
+        engine._budget.cost.observe = engine._budget.observe = lambda *_: None
+        return engine
+
+
+@pytest.fixture
+def world(monkeypatch):
+    def make(layout: str, way: str) -> World:
+        monkeypatch.setenv("QUICKBEAM_KERNELS", "eager" if way == "exact" else "auto")
+        return _world(layout, way)
+
+    return make
+
+
+@functools.cache
+def _world(layout: str, way: str) -> World:
+    return World(layout, way)
+
+
+def text(chance: random.Random, beginnings: list[list[int]]) -> list[int]:
+    """A prompt that may begin as others do, and repeats itself a little."""
+    ids = list(chance.choice(beginnings)) if chance.random() < 0.7 else []
+    phrase = [chance.randrange(3, VOCAB) for _ in range(chance.randint(2, 9))]
+    while len(ids) < 2 or chance.random() < 0.6:
+        ids += phrase if chance.random() < 0.5 else [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 40))]
+    return ids[:200]
+
+
+def play(world: World, seed: int, requests: int = 10) -> Engine:
+    """Random requests arrive at random steps, some leave; every answer must be the one given alone, and everything is given back."""
+    chance = random.Random(seed)
+    beginnings = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
+    engine = world.engine(most=chance.choice((1, 2, 3, 8)), pages=chance.choice((None, 6, 9, 14)), share=chance.random() < 0.8)
+    policies = world.policies()
+    open_ones: list[tuple[SequenceState, tuple[int, ...]]] = []
+    every = list(open_ones)
+    waiting = [text(chance, beginnings) for _ in range(requests)]
+    while waiting or open_ones:
+        if waiting and (not open_ones or chance.random() < 0.4):
+            prompt, name = waiting.pop(), chance.choice(list(policies))
+            params = SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True)
+            budget = None if chance.random() < 0.5 else chance.choice((1, 2, 7, 16))
+            for _ in range(chance.choice((1, 1, 1, 2))):
+                one = engine.add(request(world.model, policies[name], params, prompt, budget=budget, setting=name))
+                open_ones.append((one, tuple(prompt)))
+                every.append(open_ones[-1])
+        if open_ones and chance.random() < 0.06:
+            engine.cancel(chance.choice(open_ones)[0])
+        engine.step()
+        open_ones = [pair for pair in open_ones if not pair[0].over]
+    for one, prompt in every:
+        assert one.error is None
+        expected = world.alone(prompt, one.params.max_tokens)
+        assert one.output.token_ids == expected[: len(one.output.token_ids)]
+        assert len(one.output.token_ids) == len(expected) or one.cancelled
+    engine.forget()
+    assert world.model.pool.used == 0
+    assert world.drafter.pool.used == 0
+    assert world.small.pool.used == 0
+    return engine
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("way", WAYS)
+def test_answers_are_those_given_alone(world, layout, way):
+    play(world(layout, way), 1, requests=7)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.sampled_from(LAYOUTS), st.sampled_from(WAYS))
+def test_answers_are_those_given_alone_many_times(world, seed, layout, way):
+    play(world(layout, way), seed)
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.integers(0, 2**32), st.sampled_from(("llama", "mistral-window")))
+def test_answers_are_those_given_alone_in_any_order(world, seed, layout):
+    play(world(layout, "native"), seed)
+
+
+def test_a_step_that_mixes_sequences_up_is_noticed(world, monkeypatch):
+    """The wrong version: a sequence that adopts shared pages and writes into the last of them."""
+    here = world("llama", "native")
+    if not here.model.native:
+        pytest.skip("no native kernels on this machine")
+    monkeypatch.setattr(PagedStore, "_shared", lambda self: [])
+    prompt = [7 + i % 50 for i in range(70)]
+    engine = here.engine(share=False)
+    first = engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), prompt, budget=1))
+    while not first.started:
+        engine.step()
+    fork = first.cache.fork()
+    expected = here.alone(tuple(prompt), 60)
+    while not first.over:
+        engine.step()
+        here.model.forward(Batch([Draft(fork, TokenTree(3))]))  # a fork that goes on differently
+        fork.commit([0])
+    fork.release()
+    assert first.output.token_ids != expected
+
+
+def run(engine: Engine, *sequences: SequenceState) -> None:
+    while not all(one.over for one in sequences):
+        engine.step()
+
+
+def test_sequences_are_set_back_and_go_on(world):
+    here = world("llama", "native")
+    prompts = [tuple((i * 7 + k) % 90 + 3 for k in range(100)) for i in range(4)]
+    engine = here.engine(pages=7)
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    run(engine, *ones)
+    assert sum(one.statistics.set_back for one in ones) > 0
+    assert ones[0].statistics.set_back == 0  # whoever came first is never set back
+    assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
+    engine.close()
+    assert here.model.pool.used == 0
+
+
+def test_nobody_starves(world):
+    """However many come later, whoever waits runs next."""
+    here = world("llama", "native")
+    engine = here.engine(most=2, share=False)
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    order: list[int] = []
+    ones = [engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(6)]
+    for late in range(40):
+        if late < 20:
+            ones.append(engine.add(request(here.model, NoDraft(), params, [9, 9, late + 3], budget=1)))
+        engine.step()
+        order += [i for i, one in enumerate(ones) if one.started and i not in order]
+    run(engine, *ones)
+    assert order[:6] == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_long_prompt_does_not_hold_up_the_others(world):
+    """While it is read, every step still gives each running answer a token."""
+    here = world("llama", "native")
+    engine = here.engine(share=False)
+    first = engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), [5, 6, 7], budget=1))
+    while not first.started:
+        engine.step()
+    long = engine.add(
+        request(here.model, NoDraft(), SamplingParams(max_tokens=2, ignore_eos=True), [3 + i % 90 for i in range(1500)], budget=1)
+    )
+    steps = 0
+    while not long.started:
+        before = len(first.output.token_ids)
+        engine.step()
+        steps += 1
+        assert first.over or len(first.output.token_ids) == before + 1
+    assert steps >= 1500 // 64 if here.model.native else steps >= 1500 // 32
+    engine.close()
+
+
+def test_nan_in_one_sequence_ends_that_one_alone(world):
+    here = world("llama", "native")
+    engine = here.engine(share=False)
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    good, bad = (engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in ([5, 6, 7], [8, 9, 10]))
+    while not (good.started and bad.started):
+        engine.step()
+    forward = here.model.forward
+
+    def broken(batch):
+        passed = forward(batch)
+        return [
+            one._replace(logits=torch.full_like(one.logits, float("nan")), best=None if one.best is None else [-1] * len(one.best))
+            if part.cache is bad.cache
+            else one
+            for part, one in zip(batch.parts, passed, strict=True)
+        ]
+
+    here.model.forward = broken
+    try:
+        run(engine, good, bad)
+    finally:
+        del here.model.forward
+    assert isinstance(bad.error, QuickbeamError)
+    assert good.error is None and good.output.token_ids == here.alone((5, 6, 7), 20)
+    assert here.model.pool.used == 0
+
+
+def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
+    here = world("llama", "native")
+    engine = here.engine(share=False)
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    policy = here.policies()["dyspec"]
+    ones = [engine.add(request(here.model, policy, params, prompt, budget=8)) for prompt in ([5, 6, 7], [8, 9, 10])]
+    answered = here.drafter.answer
+
+    def broken(wishes):
+        if any(wish.context.ids[:3] == [8, 9, 10] for wish in wishes):
+            raise RuntimeError("no drafts here")
+        return answered(wishes)
+
+    monkeypatch.setattr(here.drafter, "answer", broken)
+    run(engine, *ones)
+    assert ones[0].error is None and ones[0].output.token_ids == here.alone((5, 6, 7), 12)
+    assert isinstance(ones[1].error, RuntimeError)
+
+
+def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
+    here = world("llama", "native")
+    monkeypatch.setattr("quickbeam.draft.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat))
+    found = answer(here.model, here.policies()["dyspec"], SamplingParams(max_tokens=12, ignore_eos=True), [5, 6, 7], budget=8)
+    assert found.output.token_ids == here.alone((5, 6, 7), 12)
+    assert found.statistics.mean_accepted_tokens == 1.0
+
+
+@pytest.mark.parametrize("way", ("native", "exact"))
+def test_a_known_beginning_is_not_computed_again(world, way):
+    here = world("llama", way)
+    engine = here.engine()
+    size = here.model.granularity
+    prompt = tuple(3 + (i * i) % 90 for i in range(2 * size + 10))
+    params = SamplingParams(max_tokens=6, ignore_eos=True)
+    first = answer(here.model, here.policies()["hybrid"], params, prompt, engine=engine)
+    again = answer(here.model, here.policies()["hybrid"], params, (*prompt[:-3], 5, 6), engine=engine)
+    assert first.statistics.cached_tokens == 0
+    assert again.statistics.cached_tokens == 2 * size
+    assert again.output.token_ids == here.alone((*prompt[:-3], 5, 6), 6)
+    engine.forget()
+    fresh = answer(here.model, here.policies()["hybrid"], params, prompt, engine=engine)
+    assert fresh.statistics.cached_tokens == 0
+    engine.close()
+
+
+def test_samples_of_one_prompt_read_it_once(world):
+    here = world("llama", "native")
+    engine = here.engine()
+    prompt = [3 + (i * 5) % 90 for i in range(200)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for _ in range(5)]
+    run(engine, *ones)
+    size = here.model.granularity
+    assert [one.statistics.cached_tokens for one in ones] == [0] + [199 // size * size] * 4
+    assert len({tuple(one.output.token_ids) for one in ones}) == 1
+    engine.close()
+
+
+def test_too_much_for_the_memory_is_refused_at_once(world):
+    here = world("llama", "native")
+    engine = here.engine(pages=2)
+    with pytest.raises(InvalidInput, match="kv-memory"):
+        engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=200), [5] * 100, budget=1))
+
+
+def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
+    here = world("llama", "native")
+    engine = here.engine()
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    ones = [engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(3)]
+    for _ in range(5):
+        engine.step()
+    forward, here.model.forward = here.model.forward, lambda batch: (_ for _ in ()).throw(KeyboardInterrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    finally:
+        here.model.forward = forward
+        del here.model.forward
+    for i, one in enumerate(ones):
+        assert one.output.finish_reason == "interrupted"
+        assert one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)] and len(one.output.token_ids) > 2
+    found = answer(here.model, NoDraft(), params, [5, 6, 7], engine=engine, budget=1)
+    assert found.output.token_ids == here.alone((5, 6, 7), 30)
+    engine.close()
+    assert here.model.pool.used == 0
+
+
+def test_sampled_answers_with_a_seed_are_those_given_alone(world):
+    """Where drafts are deterministic; drawn drafts take part in the choice."""
+    here = world("llama", "native")
+    params = [SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+    alone = [answer(here.model, NoDraft(), one, [5, 6, 7], budget=1).output.token_ids for one in params]
+    engine = here.engine()
+    names = ("ar", "pld", "logitspec", "ar")
+    ones = [
+        engine.add(request(here.model, here.policies()[name], one, [5, 6, 7], budget=None if name != "ar" else 1, setting=name))
+        for name, one in zip(names, params, strict=True)
+    ]
+    run(engine, *ones)
+    assert [one.output.token_ids for one in ones] == alone
+
+
+def test_a_full_batch_goes_down_to_plain_decoding(world):
+    """Where a further row costs about as much as all before it, trees are their roots; alone the same request gets a tree."""
+    here = world("llama", "native")
+    prompt = [5, 6, 7, 8] * 12
+
+    def nodes(others: int) -> float:
+        engine = Engine(here.model)
+        engine._budget = Budget(CostModel({1: 1.0, 4: 1.01, 64: 61.0}))
+        engine._budget.cost.observe = engine._budget.observe = lambda *_: None  # the real times are others
+        params = SamplingParams(max_tokens=40, ignore_eos=True)
+        policy = here.policies()["logitspec"]
+        prompts = [[*prompt, 9 + i] for i in range(1 + others)]
+        ones = [engine.add(request(here.model, policy, params, one, budget=None, setting="logitspec")) for one in prompts]
+        run(engine, *ones)
+        return sum(one.statistics.nodes for one in ones) / sum(one.statistics.steps for one in ones)
+
+    assert nodes(0) > 1.5
+    assert nodes(15) < 0.6 * nodes(0)
+
+
+@pytest.mark.long
+def test_memory_stays_flat(world):
+    """10,000 short requests: what is kept of them is bounded."""
+    here = world("llama", "native")
+    engine, process, policies = here.engine(pages=40), psutil.Process(), here.policies()
+    chance, before, open_ones = random.Random(0), 0, list[SequenceState]()
+    for number in range(10_000):
+        prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
+        params = SamplingParams(max_tokens=3, ignore_eos=True)
+        name = ("ar", "pld", "hybrid")[number % 3]
+        open_ones.append(engine.add(request(here.model, policies[name], params, prompt, budget=None, setting=name)))
+        while len(open_ones) >= 16:
+            engine.step()
+            open_ones = [one for one in open_ones if not one.over]
+        if number == 2_000:
+            before = process.memory_info().rss
+    run(engine, *open_ones)
+    grown = process.memory_info().rss - before
+    print(f"{grown / 1e6:.1f} MB more after 8,000 further requests")
+    assert grown < 20e6
+    assert here.model.pool.used <= 40
+    assert not engine._nodes and not engine.budget._held and not engine.budget._chosen
+
+
+def test_whoever_is_admitted_came_first():
+    """The scheduler's order is that of arrival, set-backs included."""
+
+    class Waits:
+        def __init__(self, arrival):
+            self.arrival = arrival
+
+    scheduler = Scheduler.__new__(Scheduler)
+    scheduler.waiting = []
+    for arrival in (3, 1, 2, 0):
+        Scheduler.add(scheduler, Waits(arrival))
+    assert [one.arrival for one in scheduler.waiting] == [0, 1, 2, 3]

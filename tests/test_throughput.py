@@ -1,0 +1,134 @@
+"""`bench throughput`: arrivals, cancellations, and what is counted.
+
+pytest tests/test_throughput.py
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.bench.methods import parse_methods
+from quickbeam.bench.servers import Server, measure_server, parse_server
+from quickbeam.bench.throughput import Answered, Cell, measure, ratios, requests
+from quickbeam.cli.app import app
+from quickbeam.errors import QuickbeamError
+
+PROMPTS = [([5, 6, 7, 8, 5, 6, 7][: 3 + i % 4] * (1 + i), "words") for i in range(9)]
+PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
+
+
+def test_requests_arrive_at_once_or_at_random():
+    assert {one.arrives for one in requests(PROMPTS, None, 0.0, 12)} == {0.0}
+    many = requests(PROMPTS * 200, 50.0, 0.0, 12)
+    arrivals = [one.arrives for one in many]
+    assert arrivals == sorted(arrivals)
+    assert arrivals[-1] / len(many) == pytest.approx(1 / 50, rel=0.1)
+
+
+def test_a_share_of_them_leaves():
+    leaving = [one.leaves_after for one in requests(PROMPTS * 10, None, 1 / 3, 12)]
+    assert sum(after is not None for after in leaving) == 30
+    assert all(1 <= after <= 6 for after in leaving if after is not None)
+
+
+@pytest.mark.parametrize(("rate", "cancel"), [(None, 0.0), (300.0, 0.0), (None, 0.4), (300.0, 0.4)])
+def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
+    with LLM(toy_folder, "pld") as llm:
+        items = parse_methods("ar,pld,logitspec")
+        cells = measure(llm, requests(PROMPTS, rate, cancel, 12), items, [1, 3], PARAMS, rounds=2)
+    for by_name in cells.values():
+        assert list(by_name) == ["ar", "pld", "logitspec"]
+        for cell in by_name.values():
+            found = cell.to_json()
+            assert found["identical"] == found["prompts"] == 18
+            assert found["tokens_per_second"] > 0 and found["p50_ttft_ms"] <= found["p95_ttft_ms"]
+            assert (found["cancelled"] > 0) == (cancel > 0)
+    assert cells[1]["ar"].to_json()["mean_accepted_tokens"] == 1.0
+    assert ratios(cells)[1]["ar"] == 1.0
+
+
+def test_another_answer_is_not_identical(toy_folder, monkeypatch):
+    """The wrong version: an engine that gives one sequence another's token now and then."""
+    with LLM(toy_folder, "ar") as llm:
+        known = {tuple(ids): [1] * 12 for ids, _ in PROMPTS}
+        cells = measure(llm, requests(PROMPTS, None, 0.0, 12), parse_methods("ar"), [2], PARAMS, alone=known)
+    assert cells[2]["ar"].identical == 0
+
+
+def test_figures_of_a_cell():
+    answers = [Answered((1,), 0.0, first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4), Answered((2,), 1.0, cancelled=True)]
+    found = Cell(seconds=4.0, answers=answers, decoding_seconds=2.0, decoding_tokens=3).to_json()
+    assert found["tokens_per_second"] == 0.75 and found["decoding_tokens_per_second"] == 1.5
+    assert found["p50_ttft_ms"] == 1000.0 and found["p95_tpot_ms"] == 1000.0
+    assert found["mean_accepted_tokens"] == 2.0 and found["nodes_per_step"] == 4.0 and found["cancelled"] == 1
+
+
+def test_the_command(toy_folder, tmp_path):
+    record, questions = tmp_path / "record.json", tmp_path / "questions.jsonl"
+    turns = ["the cat sat", "one two three", "far too long " * 50]
+    questions.write_text("\n".join(json.dumps({"question_id": i, "category": "c", "turns": [turn]}) for i, turn in enumerate(turns)))
+    options = [
+        "--model",
+        toy_folder,
+        "--methods",
+        "ar,pld",
+        "--concurrency",
+        "1,2",
+        "--max-tokens",
+        "4",
+        "--raw",
+        "--questions",
+        str(questions),
+    ]
+    result = CliRunner().invoke(app, ["bench", "throughput", *options, "--json", str(record)], catch_exceptions=False)
+    assert result.exit_code == 0, result.stderr
+    assert "2 at a time" in result.stdout
+    found = json.loads(record.read_text())
+    assert found["concurrency"]["2"]["pld"]["identical"] == 2
+    assert found["settings"]["skipped"] == 1
+    assert set(found) >= {"environment", "model", "settings", "concurrency", "over_ar"}
+
+
+@pytest.mark.parametrize("options", [["--methods", "hf"], ["--rate", "0"], ["--concurrency", "none"], ["--server", "vllm"]])
+def test_bad_options_are_refused_in_a_line(options):
+    result = CliRunner().invoke(app, ["bench", "throughput", *options])
+    assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+
+
+SERVER = """
+import json, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_): pass
+    def do_GET(self): self.reply(json.dumps({"data": [{"id": "toy"}]}).encode())
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        pieces = [{"choices": [{"delta": {"content": word}}]} for word in ("one ", "two ", "three")]
+        self.reply(b"".join(b"data: " + json.dumps(piece).encode() + b"\\n\\n" for piece in pieces) + b"data: [DONE]\\n\\n")
+    def reply(self, body):
+        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+def test_a_server_is_measured_in_a_process_of_its_own(tmp_path):
+    script = tmp_path / "server.py"
+    script.write_text(SERVER)
+    server = parse_server(f"toy={sys.executable} {script} {{port}}")
+    found = measure_server(server, ["a", "b", "c"], 2, 8, False)
+    assert [one.text for one in found.answers] == ["one two three"] * 3
+    assert found.to_json()["identical"] is None and found.tokens_per_second > 0
+
+
+def test_a_server_that_does_not_come_up_is_an_error():
+    with pytest.raises(QuickbeamError, match="ended before it served: no model here"):
+        measure_server(Server("toy", (sys.executable, "-c", "raise SystemExit('no model here')  # {port}")), ["a"], 1, 8, False)
+    with pytest.raises(InvalidInput, match="can't start"):
+        measure_server(Server("toy", ("no-such-program", "{port}")), ["a"], 1, 8, False)

@@ -1,0 +1,116 @@
+"""What a checkpoint, a model or a trace says is not taken at its word. `pytest tests/test_untrusted.py`"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.activations import ACT2FN
+from typer.testing import CliRunner
+
+import fake_llm
+from checkpoints import DRAFT, LLAMA, eagle3, read, write
+from quickbeam.cli import common
+from quickbeam.cli.app import app
+from quickbeam.cli.common import harmless, strict_json
+from quickbeam.draft.checkpoints import is_eagle
+from quickbeam.draft.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.engine.result import Logprob
+from quickbeam.errors import InvalidInput
+
+EVIL, SHOWN = "a\x1b[31m\x9bb\r\x00\x7f\n\tc", "a\\x1b[31m\\x9bb\\x0d\\x00\\x7f\n\tc"
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
+    fake_llm.CALLS.clear()
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", "..\\elsewhere", "C:\\x", "\\\\host\\x"]
+)
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
+    config, state = LLAMA | {"draft_vocab_size": DRAFT}, eagle3()
+    folder = write(tmp_path / "drafter", config, state, "sharded")
+    assert is_eagle(folder) and read(folder) is not None
+    (tmp_path / "elsewhere.safetensors").write_bytes((folder / "b.safetensors").read_bytes())
+    index = folder / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("b.safetensors", json.dumps(name)[1:-1]))
+    with pytest.raises(InvalidInput, match="which is outside its folder"):
+        read(folder)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_are_those_of_transformers(name: str) -> None:
+    x = torch.randn(1000) * 4
+    assert torch.equal(ACTIVATIONS[name](x), ACT2FN[name](x))
+
+
+@pytest.mark.parametrize("name", ["dropout", "threshold", "__name__", "tanh"])
+def test_other_activations_are_refused(tmp_path: Path, name: str) -> None:
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "target_size": 8, "vocab_size": 9}
+    with pytest.raises(InvalidInput, match=f"unknown activation '{name}'; known: silu, "):
+        EagleHead(EagleConfig(**sizes, layers=(1, 2, 3), activation=name))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes}))
+    with pytest.raises(InvalidInput, match=f"unknown activation '{name}'"):
+        read(tmp_path)
+
+
+def test_json_is_strict() -> None:
+    record = {"a": [-math.inf, (math.nan, 1.5)], "b": {3: math.inf}, "c": "Infinity", "d": None, "e": True, "f": 7}
+    assert json.loads(strict_json(record)) == {"a": [None, [None, 1.5]], "b": {"3": None}, "c": "Infinity", "d": None, "e": True, "f": 7}
+
+
+def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake_llm, "Logprob", lambda token, logprob, top: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5}))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    record: dict[str, Any] = json.loads(run("generate", "hi", "--json", "--logprobs", "1").stdout, parse_constant=refuse)
+    assert record["logprobs"][0]["logprob"] is None and record["logprobs"][0]["top"] == {"5": None, "6": -0.5}
+
+
+def test_control_characters_are_shown() -> None:
+    assert harmless(EVIL) == SHOWN
+    assert harmless("ä\u3000\u200d🙂\n") == "ä\u3000\u200d🙂\n"
+
+
+@pytest.mark.parametrize(("terminal", "expected"), [(True, SHOWN), (False, EVIL)])
+def test_a_terminal_is_shown_what_a_pipe_is_given(monkeypatch: pytest.MonkeyPatch, terminal: bool, expected: str) -> None:
+    out = io.StringIO()
+    monkeypatch.setattr(out, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stdout", out)
+    common.write(EVIL)
+    assert out.getvalue() == expected
+
+
+def test_a_trace_does_not_command_the_terminal(run, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert run("generate", "hi", "--trace", path).exit_code == 0
+    trace = json.loads(path.read_text())
+    trace["answer"]["model"] = "m\x1b[2Jm"
+    trace["steps"][0]["nodes"][1]["source"] = "s\x9b2Js"
+    path.write_text(json.dumps(trace))
+    shown = run("inspect", path).stdout
+    assert "m\\x1b[2Jm" in shown and "s\\x9b2Js" in shown
+    assert not set(shown) & {"\x1b", "\x9b"}
+
+
+@pytest.mark.parametrize("given", [[], ["--trust-remote-code"]])
+def test_consent_to_code_is_passed_on(run, given: list[str]) -> None:
+    assert run("generate", "hi", *given).exit_code == 0
+    assert bool(fake_llm.CALLS[0][1][2].get("trust_remote_code")) == bool(given)
+
+
+def test_transformers_own_methods_take_no_consent(run) -> None:
+    result = run("generate", "hi", "--method", "hf", "--trust-remote-code")
+    assert result.exit_code == 2 and "--trust-remote-code: hf is" in result.stderr
