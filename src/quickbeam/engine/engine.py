@@ -335,11 +335,11 @@ class Engine:
     def _share(self, growing: Sequence[Growing], load: Load) -> None:
         """Among several trees, nodes go where they promise most."""
         priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
-        if len(growing) < 2 or not priced:
+        if len(growing) < 2 or all(len(self._tree(one)) < 2 for one in priced):
             return
         fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
         values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
-        rate = self.budget.best_rate(priced[0].sequence.request.setting, load)
+        rate = self.budget.row_rate(priced[0].sequence.request.setting, load)
         kept = self.budget.share(values, load.prompts + fixed + len(priced), rate)
         for one, nodes in zip(priced, kept, strict=True):
             if one.grown is not None and nodes + 1 < len(one.grown.tree):

@@ -52,6 +52,8 @@ class HybridSearch(Search):
 
     def __init__(self, policy: DySpec, context: Context, size: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
         super().__init__(policy, context, size, policy.likeliest)
+        if context.prices is not None:
+            self.floor = context.prices.node(1) / policy.promises.truth
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
         self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it

@@ -54,6 +54,8 @@ class LogitSpec(Undrafted):
 
     def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
+        if budget < 2 or max_depth < 1:
+            return tree
         index: NgramIndex | None = context.states[Ngram.name] if self.ngram else None
         tail = context.ids[-index.max_n :] if index else []
 

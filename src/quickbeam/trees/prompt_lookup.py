@@ -47,6 +47,8 @@ class PromptLookup(Undrafted):
 
     def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
+        if budget < 2:
+            return tree
         match = index.match(context.ids[-index.max_n :])
         wanted = min(self.length, budget - 1, max_depth)
         if match and wanted > 0:
