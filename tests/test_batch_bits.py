@@ -17,7 +17,8 @@ import torch
 from models import VOCAB, tiny
 from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
 from quickbeam.target.bit_exact import attention_is_order_free
-from quickbeam.target.kv_cache import KVStore, Page, PagedSequence, SequenceCache, SharedPages
+from quickbeam.target.kv_cache import Page, PagedSequence, SequenceCache, SharedPages
+from quickbeam.target.kv_store import KVStore
 from quickbeam.target.model import Model
 from quickbeam.target.native import library
 from quickbeam.target.pages import PagedStore, PagePool
@@ -279,7 +280,7 @@ def test_every_row_of_a_batch_is_that_of_its_own_tokens(name: str, monkeypatch: 
 
 
 def unshared_copy(self: KVStore) -> KVStore:
-    other = KVStore(self.shapes, self.key[0].dtype, self.device, pairwise=self.pairwise, block=self.block, pool=self.pool)
+    other = KVStore(self.pool)
     other.reserve(max(self.length, 1))
     other._tensors, other.capacity, other.length = self._tensors, self.capacity, self.length
     other._bind()

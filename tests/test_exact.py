@@ -13,7 +13,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target import attention, bit_exact
 from quickbeam.target.attention import SPLIT
 from quickbeam.target.bit_exact import attention_is_order_free, examine, rows_alike
-from quickbeam.target.kv_cache import KVStore, LayerShape
+from quickbeam.target.kv_cache import LayerShape
+from quickbeam.target.kv_store import KVPool
 from quickbeam.target.linear import WIDEST, FastLinear
 from quickbeam.target.loading import load_model
 from quickbeam.target.model import EXACT_NODES
@@ -111,10 +112,10 @@ def test_the_probe_sees_an_attention_that_depends_on_storage(monkeypatch: pytest
     """Tokens stored in their plain order, or sums cut by the kernels: neither may pass the probe."""
 
     def in_plain_order(*args, **kwargs):
-        return KVStore(*args, **{**kwargs, "pairwise": False})
+        return KVPool(*args, **{**kwargs, "pairwise": False})
 
     with monkeypatch.context() as patch:
-        patch.setattr(bit_exact, "KVStore", in_plain_order)
+        patch.setattr(bit_exact, "KVPool", in_plain_order)
         assert not attention_is_order_free.__wrapped__(64)
     monkeypatch.setattr(attention, "SPLIT", 1 << 20)
     assert not attention_is_order_free.__wrapped__(64)

@@ -174,7 +174,9 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
             llm._policies.clear()
             again = llm.chat(messages, params, method=method)
             assert again.statistics.cached_tokens == 0
-            assert (again.token_ids, again.statistics.steps) == (completion.token_ids, completion.statistics.steps)
+            assert again.token_ids == completion.token_ids
+            if method != "logitspec":  # its trees are as wide as times measured tell, so they differ from one run to the next
+                assert again.statistics.steps == completion.statistics.steps
             assert len(said) == len(drafted) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True))
 
 

@@ -22,7 +22,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams, draw
 from quickbeam.target.batch import Batch, Draft, Passed
-from quickbeam.target.kv_cache import KVStore
+from quickbeam.target.kv_store import KVStore
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy

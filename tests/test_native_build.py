@@ -19,7 +19,7 @@ import torch
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target.kv_cache import KVStore
+from quickbeam.target.kv_store import KVStore
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.native import build, library
 from quickbeam.target.pages import PagedStore

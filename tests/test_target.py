@@ -17,7 +17,8 @@ from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
 from quickbeam.target.eager_llama import LeanModel
-from quickbeam.target.kv_cache import KVStore, LayerShape
+from quickbeam.target.kv_cache import LayerShape
+from quickbeam.target.kv_store import KVPool
 from quickbeam.target.linear import FastLinear, pack_linears, pack_weight
 from quickbeam.target.model import Model
 from quickbeam.target.target import Target
@@ -82,7 +83,7 @@ def test_lean_forward_is_taken_and_equal(name: str) -> None:
 def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
     torch.manual_seed(0)
     for start, n, chain in ((0, 5, True), (6, 1, True), (7, 1, True), (7, 6, False), (400, 9, False), (401, 9, True)):
-        store = KVStore([LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise)
+        store = KVPool([LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise).new()
         store.reserve(start)
         store.write(0, store.rows(range(start)), torch.randn(2, start, 8), torch.randn(2, start, 6))
         store.length = start
@@ -131,7 +132,7 @@ def _pair() -> tuple[Target, Target]:
 def test_store_grows_in_blocks_and_keeps_what_is_there() -> None:
     for pairwise in (False, True):
         shapes = [LayerShape(2, 4, 4), LayerShape(1, 6, 2), LayerShape(2, 4, 4)]
-        store = KVStore(shapes, torch.float32, torch.device("cpu"), pairwise=pairwise, block=8)
+        store = KVPool(shapes, torch.float32, torch.device("cpu"), pairwise=pairwise, block=8).new()
         keys = [torch.randn(shape.kv_heads, 20, shape.key_dim) for shape in shapes]
         values = [torch.randn(shape.kv_heads, 20, shape.value_dim) for shape in shapes]
         for order in range(20):

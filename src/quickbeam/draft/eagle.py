@@ -18,7 +18,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
 from quickbeam.shortlist.shortlist import Routed, Shortlist, ShortlistState
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
-from quickbeam.target.kv_cache import KVPool, KVStore, LayerShape, Pool, SequenceCache
+from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
+from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.model import Model
 from quickbeam.target.native.library import kernels

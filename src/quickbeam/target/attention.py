@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from quickbeam.target.kv_cache import KVStore
+from quickbeam.target.kv_store import KVStore
 
 SPLIT, WIDE_SPLIT = 384, 128  # positions; see `attend_grouped`
 BLOCK = 64  # a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes longer than the product

@@ -16,7 +16,8 @@ from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.attention import Layer, Step, attend_grouped, cuts
 from quickbeam.target.batch import Batch, Chain, Draft, Passed
-from quickbeam.target.kv_cache import KVStore, LayerShape, Pool
+from quickbeam.target.kv_cache import LayerShape, Pool
+from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
 from quickbeam.tree import TokenTree
 
@@ -226,7 +227,8 @@ def attention_is_order_free(dim: int, alone: int = 2, wide: bool = False, rounds
 
 
 def _store(keys: torch.Tensor, values: torch.Tensor, prefix: int) -> KVStore:
-    store = KVStore([LayerShape(keys.shape[0], keys.shape[2], values.shape[2])], torch.bfloat16, torch.device("cpu"), pairwise=True)
+    shape = LayerShape(keys.shape[0], keys.shape[2], values.shape[2])
+    store = KVPool([shape], torch.bfloat16, torch.device("cpu"), pairwise=True).new()
     store.reserve(prefix + 64)
     store.write(0, store.rows(range(prefix)), keys[:, :prefix], values[:, :prefix])
     store.length = prefix

@@ -17,7 +17,8 @@ from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.fused_llama import FusedLlama
 from quickbeam.target.gathered import GatheredStep, RowPool
 from quickbeam.target.hf_attention import Features, check_layers, forward, install
-from quickbeam.target.kv_cache import KVPool, KVStore, LayerShape, Pool, SequenceCache
+from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
+from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.loading import hold_angles, refuse_unfit
 from quickbeam.target.native.library import kernels

@@ -17,7 +17,8 @@ from accelerate import Accelerator
 from quickbeam import hub
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.target.kv_cache import KVPool, LayerShape
+from quickbeam.target.kv_cache import LayerShape
+from quickbeam.target.kv_store import KVPool
 from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.target.model import Model
 from quickbeam.train import drafter, text
