@@ -17,6 +17,8 @@ from drafters import KnownDrafter, context_of, grow, tree_of, zipf_drafter
 from models import tiny
 from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.engine.budget import MOST, OVERHEAD, WIDTHS, Budget, CallCost, CostModel, Expected, Load, NodePrices, Rate
+from quickbeam.target.batch import Batch, Passed
+from quickbeam.target.kv_cache import NoRoom
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees.acceptance import Printed
@@ -49,6 +51,35 @@ def test_cost_is_interpolated_and_measured() -> None:
         CostModel({})
     measured = CostModel.measure(Model(tiny("qwen3", seed=5)), 16, repeats=1)
     assert all(measured.seconds(n) > 0 and measured.seconds(n, 50) >= measured.alone(n) for n in (1, 5, 16, 40))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_measuring_is_not_bound_by_the_memory_limit(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is given up for it."""
+    model = Model(tiny("qwen3", torch.float32, seed=5), gathered=gathered)
+    pool, limits, forward = model.pool, set[int | None](), model.forward
+    pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
+    held = pool.new()
+    held.reserve(2 * pool.page)
+
+    def watched(batch: Batch) -> list[Passed]:
+        limits.add(pool.limit)
+        if len(limits) > 1 or broken:
+            raise RuntimeError
+        return forward(batch)
+
+    monkeypatch.setattr(model, "forward", watched)
+    for broken in (False, True):
+        if broken:
+            with pytest.raises(RuntimeError):
+                CostModel.measure(model, 8, repeats=1)
+        else:
+            CostModel.measure(model, 8, repeats=1)
+        assert (limits, pool.limit, pool.used) == ({2}, 2, 2)
+        pool.spare = lambda: False
+        with pytest.raises(NoRoom):
+            pool.new().reserve(1)
+    held.release()
 
 
 def test_a_followed_cost_comes_to_what_passes_take() -> None:

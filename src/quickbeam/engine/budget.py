@@ -53,7 +53,8 @@ class CostModel:
 
     @classmethod
     def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
-        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter."""
+        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter.
+        The pool's limit doesn't hold for what is measured."""
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         per_token: dict[int, float] = {}
@@ -90,15 +91,17 @@ class CostModel:
 
 
 def _time(model: Model, tree: TokenTree, context: int, repeats: int) -> float:
-    cache = model.pool.new()
-    cache.reserve(context + len(tree) + 2)
-    cache.length = context
-    times = []
-    for _ in range(1 + repeats):
-        start = time.perf_counter()
-        model.forward(Batch([Draft(cache, tree)]))[0].logits[0, 0].item()
-        times.append(time.perf_counter() - start)
-    cache.release()
+    cache, times = model.pool.new(), list[float]()
+    with model.pool.unbounded():
+        try:
+            cache.reserve(context + len(tree) + 2)
+            cache.length = context
+            for _ in range(1 + repeats):
+                start = time.perf_counter()
+                model.forward(Batch([Draft(cache, tree)]))[0].logits[0, 0].item()
+                times.append(time.perf_counter() - start)
+        finally:
+            cache.release()
     return median(times[1:])
 
 

@@ -8,7 +8,8 @@ stand behind a page is the pool's affair: `pages.py` has those of the native ker
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from quickbeam.errors import QuickbeamError
@@ -81,6 +82,7 @@ class Pool(ABC):
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
+        self._bounded = True
         self.spare: Callable[[], bool] = lambda: False
 
     @abstractmethod
@@ -106,7 +108,7 @@ class Pool(ABC):
 
     def take(self, pages: int) -> None:
         """Count pages as given out. Raises `NoRoom`."""
-        while self.limit is not None and self.used + pages > self.limit:
+        while self._bounded and self.limit is not None and self.used + pages > self.limit:
             if not self.spare():
                 raise NoRoom(f"all {self.limit} pages of keys and values ({self.page} tokens each) are taken: raise --kv-memory")
         self.used += pages
@@ -114,6 +116,15 @@ class Pool(ABC):
     def give(self, pages: int) -> None:
         """Count pages as free again."""
         self.used -= pages
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """`take` heeds no limit meanwhile, for what is given back before anyone else asks. `limit` stays what it is to all who read it."""
+        self._bounded = False
+        try:
+            yield
+        finally:
+            self._bounded = True
 
 
 class Page:
