@@ -9,12 +9,15 @@ import asyncio
 import gc
 import threading
 import time
+import types
 
 import pytest
+import torch
+from tqdm.auto import tqdm
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.engine.turns import Turns
-from quickbeam.llm import parse_bytes
+from quickbeam.llm import Stream, parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b a b a b a b", "rain, rain, go away"]
 PARAMS = SamplingParams(max_tokens=24)
@@ -194,6 +197,75 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone):
             llm.generate("hello " * 60, PARAMS)
     with pytest.raises(InvalidInput, match="kv_memory"):
         LLM(toy_folder, "ar", kv_memory=page // 2)
+
+
+@pytest.mark.parametrize("method", ("pld", "logitspec"))
+def test_a_measured_budget_needs_no_more_memory_than_there_is(toy_folder, alone, method):
+    page = LLM(toy_folder, "ar").model.pool.page_bytes
+    with LLM(toy_folder, method, kv_memory=4 * page) as llm:
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [alone[prompt] for prompt in PROMPTS]
+        assert llm.engine._budget is not None and llm.model.pool.limit == 4 and llm.model.pool.used <= 4
+
+
+def tensors(*roots, without=()):
+    """All that these keep alive, classes, functions and what is in `without` aside."""
+    seen, found, left = {id(one) for one in without}, [], list(roots)
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            found.append(one)
+        left += gc.get_referents(one)
+    return found
+
+
+def test_finished_answers_keep_no_tensors(llm):
+    """A list of prompts holds all of its streams until the last is over."""
+    streams = [
+        llm.stream(f"{i} and so on", SamplingParams(max_tokens=4 + i % 5), method=("ar", "pld", "logitspec")[i % 3]) for i in range(50)
+    ]
+    while not all(stream.over for stream in streams):
+        llm.engine.step()
+    shared = [llm, llm.engine, llm.tokenizer, *llm._policies.values()]
+    sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors(*streams, without=shared)}
+    assert sum(sizes.values()) == 0
+
+
+def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
+    """The first prompt's answer is the longest; the others are counted before it ends."""
+    params = [SamplingParams(max_tokens=1 + i % 3 if i else 100, ignore_eos=True) for i in range(90)]
+    told, seen, begin = list[tuple[int, bool]](), list[Stream](), llm._begin
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            super().update(n)
+            told.append((self.n, seen[0].over))
+            assert self.n <= sum(stream.over for stream in seen)
+
+    monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
+    monkeypatch.setattr("quickbeam.llm.tqdm", Bar)
+    found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True)
+    assert [len(one.token_ids) for one in found] == [one.max_tokens for one in params]
+    assert told[-1] == (90, True) and max(count for count, over in told if not over) == 89
+
+
+def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
+    """And the others are over with it."""
+    forward = llm.model.forward
+
+    def broken(batch):
+        if any(part.cache is bad._sequence.cache for part in batch.parts for bad in seen[2:3]):
+            raise RuntimeError("no such pass")
+        return forward(batch)
+
+    seen, begin = list[Stream](), llm._begin
+    monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
+    monkeypatch.setattr(llm.model, "forward", broken)
+    with pytest.raises(RuntimeError, match="no such pass"):
+        llm.generate(PROMPTS, SamplingParams(max_tokens=100, ignore_eos=True), method="ar")
+    assert not llm.engine.busy and all(one.over for one in seen)
 
 
 def test_asyncio(toy_folder, alone):

@@ -25,7 +25,7 @@ from quickbeam.draft.last_logits import LastLogits
 from quickbeam.draft.ngram import Ngram
 from quickbeam.engine.budget import Budget, CostModel
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.scheduler import Scheduler
+from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.sampling import SamplingParams
@@ -361,6 +361,7 @@ def test_sampled_answers_with_a_seed_are_those_given_alone(world):
     ]
     run(engine, *ones)
     assert [one.output.token_ids for one in ones] == alone
+    engine.close()
 
 
 def test_a_full_batch_goes_down_to_plain_decoding(world):
@@ -377,6 +378,7 @@ def test_a_full_batch_goes_down_to_plain_decoding(world):
         prompts = [[*prompt, 9 + i] for i in range(1 + others)]
         ones = [engine.add(request(here.model, policy, params, one, budget=None, setting="logitspec")) for one in prompts]
         run(engine, *ones)
+        engine.close()
         return sum(one.statistics.nodes for one in ones) / sum(one.statistics.steps for one in ones)
 
     assert nodes(0) > 1.5
@@ -407,15 +409,129 @@ def test_memory_stays_flat(world):
     assert not engine._nodes and not engine.budget._held and not engine.budget._chosen
 
 
-def test_whoever_is_admitted_came_first():
-    """The scheduler's order is that of arrival, set-backs included."""
+class Waits:
+    def __init__(self, arrival):
+        self.arrival = arrival
 
-    class Waits:
-        def __init__(self, arrival):
-            self.arrival = arrival
 
-    scheduler = Scheduler.__new__(Scheduler)
-    scheduler.waiting = []
-    for arrival in (3, 1, 2, 0):
-        Scheduler.add(scheduler, Waits(arrival))
-    assert [one.arrival for one in scheduler.waiting] == [0, 1, 2, 3]
+@pytest.mark.parametrize("seed", range(20))
+def test_whoever_is_admitted_came_first(seed):
+    """The queue's order is that of arrival, whoever was added, taken, added again or removed before. Against a sorted list."""
+    chance, queue = random.Random(seed), Queue()
+    away, there = [Waits(arrival) for arrival in range(30)], []
+    for _ in range(400):
+        if away and (not there or chance.random() < 0.5):
+            one = away.pop(chance.randrange(len(away)))
+            queue.add(one)
+            there.append(one)
+        else:
+            one = queue.first() if chance.random() < 0.5 else chance.choice(there)
+            queue.remove(one)
+            queue.remove(one)  # it isn't there any more
+            there.remove(one)
+            away.append(one)
+        assert list(queue) == sorted(there, key=lambda one: one.arrival)
+        assert len(queue) == len(there) and (not there or queue.first() is min(there, key=lambda one: one.arrival))
+    for one in there:
+        queue.remove(one)
+    assert not queue and not queue._order
+
+
+@pytest.mark.parametrize("pages", (None, 7))
+def test_who_leaves_while_waiting_changes_no_order(world, pages):
+    """Those that stay begin in order of arrival and answer as alone, some of them set back meanwhile."""
+    here = world("llama", "native")
+    engine, chance, before = here.engine(most=3, share=False, pages=pages), random.Random(0), here.model.pool.used
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]
+    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    order: list[int] = []
+    left = [5]
+    engine.drop(ones[5])  # before a step saw it
+    assert ones[5].output.finish_reason == "interrupted"
+    while engine.busy:
+        waiting = [i for i, one in enumerate(ones) if not one.over and one.cache is None]
+        if waiting and chance.random() < 0.05:
+            left.append(chance.choice(waiting))
+            chance.choice((engine.cancel, engine.drop))(ones[left[-1]])
+            assert ones[left[-1]].output.finish_reason == "interrupted"
+        engine.step()
+        order += [i for i, one in enumerate(ones) if one.started and i not in order]
+        assert [one.arrival for one in engine.scheduler.waiting] == sorted(one.arrival for one in engine.scheduler.waiting)
+    assert len(left) > 4 and order == sorted(order)
+    assert pages is None or sum(one.statistics.set_back for one in ones) > 0
+    for i, one in enumerate(ones):
+        assert one.error is None
+        assert one.output.token_ids == here.alone(prompts[i], 100)[: len(one.output.token_ids)]
+        assert (len(one.output.token_ids) < 100) == (i in left)
+    assert here.model.pool.used == before
+
+
+def test_one_dropped_while_a_step_is_under_way_is_over_with_the_next(world):
+    """A finalizer may run in the midst of a step; whoever it drops may not have been seen by one."""
+    here = world("llama", "native")
+    engine = here.engine(share=False)
+    params = SamplingParams(max_tokens=5, ignore_eos=True)
+    kept, dropped, late = (engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(3))
+    with engine.lock:
+        engine.drop(dropped)
+        assert not dropped.over
+    engine.step()
+    assert dropped.output.finish_reason == "interrupted" and not kept.over
+    late.end("interrupted")
+    engine.cancel(late)  # it was over
+    unseen = engine.add(request(here.model, NoDraft(), params, [5, 6, 7], budget=1))
+    unseen.end("interrupted")  # as where one is cancelled right after it arrived
+    engine.cancel(unseen)
+    assert unseen not in [*engine.scheduler.waiting, *engine.scheduler.active]
+    run(engine, kept)
+    assert not engine.busy and kept.output.token_ids == here.alone((5, 6, 7), 5) and late.output.token_ids != []
+
+
+def storage(tensor: torch.Tensor) -> int:
+    """Bytes that stay in memory with a tensor."""
+    return tensor.untyped_storage().nbytes()
+
+
+def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
+    """Slices of what all rows gave would keep all of it: hidden states that the drafter has not read, logits of one set back."""
+    here = world("llama", "native")
+    engine, kept, waited = here.engine(pages=7, share=False), 0, 0
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    names, policies = ("hybrid", "logitspec", "logitspec", "dyspec", "hybrid"), here.policies()
+    prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(100)) for i in range(5)]
+    ones = [
+        engine.add(request(here.model, policies[name], params, prompt, budget=6, setting=name))
+        for name, prompt in zip(names, prompts, strict=True)
+    ]
+    while engine.busy:
+        engine.step()
+        for one in ones:
+            for rows in getattr(one.draft_state, "pending", []):
+                assert storage(rows) == rows.nbytes
+                kept += 1
+            if one.started and one.cache is None and not one.over:
+                assert storage(one.logits) == one.logits.nbytes > 0
+                waited += 1
+    assert kept > 50 and waited > 5
+    assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
+    assert all(storage(one.logits) == 0 for one in ones)
+
+
+def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, monkeypatch):
+    here = world("llama", "native")
+    engine, policies, before = Engine(here.model, share=False), here.policies(), here.model.pool.used
+
+    def broken(*_):
+        raise RuntimeError("no clock")
+
+    monkeypatch.setattr(CostModel, "measure", broken)
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    fixed, drafted, looked_up = (
+        engine.add(request(here.model, policies[name], params, [5, 6, 7], budget=budget, setting=name))
+        for name, budget in (("pld", 4), ("dyspec", None), ("pld", None))
+    )
+    run(engine, fixed, drafted, looked_up)
+    assert fixed.error is None and fixed.output.token_ids == here.alone((5, 6, 7), 8)
+    assert isinstance(drafted.error, RuntimeError) and isinstance(looked_up.error, RuntimeError)
+    assert here.model.pool.used == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict, overload
@@ -323,14 +323,7 @@ class LLM:
                 for choice_params in choices(one or SamplingParams()):
                     streams.append(self._begin(ids, choice_params, method, options, None))
             shown = progress if progress is not None else len(streams) > 1 and sys.stderr.isatty()
-            with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
-                for stream in streams:
-                    while not stream.over:
-                        with self.engine.lock:
-                            if not stream.over:
-                                self.engine.step()
-                        bar.update(sum(one.over for one in streams) - bar.n)
-                    finish(stream)
+            finish_all(self.engine, streams, shown)
         except BaseException:
             for stream in streams:
                 stream.close()
@@ -463,6 +456,25 @@ def finish(stream: Stream) -> Completion:
     for _ in stream:
         pass
     return stream.completion
+
+
+def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
+    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be `shown`. Raises what ended one of them."""
+    running, later = list[Stream](), deque(streams)
+    with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
+        while running or later:
+            while later and len(running) < engine.scheduler.most:  # no other can be over: whoever came first runs first
+                running.append(later.popleft())
+            with engine.lock:
+                if not any(one.over for one in running):
+                    engine.step()
+            before, running = running, []
+            for one in before:
+                if one.over:
+                    finish(one)
+                    bar.update(1)
+                else:
+                    running.append(one)
 
 
 def free_memory(device: torch.device) -> int:

@@ -109,7 +109,7 @@ class EagleState(DrafterState):
 
     def commit(self, count: int) -> None:
         """They have rows now."""
-        rest = self.pending[0][count:]
+        rest = self.pending[0][count:].clone()  # not a slice, which would keep those that have rows
         self.pending, self.waiting = ([rest] if len(rest) else []), len(rest)
         self.cache.commit(range(count))
 

@@ -67,6 +67,7 @@ class Engine:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
         self.model, self.lock = model, Turns()
         self._arrived: deque[SequenceState] = deque()  # those that no step has seen yet: whoever brings them never waits
+        self._cancelled: deque[SequenceState] = deque()  # likewise
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
@@ -107,36 +108,45 @@ class Engine:
     def cancel(self, sequence: SequenceState) -> None:
         """End a sequence as `interrupted`, unless it is over, and free what it holds."""
         with self.lock:
-            sequence.cancelled = True
+            self._mark(sequence)
             self._sort()
 
     def drop(self, sequence: SequenceState) -> None:
         """`cancel` that never waits: now where nothing is under way, else with the next step."""
-        sequence.cancelled = True
+        self._mark(sequence)
         if self.lock.take_if_free():
             try:
                 self._sort()
             finally:
                 self.lock.leave()
 
+    def _mark(self, sequence: SequenceState) -> None:
+        sequence.cancelled = True
+        if not sequence.over:
+            self._cancelled.append(sequence)
+
     def _sort(self) -> None:
         """Take up those that arrived, and let go of the cancelled."""
         while self._arrived:
             sequence = self._arrived.popleft()
+            if sequence.over:  # cancelled before it was taken up
+                continue
             drafter = sequence.drafter
             if self.prefixes is not None and self.prefixes.drafter is None:
                 self.prefixes.drafter = drafter
             self.scheduler.add(sequence)
-        for sequence in [one for one in (*self.scheduler.active, *self.scheduler.waiting) if one.cancelled]:
-            sequence.end("interrupted")
-            self._leave(sequence)
+        while self._cancelled:
+            sequence = self._cancelled.popleft()
+            if not sequence.over:
+                sequence.end("interrupted")
+                self._leave(sequence)
 
     def close(self) -> None:
         """End all sequences and forget all texts."""
         with self.lock:
             self._sort()
             for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
-                sequence.cancelled = True
+                self._mark(sequence)
             self._sort()
             self.forget()
 
@@ -258,11 +268,11 @@ class Engine:
         for sequence in running:
             setting = sequence.request.setting
             trial = False
-            if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
-                call, plain = self.budget.call(setting).seconds(1), self.budget.plain(load)
-                trial = self.budget.rate(setting, load).trial(call, plain)
-                trials.add(setting)  # one sequence of a method tries
             try:
+                if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
+                    call, plain = self.budget.call(setting).seconds(1), self.budget.plain(load)
+                    trial = self.budget.rate(setting, load).trial(call, plain)
+                    trials.add(setting)  # one sequence of a method tries
                 plan = self._plan(sequence, load, trial)
                 assert sequence.context is not None
                 sequence.context.prices = plan.prices
@@ -456,7 +466,7 @@ class Engine:
             return
         straight = path[-1] == len(path) - 1  # the usual case, without an index to make
         hidden = passed.hidden[: len(path)] if straight else passed.hidden[list(path)]
-        state.hear(hidden)
+        state.hear(_own(hidden))
         if self.prefixes is not None:
             size = self.prefixes.size
             for chunk in range(before // size, cache.length // size):
@@ -493,3 +503,8 @@ class Engine:
         self._budget.cost.observe(sum(one.part.rows for one in ready), passing, reading)
         if not load.prompts:
             self._budget.observe([one.sequence.request.setting for one in growing], load, emitted, seconds)
+
+
+def _own(rows: torch.Tensor) -> torch.Tensor:
+    """The same, without the rest of a larger tensor that they are a slice of: who keeps them would keep all of it."""
+    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows

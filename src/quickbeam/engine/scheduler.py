@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Iterator
+from heapq import heappop, heappush
 from itertools import takewhile
 
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -15,6 +17,37 @@ BESIDE = 64  # tokens of prompts that are read in a step in which others run: a 
 TREE = 64  # rows that a sequence may need beside its tokens
 
 
+class Queue:
+    """Sequences in order of arrival. To add one, to remove any and to look at the first takes about as long however many there are."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[int, SequenceState] = {}  # by arrival
+        self._order: list[int] = []  # a heap of arrivals, those of removed ones among them until they come first
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return iter([self._waiting[arrival] for arrival in sorted(self._waiting)])
+
+    def add(self, sequence: SequenceState) -> None:
+        """It comes before those that arrived later, whoever was added first."""
+        self._waiting[sequence.arrival] = sequence
+        heappush(self._order, sequence.arrival)
+
+    def first(self) -> SequenceState:
+        """The one that arrived first. Raises `IndexError` where there is none."""
+        while self._order[0] not in self._waiting:
+            heappop(self._order)
+        return self._waiting[self._order[0]]
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Does nothing where it is not waiting."""
+        self._waiting.pop(sequence.arrival, None)
+        if not self._waiting:
+            self._order.clear()
+
+
 class Scheduler:
     """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run. At most `most` are active.
 
@@ -24,7 +57,7 @@ class Scheduler:
 
     def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most
-        self.waiting: list[SequenceState] = []
+        self.waiting = Queue()
         self.active: list[SequenceState] = []
 
     @property
@@ -42,26 +75,25 @@ class Scheduler:
 
     def add(self, sequence: SequenceState) -> None:
         """Let it wait for its turn."""
-        insort(self.waiting, sequence, key=lambda one: one.arrival)
+        self.waiting.add(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """It is over: give back what it holds."""
         if sequence in self.active:
             self.active.remove(sequence)
-        if sequence in self.waiting:
-            self.waiting.remove(sequence)
+        self.waiting.remove(sequence)
         sequence.release()
 
     def admit(self) -> None:
         """Move from waiting to active whoever has room, in order."""
         while self.waiting and len(self.active) < self.most:
-            sequence = self.waiting[0]
+            sequence = self.waiting.first()
             if self.active and not self._fits(sequence):
                 return
             if self._soon_known(sequence):
                 return
             insort(self.active, sequence, key=lambda one: one.arrival)  # first, so that it ends with the others where the rest fails
-            self.waiting.pop(0)
+            self.waiting.remove(sequence)
             try:
                 sequence.begin(self.pool.new())
                 if self.prefixes is not None:

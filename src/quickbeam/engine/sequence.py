@@ -133,6 +133,7 @@ class SequenceState:
             self.cache.release()
         self.cache = self.context = None
         self.chunks, self.edges = [], {}
+        self.logits = torch.empty(0) if self.over else self.logits.clone()  # not a slice of what a pass gave
 
     def _count_head(self, state: DrafterState) -> None:
         if (used := state.used) is not None:
