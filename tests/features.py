@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.draft.base import Context, DraftRequest
-from quickbeam.draft.eagle import EagleDrafter, EagleState
+from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.draft.eagle_state import EagleState
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.model import Model
 from quickbeam.target.target import Target

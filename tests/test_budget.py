@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from drafters import KnownDrafter, context_of, grow, tree_of, zipf_drafter
 from models import tiny
 from quickbeam.draft.base import DraftRequest, Laws
-from quickbeam.engine.budget import MOST, OVERHEAD, WIDTHS, Budget, CallCost, CostModel, Expected, Load, NodePrices, Rate
+from quickbeam.engine.budget import MOST, OVERHEAD, Budget, Expected, Load, NodePrices, Rate
+from quickbeam.engine.cost import WIDTHS, CallCost, CostModel
 from quickbeam.target.batch import Batch, Passed
 from quickbeam.target.kv_cache import NoRoom
 from quickbeam.target.model import Model

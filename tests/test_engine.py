@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from answers import answer, request
 from models import VOCAB, tiny
 from quickbeam.engine import engine as engine_module
-from quickbeam.engine.budget import OVERHEAD, Budget, CostModel, Expected, Load, Plan
+from quickbeam.engine.budget import OVERHEAD, Budget, Expected, Load, Plan
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord

@@ -16,8 +16,9 @@ import torch
 from tqdm.auto import tqdm
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
+from quickbeam.engine.stream import Stream
 from quickbeam.engine.turns import Turns
-from quickbeam.llm import Stream, parse_bytes
+from quickbeam.target.memory import parse_bytes
 
 PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b a b a b a b", "rain, rain, go away"]
 PARAMS = SamplingParams(max_tokens=24)
@@ -245,7 +246,7 @@ def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
             assert self.n <= sum(stream.over for stream in seen)
 
     monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
-    monkeypatch.setattr("quickbeam.llm.tqdm", Bar)
+    monkeypatch.setattr("quickbeam.engine.stream.tqdm", Bar)
     found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True)
     assert [len(one.token_ids) for one in found] == [one.max_tokens for one in params]
     assert told[-1] == (90, True) and max(count for count, over in told if not over) == 89

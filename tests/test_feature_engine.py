@@ -22,8 +22,9 @@ from models import VOCAB
 from quickbeam import LLM, hub
 from quickbeam.draft import eagle
 from quickbeam.draft.base import DraftRequest, Laws
-from quickbeam.draft.eagle import EagleDrafter, EagleState
+from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.draft.eagle_state import EagleState
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.sampling import SamplingParams

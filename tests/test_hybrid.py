@@ -19,9 +19,10 @@ from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.draft.base import Context, Laws, Prices
 from quickbeam.draft.ngram import Ngram
-from quickbeam.engine.budget import Budget, CostModel, NodePrices
+from quickbeam.engine.budget import Budget, NodePrices
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
-from quickbeam.llm import Setting
+from quickbeam.options import Setting
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy

@@ -19,7 +19,7 @@ from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
-from quickbeam.llm import Setting
+from quickbeam.options import Setting
 from quickbeam.presets import PRESETS
 from quickbeam.target.batch import Batch, Passed
 from quickbeam.target.model import Model

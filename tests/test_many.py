@@ -23,7 +23,8 @@ from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.last_logits import LastLogits
 from quickbeam.draft.ngram import Ngram
-from quickbeam.engine.budget import Budget, CostModel
+from quickbeam.engine.budget import Budget
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState

@@ -14,8 +14,9 @@ from typing import Any
 from typing_extensions import Self
 
 from quickbeam.engine.result import Completion
+from quickbeam.engine.stream import Stream
 from quickbeam.errors import QuickbeamError
-from quickbeam.llm import LLM, Message, Prompt, Stream
+from quickbeam.llm import LLM, Message, Prompt
 from quickbeam.sampling import SamplingParams
 
 Piece = str | BaseException | None  # of an answer's text; None at its end

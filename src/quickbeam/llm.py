@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import sys
-import weakref
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypedDict, overload
+from collections.abc import Callable, Sequence
+from typing import Any, overload
 
-import psutil
 import torch
-from tqdm.auto import tqdm
 from typing_extensions import Self, Unpack
 
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.loading import load_drafter
-from quickbeam.draft.vocabulary import is_routed, make_shortlist
+from quickbeam.draft.vocabulary import Shortlists, is_routed
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
-from quickbeam.engine.sequence import Request, SequenceState
+from quickbeam.engine.sequence import Request
+from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
+from quickbeam.options import Options, Setting, check_options, choices
 from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import Sampler, SamplingParams, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
+from quickbeam.target.memory import free_memory, parse_bytes
 from quickbeam.target.model import Model
 from quickbeam.target.native import choice, library
 from quickbeam.trees import DRAFTER, make_policy
@@ -37,86 +35,6 @@ Prompt = str | Sequence[int]
 Message = dict[str, Any]
 Observer = Callable[[StepRecord], None]
 SHARE = 0.5  # of the memory that is free after loading, for keys and values
-SHORTLISTS = 2  # that are kept: each holds a copy of the head's rows
-CHOICE = 0x9E3779B97F4A7C15  # what sets the seeds of a request's further answers apart
-
-
-class Options(TypedDict, total=False):
-    """What a call may name for itself; see `LLM`."""
-
-    budget: int | None
-    vocab: str | None
-    shortlist: int | None
-
-
-class Setting(NamedTuple):
-    """What an answer is made with, but for its budget."""
-
-    method: str
-    vocab: str
-    shortlist: int | None
-
-
-class Stream(Iterator[str]):
-    """Pieces of an answer's text as they come; `completion` then, or at any time for what there is.
-
-    Any number may be open at once, in any threads: a step that one of them takes moves all on. One that is dropped gives back what it held.
-    """
-
-    def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
-        self._engine, self._sequence = engine, sequence
-        self._model, self._method = model, method
-        weakref.finalize(self, engine.drop, sequence)
-
-    def __next__(self) -> str:
-        sequence = self._sequence
-        while True:
-            with self._engine.lock:
-                if piece := sequence.output.take():
-                    return piece
-                if sequence.error is not None:
-                    raise sequence.error
-                if sequence.over:
-                    raise StopIteration
-                self._engine.step()
-
-    def close(self) -> None:
-        """Stop here; the answer ends as `interrupted` unless it had ended."""
-        self._engine.cancel(self._sequence)
-
-    def taken(self) -> str:
-        """The text that is new since it was last taken, without a step."""
-        return self._sequence.output.take()
-
-    @property
-    def token_ids(self) -> Sequence[int]:
-        """The answer's so far."""
-        return self._sequence.output.token_ids
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        return self._sequence.over
-
-    @property
-    def error(self) -> BaseException | None:
-        """What ended it, where something went wrong."""
-        return self._sequence.error
-
-    @property
-    def completion(self) -> Completion:
-        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its end."""
-        sequence = self._sequence
-        output = sequence.output
-        return Completion(
-            text=output.text,
-            token_ids=list(output.token_ids),
-            finish_reason=output.finish_reason or "interrupted",
-            statistics=sequence.statistics,
-            model=self._model,
-            method=self._method,
-            logprobs=sequence.logprobs,
-        )
 
 
 class LLM:
@@ -190,7 +108,7 @@ class LLM:
         self.model = Model(loaded, fast=fast, exact=exact)
         self.engine = Engine(self.model, most=max_running, share=share_prefixes)
         self._policies: dict[Setting, TreePolicy] = {}  # what was learned in earlier answers holds in the next
-        self._shortlists: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()  # by vocabulary and size, the last used last
+        self._shortlists: Shortlists | None = None
         self._drafter_name, self._fast, self._progress, self._trusted = drafter, fast, progress, trust_remote_code
         self._drafter: Drafter | None = None
         self._routed = False  # it comes with a router
@@ -231,15 +149,15 @@ class LLM:
                     progress=self._progress,
                     trust_remote_code=self._trusted,
                 )
-                self._routed = is_routed(self._drafter)
+                self._routed, self._shortlists = is_routed(self._drafter), Shortlists(self._drafter, self.model)
                 self._bound_memory()
-            self._shortlist(self._drafter, self._setting(method, vocab, shortlist))
+            self._shortlist(self._setting(method, vocab, shortlist))
         return self._drafter
 
     def shortlist_of(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Shortlist | None:
         """What the drafter scores with a method, prepared; None: its whole vocabulary."""
         drafter = self.prepare(method, vocab, shortlist)
-        return None if drafter is None else self._shortlist(drafter, self._setting(method, vocab, shortlist))
+        return None if drafter is None else self._shortlist(self._setting(method, vocab, shortlist))
 
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
         """Of a method whose drafter, if it has one, is loaded."""
@@ -248,15 +166,8 @@ class LLM:
             vocab = "router" if self._routed else "full"
         return Setting(method, vocab, self.shortlist if shortlist is None else shortlist)
 
-    def _shortlist(self, drafter: Drafter, setting: Setting) -> Shortlist | None:
-        key = setting.vocab, setting.shortlist
-        if key not in self._shortlists and (made := make_shortlist(drafter, self.model, *key)) is not None:
-            self._shortlists[key] = made
-            while len(self._shortlists) > SHORTLISTS:
-                self._shortlists.popitem(last=False)
-        if key in self._shortlists:
-            self._shortlists.move_to_end(key)
-        return self._shortlists.get(key)
+    def _shortlist(self, setting: Setting) -> Shortlist | None:
+        return None if self._shortlists is None else self._shortlists.get(setting.vocab, setting.shortlist)
 
     @overload
     def generate(
@@ -361,10 +272,7 @@ class LLM:
     def _begin(
         self, ids: list[int], params: SamplingParams | None, method: str | None, options: Options, observer: Observer | None
     ) -> Stream:
-        for option in options.keys() - Options.__annotations__.keys():
-            sampling = option in SamplingParams.__dataclass_fields__
-            what = f"give it in SamplingParams({option}=…)" if sampling else f"known: {', '.join(Options.__annotations__)}"
-            raise InvalidInput(f"unknown option '{option}'; {what}")
+        check_options(options)
         params, name = params or SamplingParams(), stand_in(method or self.method, self._drafter_name is not None)
         chosen = preset(name)
         if not ids:
@@ -385,7 +293,7 @@ class LLM:
                 Sampler(params, ids, self.model.vocab_size, ends=output.ends, bad=bad),
                 self._choose_budget(name, options.get("budget")),
                 setting,
-                self._shortlist(drafter, setting) if drafter is not None else None,
+                self._shortlist(setting) if drafter is not None else None,
                 observer,
             )
         )
@@ -441,61 +349,3 @@ class LLM:
             raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {most} nodes; turn exact off for more")
         chosen = preset(method)
         return (chosen.budget if asked is None or not chosen.sources else asked) or None
-
-
-def choices(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of `params.n` answers: seeds of their own, the first one's as given."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else (params.seed + i * CHOICE) % 2**64 for i in range(params.n)]
-    return [replace(params, n=1, seed=seed) for seed in seeds]
-
-
-def finish(stream: Stream) -> Completion:
-    """Run an answer to its end."""
-    for _ in stream:
-        pass
-    return stream.completion
-
-
-def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
-    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be `shown`. Raises what ended one of them."""
-    running, later = list[Stream](), deque(streams)
-    with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
-        while running or later:
-            while later and len(running) < engine.scheduler.most:  # no other can be over: whoever came first runs first
-                running.append(later.popleft())
-            with engine.lock:
-                if not any(one.over for one in running):
-                    engine.step()
-            before, running = running, []
-            for one in before:
-                if one.over:
-                    finish(one)
-                    bar.update(1)
-                else:
-                    running.append(one)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)
-
-
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-
-
-def parse_bytes(size: int | str) -> int:
-    """A number of bytes, or a text such as `2GB` or `512 MiB`. Raises `InvalidInput` for others."""
-    text = str(size).strip().upper()
-    number = text.rstrip("KMGTIB ")
-    unit = text[len(number) :].strip()
-    try:
-        value = int(float(number) * UNITS[unit])
-    except (ValueError, KeyError, OverflowError):
-        value = 0
-    if value < 1:
-        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
-    return value

@@ -11,8 +11,9 @@ from typing import Any
 
 from quickbeam.bench.methods import MethodItem
 from quickbeam.bench.questions import Question
+from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
-from quickbeam.llm import LLM, Stream
+from quickbeam.llm import LLM
 from quickbeam.sampling import SamplingParams
 
 Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done

@@ -22,7 +22,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS, check_vocab, preset
 
 if TYPE_CHECKING:
-    from quickbeam.llm import LLM, Stream
+    from quickbeam.engine.stream import Stream
+    from quickbeam.llm import LLM
 
 PLAIN_WIDTH = 160  # columns of tables where the output is no terminal
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that command a terminal; not tab and line end

@@ -3,115 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, HeadUse, Laws, law_of
+from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, Laws, law_of
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.eagle_native import NativeEagle
+from quickbeam.draft.eagle_state import EagleState, Work
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
-from quickbeam.shortlist.shortlist import Routed, Shortlist, ShortlistState
+from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
-from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
+from quickbeam.target.kv_cache import LayerShape, Pool
 from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import pack_linears
 from quickbeam.target.model import Model
 from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import RowList
 from quickbeam.target.pages import PagedStore
-from quickbeam.tree import TokenTree
 
 CHUNK = 512  # rows a pass at most
 OFFERED = 16  # of the target's likeliest tokens after the last committed one, that a shortlist takes up: they tell of the tokens after it
 GAPS = (6.0, 10.0, 16.0)  # below the largest logit, tried one after the other
 MANY = 2048  # tokens near it, beyond which sorting them is no gain
-
-
-class Work(NamedTuple):
-    """Rows of one sequence in a pass: what goes in, and the nodes that the last of them stand for, with their depths."""
-
-    state: EagleState
-    hidden: torch.Tensor  # the target's hidden states, or outputs of the rows above
-    tokens: Sequence[int]
-    asked: dict[int, int]
-    nodes: Sequence[int] = ()  # of the tree; none for committed rows
-
-
-class EagleState(DrafterState):
-    """Of one sequence: a key and a value for every row of the committed text, and what is known of the tree being grown.
-
-    Row j stands for the first j + 2 of `ids`. `calls`: passes of the network.
-    """
-
-    def __init__(self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None) -> None:
-        self.cache, self.ids, self.shortlist = cache, list(ids), shortlist
-        self.counted = HeadUse()
-        self.calls = 0
-        self.pending: list[torch.Tensor] = []  # hidden states of committed tokens that have no row yet
-        self.waiting = 0  # how many those are
-        self.tree: TokenTree | None = None  # being grown
-        self.out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
-        self.feature = torch.empty(0)  # what the head reads of them, where the kernels give it
-        self.place: dict[int, int] = {}  # node: its row in `out`
-        self.path: dict[int, list[int]] = {}  # node: orders of what it sees behind the committed rows, for the kernels
-        self.visible = torch.empty(0, 0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
-        self.routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
-
-    @property
-    def used(self) -> HeadUse:
-        """Waits for the device, where that counts what was scored."""
-        return replace(self.counted, tokens=self.counted.tokens + (self.shortlist.scored if self.shortlist is not None else 0))
-
-    def hear(self, hidden: torch.Tensor) -> None:
-        self.pending.append(hidden)
-        self.waiting += len(hidden)
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        self.ids.extend(tokens)
-        if self.shortlist is None:
-            return
-        node: int | None = 0
-        for token in tokens:
-            if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
-                break
-            self.counted.wanted += 1
-            self.counted.held += self.shortlist.holds(token, routed)
-            node = self.tree.child(node, token)
-        self.routed.clear()
-        self.shortlist.extend(tokens)
-
-    def share(self, chunk: int, tokens: int) -> Any:
-        """Rows of these tokens. The last one is of the token after them, too: who adopts it makes that one anew."""
-        return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
-
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
-        self.cache.adopt(chunks, tokens)
-        self.cache.truncate(self.cache.length - 1)
-        assert hidden is not None
-        self.pending, self.waiting = [hidden], 1
-
-    def release(self) -> None:
-        self.cache.release()
-        self.pending, self.waiting, self.tree, self.shortlist = [], 0, None, None
-        self.out = self.feature = torch.empty(0)
-
-    def first(self, count: int) -> torch.Tensor:
-        """The next hidden states that have no row yet."""
-        if len(self.pending) > 1:
-            self.pending = [torch.cat(self.pending)]
-        return self.pending[0][:count]
-
-    def commit(self, count: int) -> None:
-        """They have rows now."""
-        rest = self.pending[0][count:].clone()  # not a slice, which would keep those that have rows
-        self.pending, self.waiting = ([rest] if len(rest) else []), len(rest)
-        self.cache.commit(range(count))
 
 
 class EagleDrafter(Drafter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
 
 SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
+KEPT = 2  # shortlists: each holds a copy of the head's rows
 
 
 def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None = None) -> Shortlist | None:
@@ -53,6 +55,25 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     layout = artefact.layout.within(size)
     context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
     return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
+
+
+class Shortlists:
+    """A drafter's, made when they are first asked for; the last `KEPT` are kept."""
+
+    def __init__(self, drafter: Drafter, model: Model) -> None:
+        self._drafter, self._model = drafter, model
+        self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()  # by vocabulary and size, the last used last
+
+    def get(self, vocab: str, size: int | None) -> Shortlist | None:
+        """See `make_shortlist`."""
+        key = vocab, size
+        if key not in self._made and (made := make_shortlist(self._drafter, self._model, *key)) is not None:
+            self._made[key] = made
+            while len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        if key in self._made:
+            self._made.move_to_end(key)
+        return self._made.get(key)
 
 
 def is_routed(drafter: Drafter) -> bool:

@@ -9,120 +9,21 @@ and at a full batch little but the roots is worth it.
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from statistics import median
 from typing import NamedTuple
 
 from quickbeam.draft.base import Prices
-from quickbeam.target.batch import Batch, Draft
-from quickbeam.target.model import Model
-from quickbeam.tree import TokenTree
+from quickbeam.engine.cost import WIDTHS, CallCost, CostModel, interpolate
 
-WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-FAR = 1024  # tokens before a tree at which its cost is measured a second time,
-FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
-PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are left out
 MOST = 64  # nodes of a measured tree
 # Costs are measured with one tree. A row more in a pass over many sequences' trees, each with keys of its own and with Python's part in
 # growing and accepting it, costs more: on two cores from 16 sequences to 32 1.25 ms a row, where one tree of 32 nodes took 0.82 ms more a
 # node than one of 16.
 MANY = 1.5
 OVERHEAD = 0.001  # seconds of a step beside passes and calls
-
-
-class CostModel:
-    """Seconds of one pass of the target, by its number of rows and the tokens before each tree: measured once, then followed.
-
-    `seconds`: by rows, with nothing before the trees. `per_token`: by a tree's nodes, what each token before it adds; every node reads them
-    all, so long contexts make wide trees dearer. Both are interpolated. Beyond the widest they grow in proportion, or as fast as they did
-    last where that is faster.
-    """
-
-    RATE = 0.05  # of a difference that one pass corrects
-
-    def __init__(self, seconds: dict[int, float], per_token: dict[int, float] | None = None) -> None:
-        if not seconds:
-            raise ValueError("no cost was measured")
-        self._seconds = dict(sorted(seconds.items()))
-        self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
-
-    @classmethod
-    def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
-        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter.
-        The pool's limit doesn't hold for what is measured."""
-        far = min(FAR, (model.context_length or FAR) // 2)
-        seconds: dict[int, float] = {}
-        per_token: dict[int, float] = {}
-        began = time.perf_counter()
-        for width in (w for w in WIDTHS if w <= limit):
-            tree = TokenTree(0)
-            for node in range(1, width):
-                tree.add((node - 1) // 2, node % model.vocab_size, "probe")
-            seconds[width] = _time(model, tree, 0, repeats)
-            if width in FAR_WIDTHS:
-                per_token[width] = max(0.0, _time(model, tree, far, repeats) - seconds[width]) / far
-            if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
-                break
-        return cls(seconds, per_token)
-
-    def seconds(self, rows: int, context: int = 0) -> float:
-        """Expected time of a pass over one tree of `rows` nodes behind `context` tokens."""
-        return self.alone(rows) + self.reading(rows, context)
-
-    def alone(self, rows: int) -> float:
-        """Of a pass over `rows` rows, nothing before them."""
-        return _interpolate(self._seconds, rows)
-
-    def reading(self, nodes: int, context: int) -> float:
-        """What `context` tokens before a tree of `nodes` add."""
-        return context * _interpolate(self._per_token, nodes)
-
-    def observe(self, rows: int, seconds: float, reading: float = 0.0) -> None:
-        """A pass took so long, `reading` seconds of which are expected of what stands before its trees. A single slow one (the machine was
-        busy) changes little."""
-        ratio = min(2.0, max(0.5, seconds / (self.alone(rows) + reading)))
-        for width in set(_bracket(self._seconds, rows)[:2]):
-            self._seconds[width] *= 1 + self.RATE * (ratio - 1)
-
-
-def _time(model: Model, tree: TokenTree, context: int, repeats: int) -> float:
-    cache, times = model.pool.new(), list[float]()
-    with model.pool.unbounded():
-        try:
-            cache.reserve(context + len(tree) + 2)
-            cache.length = context
-            for _ in range(1 + repeats):
-                start = time.perf_counter()
-                model.forward(Batch([Draft(cache, tree)]))[0].logits[0, 0].item()
-                times.append(time.perf_counter() - start)
-        finally:
-            cache.release()
-    return median(times[1:])
-
-
-def _interpolate(table: dict[int, float], nodes: int) -> float:
-    low, high, part = _bracket(table, nodes)
-    found = table[low] * (1 - part) + table[high] * part
-    if nodes <= high or len(table) < 2:
-        return found * max(1.0, nodes / high)
-    below = list(table)[-2]
-    return found + (nodes - high) * max(found / high, (table[high] - table[below]) / (high - below))
-
-
-def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
-    """The keys of `table` around `nodes`, and how far between them it lies."""
-    widths = list(table)
-    i = bisect_left(widths, nodes)
-    if i == len(widths):
-        return widths[-1], widths[-1], 0.0
-    if i == 0 or widths[i] == nodes:
-        return widths[i], widths[i], 0.0
-    return widths[i - 1], widths[i], (nodes - widths[i - 1]) / (widths[i] - widths[i - 1])
 
 
 class NodePrices(Prices):
@@ -200,30 +101,6 @@ class Expected:
     def _records(self, situation: int) -> tuple[list[float], list[int]]:
         emitted = self._emitted.setdefault(situation, [0.0] * len(self.budgets))
         return emitted, self._count.setdefault(situation, [0] * len(self.budgets))
-
-
-class CallCost:
-    """Seconds of one call of the drafter and what growing from it takes, by how many sequences it serves."""
-
-    CALLS = 16  # of late that tell what a call costs
-    GUESS = 0.25  # of a plain pass, before one was seen
-    MORE = 0.15  # of a call for one, what each further sequence is taken to add before that was seen
-
-    def __init__(self, plain: float) -> None:
-        self._plain = plain
-        self._seen: dict[int, deque[float]] = {}
-
-    def seconds(self, sequences: int) -> float:
-        """The lower quartile of late. Some are slow (new shapes, a busy machine), and what looks cheap gets tried."""
-        if not self._seen:
-            return self.GUESS * self._plain * (1 + self.MORE * (sequences - 1))
-        near = min(self._seen, key=lambda count: abs(math.log(count / sequences)))
-        known = sorted(self._seen[near])[len(self._seen[near]) // 4]
-        return known * (1 + self.MORE * (sequences - 1)) / (1 + self.MORE * (near - 1))
-
-    def observe(self, sequences: int, seconds: float) -> None:
-        """A call for so many took so long."""
-        self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
 
 @dataclass
@@ -398,7 +275,7 @@ class Budget:
         table = {1: 0.0} | {size: seconds for (name, size), (seconds, _) in self._drafting.items() if name == setting}
         if nodes > max(table):
             return table[max(table)] * math.sqrt(nodes / max(table))
-        return _interpolate(dict(sorted(table.items())), nodes)
+        return interpolate(dict(sorted(table.items())), nodes)
 
     def learn(self, setting: Hashable, plan: Plan, path: Sequence[int], nested: bool) -> None:
         """What became of a tree of a measured number of nodes."""

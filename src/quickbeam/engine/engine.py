@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import deque
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from quickbeam.draft.base import Drafter, DraftRequest, Laws
 from quickbeam.engine.accept import accept, first_token
-from quickbeam.engine.budget import Budget, CostModel, Load, Plan
+from quickbeam.engine.budget import Budget, Load
+from quickbeam.engine.cost import CostModel
+from quickbeam.engine.growing import Grower, Growing, fail
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.engine.turns import Turns
 from quickbeam.errors import InvalidInput
-from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
+from quickbeam.target.batch import Batch, Draft, Part, Passed
 from quickbeam.target.kv_cache import NoRoom, SequenceCache
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import Grown, Growth
-
-logger = logging.getLogger(__name__)
 
 MOST_ACTIVE = 32  # sequences side by side
 UNHEARD = 1024  # hidden states that a drafter may leave unread, before they are read without a tree
-
-
-@dataclass
-class Growing:
-    """A tree in the making. `laws`: the answer to its last wish."""
-
-    sequence: SequenceState
-    plan: Plan
-    growth: Growth
-    wish: DraftRequest | None = None
-    grown: Grown | None = None
-    calls: int = 0
-    seconds: float = 0.0
-    beside: int = 1  # how many trees grew in the same time
 
 
 class Ready(NamedTuple):
@@ -81,12 +63,8 @@ class Engine:
     def budget(self) -> Budget:
         """Measured when it is first asked for."""
         if self._budget is None:
-            self._budget = Budget(CostModel.measure(self.model, self.most_nodes(64)))
+            self._budget = Budget(CostModel.measure(self.model, self.model.nodes_of(64)))
         return self._budget
-
-    def most_nodes(self, wanted: int) -> int:
-        """As many nodes as a tree may have, of `wanted`."""
-        return wanted if self.model.most_nodes is None else min(wanted, self.model.most_nodes)
 
     def add(self, request: Request) -> SequenceState:
         """Take a request. Raises `InvalidInput` where it might not fit the model's context, its drafter's, or the memory."""
@@ -180,13 +158,13 @@ class Engine:
         self.scheduler.admit()
         self._let_go()
         running = [one for one in self.scheduler.active if one.running]
-        reading = [(one, self._text(one, count)) for one, count in self.scheduler.to_read()]
-        self.prompt_rows = sum(part.rows for _, part in reading)
+        reading = [Ready(one, part) for one, part in self.scheduler.to_read()]
+        self.prompt_rows = sum(one.part.rows for one in reading)
         load = self._load(running, self.prompt_rows)
-        growing = self._grow(running, load)
+        growing = Grower(self.model, lambda: self.budget, load).grow(running)
         drafted = time.perf_counter()
-        ready = [Ready(one.sequence, Draft(self._cache(one.sequence), self._tree(one)), one) for one in growing]
-        ready = self._with_room(ready + [Ready(one, part) for one, part in reading])
+        ready = [Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing]
+        ready = self._with_room(ready + reading)
         passed = self._forward(ready)
         verified = time.perf_counter()
         emitted = 0
@@ -199,7 +177,7 @@ class Engine:
                 else:
                     emitted += self._take(one.sequence, one.growing, one.part.tree, result, drafted - began, verified - drafted, began)  # type: ignore[union-attr]
             except Exception as error:
-                self._fail(one.sequence, error)
+                fail(one.sequence, error)
         self._tell_drafters(ready)
         seconds = time.perf_counter() - began
         self._clock(ready, seconds, verified - drafted, drafted - began, load, emitted)
@@ -215,11 +193,6 @@ class Engine:
         assert sequence.cache is not None
         return sequence.cache
 
-    def _fail(self, sequence: SequenceState, error: Exception) -> None:
-        """End one sequence with an error of its own."""
-        logger.info("a sequence ends: %s", error)
-        sequence.end("error", error)
-
     def _leave(self, sequence: SequenceState) -> None:
         """It is over: what was computed of its text is remembered, the rest freed."""
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
@@ -233,132 +206,8 @@ class Engine:
         """Tokens whose keys and values others can use: all, or where bits depend on how they were computed, those of the prompt."""
         return sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
 
-    def _text(self, sequence: SequenceState, count: int) -> Part:
-        """The next `count` tokens that are to be read."""
-        cache, read = self._cache(sequence), sequence.read
-        tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
-        if self.model.native or read < prompt:
-            return Chain(cache, tokens, wanted=not sequence.started and read + count == prompt)
-        # After a set-back, tokens of the answer are run in the way they were then.
-        deepest = min(self.model.depth_limit(cache) + 1, self.most_nodes(64))
-        tree = TokenTree(tokens[0])
-        for token in tokens[1:deepest]:
-            tree.add(len(tree) - 1, token, "again")
-        return Draft(cache, tree)
-
     def _load(self, running: Sequence[SequenceState], rows: int) -> Load:
         return Load({one.arrival: len(one.ids) for one in running}, self._nodes, rows)
-
-    def _plan(self, sequence: SequenceState, load: Load, trial: bool) -> Plan:
-        """What its next tree may cost."""
-        request, policy = sequence.request, sequence.policy
-        if request.budget is not None:
-            return Plan(request.budget)
-        if policy.priced and sequence.params.greedy:
-            plan = self.budget.prices(sequence.arrival, request.setting, load, trial)
-            return plan._replace(nodes=self.most_nodes(plan.nodes))
-        assert sequence.context is not None
-        plan = self.budget.nodes(sequence.arrival, request.setting, load, policy.situation(sequence.context))
-        load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
-        return plan
-
-    def _grow(self, running: Sequence[SequenceState], load: Load) -> list[Growing]:
-        """Trees of all running sequences, side by side: each round answers one wish of each in one call."""
-        growing, trials = list[Growing](), set[Hashable]()
-        for sequence in running:
-            setting = sequence.request.setting
-            trial = False
-            try:
-                if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
-                    call, plain = self.budget.call(setting).seconds(1), self.budget.plain(load)
-                    trial = self.budget.rate(setting, load).trial(call, plain)
-                    trials.add(setting)  # one sequence of a method tries
-                plan = self._plan(sequence, load, trial)
-                assert sequence.context is not None
-                sequence.context.prices = plan.prices
-                remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
-                depth = min(remaining - 1, self.model.depth_limit(self._cache(sequence)))
-                one = Growing(sequence, plan, sequence.policy.grow(sequence.context, plan.nodes, depth))
-                self._send(one, None)
-                growing.append(one)
-            except Exception as error:
-                self._fail(sequence, error)
-        while wishing := [one for one in growing if one.wish is not None]:
-            for drafter in {id(one.sequence.drafter): one.sequence.drafter for one in wishing}.values():
-                assert drafter is not None
-                self._round(drafter, [one for one in wishing if one.sequence.drafter is drafter], load)
-        growing = [one for one in growing if not one.sequence.over]
-        for one in growing:
-            one.beside = len(growing)
-        self._share(growing, load)
-        return growing
-
-    def _round(self, drafter: Drafter, wishing: list[Growing], load: Load) -> None:
-        """Answer the wishes that are worth their time, all in one call."""
-        priced = [one for one in wishing if one.plan.prices is not None]
-        refused: set[int] = set()
-        if priced:
-            setting = priced[0].sequence.request.setting
-            call, rate = self.budget.call(setting), self.budget.best_rate(setting, load)
-            answered = self.budget.worthwhile([one.wish.gain for one in priced if one.wish is not None], call, rate)
-            refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
-        for one in wishing:
-            if id(one) in refused:
-                self._send(one, None)
-        asked = [one for one in wishing if id(one) not in refused]
-        if not asked:
-            return
-        began = time.perf_counter()
-        unread = any(one.wish is not None and one.wish.nodes[0] == 0 and not one.sequence.statistics.steps for one in asked)
-        laws = self._answer(drafter, asked)
-        answered_at = time.perf_counter()
-        for one, law in zip(asked, laws, strict=True):
-            one.calls += 1
-            one.seconds += (answered_at - began) / len(asked)
-            if law is not None:
-                self._send(one, law)
-        if priced and not unread:  # a first call may read the prompt
-            self.budget.call(priced[0].sequence.request.setting).observe(len(asked), time.perf_counter() - began)
-
-    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
-        """Laws of all wishes; where the call fails, sequence by sequence, so that only the one that makes it fail goes without drafts."""
-        wishes = [one.wish for one in asked if one.wish is not None]
-        try:
-            return list(drafter.answer(wishes))
-        except Exception as error:
-            if len(asked) > 1:
-                return [law for one in asked for law in self._answer(drafter, [one])]
-            self._fail(asked[0].sequence, error)
-            asked[0].wish = None
-            return [None]
-
-    def _send(self, one: Growing, laws: Laws | None) -> None:
-        """Let a tree grow on to its next wish, or its end."""
-        try:
-            one.wish = one.growth.send(laws)
-        except StopIteration as end:
-            one.wish, one.grown = None, end.value
-        except Exception as error:
-            one.wish = None
-            self._fail(one.sequence, error)
-
-    def _share(self, growing: Sequence[Growing], load: Load) -> None:
-        """Among several trees, nodes go where they promise most."""
-        priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
-        if len(growing) < 2 or all(len(self._tree(one)) < 2 for one in priced):
-            return
-        fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
-        values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
-        rate = self.budget.row_rate(priced[0].sequence.request.setting, load)
-        kept = self.budget.share(values, load.prompts + fixed + len(priced), rate)
-        for one, nodes in zip(priced, kept, strict=True):
-            if one.grown is not None and nodes + 1 < len(one.grown.tree):
-                one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))
-
-    @staticmethod
-    def _tree(one: Growing) -> TokenTree:
-        assert one.grown is not None
-        return one.grown.tree
 
     def _with_room(self, ready: list[Ready]) -> list[Ready]:
         """Those that can go on: where the pool runs short, trees shrink to their roots, then the latest sequences are set back."""
@@ -381,7 +230,7 @@ class Engine:
             idle = [one for one in self.scheduler.active if all(one is not other.sequence for other in ready)]
             last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
             if len(self.scheduler.active) == 1:
-                self._fail(last, NoRoom(f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"))
+                fail(last, NoRoom(f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"))
                 self._leave(last)
                 return []
             if self.prefixes is not None:
@@ -398,7 +247,7 @@ class Engine:
             passed: list[Passed | None] = list(self.model.forward(Batch([one.part for one in ready])))
         except Exception as error:
             if len(ready) == 1:
-                self._fail(ready[0].sequence, error)
+                fail(ready[0].sequence, error)
                 return [None]
             return [passed for one in ready for passed in self._forward([one])]
         device = self.model.device
@@ -442,17 +291,7 @@ class Engine:
             if growing.calls:
                 self.budget.grew(sequence.request.setting, plan.nodes, draft_seconds / growing.beside)
         self._nodes[sequence.arrival] = len(tree)
-        stats = sequence.statistics
-        stats.steps += 1
-        stats.nodes += len(tree)
-        stats.draft_seconds += draft_seconds
-        stats.drafter_calls += growing.calls
-        stats.drafter_seconds += growing.seconds
-        stats.verify_seconds += verify_seconds
-        for name in tree.source[1:]:
-            stats.sources[name].drafted += 1
-        for node in path[1 : len(emitted) + 1]:
-            stats.sources[tree.source[node]].accepted += 1
+        growing.count(tree, path, emitted, draft_seconds, verify_seconds)
         if (observer := sequence.request.observer) is not None:
             observer(StepRecord(tree, path, token, emitted, draft_seconds, verify_seconds, time.perf_counter() - began))
         return len(tokens)
@@ -484,7 +323,7 @@ class Engine:
                 if state is not None and drafter is not None:
                     drafter.read([state], 1 if one.growing is None else UNHEARD)
             except Exception as error:
-                self._fail(sequence, error)
+                fail(sequence, error)
                 continue
             if self.prefixes is not None and one.growing is None:
                 self.prefixes.remember(sequence, self._whole(sequence))

@@ -10,8 +10,10 @@ from itertools import takewhile
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
+from quickbeam.target.batch import Chain, Draft, Part
 from quickbeam.target.kv_cache import Pool
 from quickbeam.target.model import Model
+from quickbeam.tree import TokenTree
 
 BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
 TREE = 64  # rows that a sequence may need beside its tokens
@@ -149,22 +151,36 @@ class Scheduler:
         sequence.statistics.set_back += 1
         self.add(sequence)
 
-    def to_read(self) -> list[tuple[SequenceState, int]]:
-        """Sequences whose text is to be read in this step, and how many tokens of each."""
+    def to_read(self) -> list[tuple[SequenceState, Part]]:
+        """Sequences whose text is to be read in this step, and what of it."""
         reading = [one for one in self.active if one.unread]
         running = len(reading) < len(self.active)
-        found = []
+        found = list[tuple[SequenceState, Part]]()
         if self.model.native:
             room = BESIDE if running else self.model.chunk
             for one in reading:
                 if room <= 0:
                     break
-                found.append((one, min(one.unread, room)))
+                found.append((one, self._text(one, min(one.unread, room))))
                 room -= one.unread
             return found
         for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts
             text = len(one.request.prompt) if one.read < len(one.request.prompt) else len(one.ids) - one.started
             chunk = self.model.chunk
             end = min(text, (one.read // chunk + 1) * chunk)
-            found.append((one, end - one.read))
+            found.append((one, self._text(one, end - one.read)))
         return found
+
+    def _text(self, sequence: SequenceState, count: int) -> Part:
+        """The next `count` tokens that are to be read."""
+        assert sequence.cache is not None
+        cache, read = sequence.cache, sequence.read
+        tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
+        if self.model.native or read < prompt:
+            return Chain(cache, tokens, wanted=not sequence.started and read + count == prompt)
+        # After a set-back, tokens of the answer are run in the way they were then.
+        deepest = min(self.model.depth_limit(cache) + 1, self.model.nodes_of(TREE))
+        tree = TokenTree(tokens[0])
+        for token in tokens[1:deepest]:
+            tree.add(len(tree) - 1, token, "again")
+        return Draft(cache, tree)

@@ -151,6 +151,10 @@ class Model:
         """The widest tree that a pass takes; None: any."""
         return EXACT_NODES if self.exact and self._native is None else None
 
+    def nodes_of(self, wanted: int) -> int:
+        """As many nodes as a tree may have, of `wanted`."""
+        return wanted if self.most_nodes is None else min(wanted, self.most_nodes)
+
     def depth_limit(self, cache: SequenceCache) -> int:
         """How deep a sequence's next tree may grow. With `exact` operators, sums are cut at fixed positions that a tree must not reach
         across."""
@@ -241,7 +245,9 @@ class Model:
         return Passed(logits, None if hidden is None else hidden[: n - base])
 
     def _run_together(self, drafts: Sequence[Draft]) -> list[Passed]:
-        """Several trees by PyTorch's operators: one product for all rows, attention sequence by sequence."""
+        """Several trees by PyTorch's operators: one product for all rows, attention sequence by sequence.
+
+        On a CPU the gathered way measured 5 to 46 % slower behind 1,000 tokens, which is why both exist."""
         steps = []
         for part in drafts:
             assert isinstance(part.cache, KVStore)

@@ -1,0 +1,171 @@
+"""The trees of one step, grown side by side: what all of them wish to know is one call of a drafter."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from quickbeam.draft.base import Drafter, DraftRequest, Laws
+from quickbeam.engine.budget import Budget, Load, Plan
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.target.model import Model
+from quickbeam.tree import TokenTree
+from quickbeam.trees.base import Grown, Growth
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Growing:
+    """A tree in the making. `laws`: the answer to its last wish."""
+
+    sequence: SequenceState
+    plan: Plan
+    growth: Growth
+    wish: DraftRequest | None = None
+    grown: Grown | None = None
+    calls: int = 0
+    seconds: float = 0.0
+    beside: int = 1  # how many trees grew in the same time
+
+    @property
+    def tree(self) -> TokenTree:
+        """Once it is grown."""
+        assert self.grown is not None
+        return self.grown.tree
+
+    def count(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+        """To the sequence's statistics: what became of the `tree` that was verified, and what its step took."""
+        stats = self.sequence.statistics
+        stats.steps += 1
+        stats.nodes += len(tree)
+        stats.draft_seconds += draft_seconds
+        stats.drafter_calls += self.calls
+        stats.drafter_seconds += self.seconds
+        stats.verify_seconds += verify_seconds
+        for name in tree.source[1:]:
+            stats.sources[name].drafted += 1
+        for node in path[1 : len(emitted) + 1]:
+            stats.sources[tree.source[node]].accepted += 1
+
+
+class Grower:
+    """Grows the trees of one step. `budget` gives the budget, which may have to be measured first; it is asked for where a tree's size is
+    not fixed. `load`: of the step. A sequence whose tree fails ends with an error of its own."""
+
+    def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
+        self.model, self.budget, self.load = model, budget, load
+
+    def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
+        """Trees of all running sequences, side by side: each round answers one wish of each in one call."""
+        growing, trials = list[Growing](), set[Hashable]()
+        for sequence in running:
+            setting = sequence.request.setting
+            trial = False
+            try:
+                if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
+                    call, plain = self.budget().call(setting).seconds(1), self.budget().plain(self.load)
+                    trial = self.budget().rate(setting, self.load).trial(call, plain)
+                    trials.add(setting)  # one sequence of a method tries
+                plan = self._plan(sequence, trial)
+                assert sequence.context is not None and sequence.cache is not None
+                sequence.context.prices = plan.prices
+                remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
+                depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
+                one = Growing(sequence, plan, sequence.policy.grow(sequence.context, plan.nodes, depth))
+                self._send(one, None)
+                growing.append(one)
+            except Exception as error:
+                fail(sequence, error)
+        while wishing := [one for one in growing if one.wish is not None]:
+            for drafter in {id(one.sequence.drafter): one.sequence.drafter for one in wishing}.values():
+                assert drafter is not None
+                self._round(drafter, [one for one in wishing if one.sequence.drafter is drafter])
+        growing = [one for one in growing if not one.sequence.over]
+        for one in growing:
+            one.beside = len(growing)
+        self._share(growing)
+        return growing
+
+    def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
+        """What its next tree may cost."""
+        request, policy = sequence.request, sequence.policy
+        if request.budget is not None:
+            return Plan(request.budget)
+        if policy.priced and sequence.params.greedy:
+            plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
+            return plan._replace(nodes=self.model.nodes_of(plan.nodes))
+        assert sequence.context is not None
+        plan = self.budget().nodes(sequence.arrival, request.setting, self.load, policy.situation(sequence.context))
+        self.load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
+        return plan
+
+    def _round(self, drafter: Drafter, wishing: list[Growing]) -> None:
+        """Answer the wishes that are worth their time, all in one call."""
+        priced = [one for one in wishing if one.plan.prices is not None]
+        refused: set[int] = set()
+        if priced:
+            setting = priced[0].sequence.request.setting
+            call, rate = self.budget().call(setting), self.budget().best_rate(setting, self.load)
+            answered = self.budget().worthwhile([one.wish.gain for one in priced if one.wish is not None], call, rate)
+            refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
+        for one in wishing:
+            if id(one) in refused:
+                self._send(one, None)
+        asked = [one for one in wishing if id(one) not in refused]
+        if not asked:
+            return
+        began = time.perf_counter()
+        unread = any(one.wish is not None and one.wish.nodes[0] == 0 and not one.sequence.statistics.steps for one in asked)
+        laws = self._answer(drafter, asked)
+        answered_at = time.perf_counter()
+        for one, law in zip(asked, laws, strict=True):
+            one.calls += 1
+            one.seconds += (answered_at - began) / len(asked)
+            if law is not None:
+                self._send(one, law)
+        if priced and not unread:  # a first call may read the prompt
+            self.budget().call(priced[0].sequence.request.setting).observe(len(asked), time.perf_counter() - began)
+
+    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
+        """Laws of all wishes; where the call fails, sequence by sequence, so that only the one that makes it fail goes without drafts."""
+        wishes = [one.wish for one in asked if one.wish is not None]
+        try:
+            return list(drafter.answer(wishes))
+        except Exception as error:
+            if len(asked) > 1:
+                return [law for one in asked for law in self._answer(drafter, [one])]
+            fail(asked[0].sequence, error)
+            asked[0].wish = None
+            return [None]
+
+    def _send(self, one: Growing, laws: Laws | None) -> None:
+        """Let a tree grow on to its next wish, or its end."""
+        try:
+            one.wish = one.growth.send(laws)
+        except StopIteration as end:
+            one.wish, one.grown = None, end.value
+        except Exception as error:
+            one.wish = None
+            fail(one.sequence, error)
+
+    def _share(self, growing: Sequence[Growing]) -> None:
+        """Among several trees, nodes go where they promise most."""
+        priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
+        if len(growing) < 2 or all(len(one.tree) < 2 for one in priced):
+            return
+        fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
+        values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
+        rate = self.budget().row_rate(priced[0].sequence.request.setting, self.load)
+        kept = self.budget().share(values, self.load.prompts + fixed + len(priced), rate)
+        for one, nodes in zip(priced, kept, strict=True):
+            if one.grown is not None and nodes + 1 < len(one.grown.tree):
+                one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))
+
+
+def fail(sequence: SequenceState, error: Exception) -> None:
+    """End one sequence with an error of its own."""
+    logger.info("a sequence ends: %s", error)
+    sequence.end("error", error)

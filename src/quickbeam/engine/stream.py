@@ -1,0 +1,101 @@
+"""An answer as it comes, and answers run to their ends."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+
+from tqdm.auto import tqdm
+
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.result import Completion
+from quickbeam.engine.sequence import SequenceState
+
+
+class Stream(Iterator[str]):
+    """Pieces of an answer's text as they come; `completion` then, or at any time for what there is.
+
+    Any number may be open at once, in any threads: a step that one of them takes moves all on. One that is dropped gives back what it held.
+    """
+
+    def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
+        self._engine, self._sequence = engine, sequence
+        self._model, self._method = model, method
+        weakref.finalize(self, engine.drop, sequence)
+
+    def __next__(self) -> str:
+        sequence = self._sequence
+        while True:
+            with self._engine.lock:
+                if piece := sequence.output.take():
+                    return piece
+                if sequence.error is not None:
+                    raise sequence.error
+                if sequence.over:
+                    raise StopIteration
+                self._engine.step()
+
+    def close(self) -> None:
+        """Stop here; the answer ends as `interrupted` unless it had ended."""
+        self._engine.cancel(self._sequence)
+
+    def taken(self) -> str:
+        """The text that is new since it was last taken, without a step."""
+        return self._sequence.output.take()
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """The answer's so far."""
+        return self._sequence.output.token_ids
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more will come."""
+        return self._sequence.over
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended it, where something went wrong."""
+        return self._sequence.error
+
+    @property
+    def completion(self) -> Completion:
+        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its end."""
+        sequence = self._sequence
+        output = sequence.output
+        return Completion(
+            text=output.text,
+            token_ids=list(output.token_ids),
+            finish_reason=output.finish_reason or "interrupted",
+            statistics=sequence.statistics,
+            model=self._model,
+            method=self._method,
+            logprobs=sequence.logprobs,
+        )
+
+
+def finish(stream: Stream) -> Completion:
+    """Run an answer to its end."""
+    for _ in stream:
+        pass
+    return stream.completion
+
+
+def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
+    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be `shown`. Raises what ended one of them."""
+    running, later = list[Stream](), deque(streams)
+    with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
+        while running or later:
+            while later and len(running) < engine.scheduler.most:  # no other can be over: whoever came first runs first
+                running.append(later.popleft())
+            with engine.lock:
+                if not any(one.over for one in running):
+                    engine.step()
+            before, running = running, []
+            for one in before:
+                if one.over:
+                    finish(one)
+                    bar.update(1)
+                else:
+                    running.append(one)

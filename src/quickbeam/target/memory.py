@@ -1,0 +1,31 @@
+"""How much memory there is, and how it is written."""
+
+from __future__ import annotations
+
+import psutil
+import torch
+
+from quickbeam.errors import InvalidInput
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that are free on the device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def parse_bytes(size: int | str) -> int:
+    """A number of bytes, or a text such as `2GB` or `512 MiB`. Raises `InvalidInput` for others."""
+    text = str(size).strip().upper()
+    number = text.rstrip("KMGTIB ")
+    unit = text[len(number) :].strip()
+    try:
+        value = int(float(number) * UNITS[unit])
+    except (ValueError, KeyError, OverflowError):
+        value = 0
+    if value < 1:
+        raise InvalidInput(f"{size!r} is not a size of memory: give bytes, or as in 2GB or 512MiB")
+    return value
