@@ -113,7 +113,8 @@ class Step:
 
 
 class Steps:
-    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next."""
+    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next. The way of CPUs, where the gathered one
+    (`gathered.py`) measured 5 to 46 % slower behind 1,000 tokens."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps, self._sizes = steps, [step.n for step in steps]

@@ -2,6 +2,8 @@
 
 Keys and values of all sequences lie in one tensor a layer. What a pass needs to know (where rows are written, whose keys each sequence
 reads, what each row sees) is made on the host once, goes over in one piece, and serves all layers: nothing waits for the device.
+On a CPU this way measured 5 to 46 % slower behind 1,000 tokens than attention sequence by sequence (`attention.Steps`), which is why both
+exist.
 """
 
 from __future__ import annotations
