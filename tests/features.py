@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -178,6 +179,21 @@ class Text:
     def release(self) -> None:
         self.state.release()
         self.target.store.release()
+
+
+def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
+    """A tree with random tokens, deep rather than wide."""
+    tree = TokenTree(root)
+    while len(tree) < nodes:
+        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(VOCAB)
+        if tree.child(parent, token) is None:
+            tree.add(parent, token, "random")
+    return tree
+
+
+def rounds(tree: TokenTree) -> list[list[int]]:
+    """Its nodes by depth: how they can be asked for."""
+    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
 
 
 def context_of(ids: list[int], temperature: float = 1.0) -> Context:

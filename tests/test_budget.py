@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import few
 from drafters import KnownDrafter, context_of, grow, tree_of, zipf_drafter
 from models import tiny
 from quickbeam.draft.base import DraftRequest, Laws
@@ -346,6 +347,10 @@ def test_a_number_of_nodes_is_kept_for_a_while() -> None:
             budget.learn(METHOD, plan, [0], True)
         budget.grew(METHOD, 64, 1e6)
     assert found[: budget.CHOICE] == [64] * budget.CHOICE and max(found[budget.CHOICE :]) < 64
+    budget = Budget(CostModel({1: 1.0, 32: 1.01, 64: 2.0, 128: 8.0}))
+    assert budget.nodes(ME, METHOD, alone(), 4).nodes > 2 >= budget.nodes(ME, METHOD, crowd(64), 4).nodes  # where the load is another
+    budget.forget(ME)
+    assert not budget._chosen
 
 
 def test_the_time_of_growing_is_learned_by_the_number_of_nodes() -> None:
@@ -624,8 +629,13 @@ def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float
     return tokens / seconds
 
 
-@pytest.mark.parametrize("honest", [1.0, 0.3])
-@pytest.mark.parametrize(("node", "call"), [(0.2, 0.5), (0.02, 0.5), (0.02, 2.0), (1.0, 0.1), (0.2, 20.0)])
+@pytest.mark.parametrize(
+    ("node", "call", "honest"),
+    few(
+        [(*costs, honest) for costs in [(0.2, 0.5), (0.02, 0.5), (0.02, 2.0), (1.0, 0.1), (0.2, 20.0)] for honest in (1.0, 0.3)],
+        [(0.2, 0.5, 1.0), (0.02, 0.5, 0.3), (0.02, 2.0, 0.3), (1.0, 0.1, 0.3), (0.2, 20.0, 1.0)],
+    ),
+)
 def test_no_fixed_budget_is_much_faster(node: float, call: float, honest: float) -> None:
     """A pass takes 10 and `node` for each further node, a call `call`."""
     cost = CostModel({1: 10.0, 64: 10 + 63 * node})
@@ -637,8 +647,13 @@ def test_no_fixed_budget_is_much_faster(node: float, call: float, honest: float)
     assert run(Budget(cost), 480) > 0.95 * best
 
 
-@pytest.mark.parametrize("honest", [1.0, 0.3])
-@pytest.mark.parametrize(("count", "call"), [(4, 0.3), (12, 0.3), (12, 2.0), (40, 0.3)])
+@pytest.mark.parametrize(
+    ("count", "call", "honest"),
+    few(
+        [(*load, honest) for load in [(4, 0.3), (12, 0.3), (12, 2.0), (40, 0.3)] for honest in (1.0, 0.3)],
+        [(4, 0.3, 1.0), (12, 0.3, 0.3), (12, 2.0, 1.0)],
+    ),
+)
 def test_no_fixed_budget_is_much_faster_for_many(count: int, call: float, honest: float) -> None:
     """32 rows cost little more than one; beyond, each costs a tenth of a pass over one. Answering more in a call costs a little more."""
     cost = CostModel({1: 10.0, 32: 11.0, 1024: 1003.0})

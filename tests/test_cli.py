@@ -266,7 +266,7 @@ def test_a_real_ctrl_c():
     with start([*FAKE, "generate", "endless"]) as process:
         begun = process.stdout.read(20)
         process.send_signal(signal.SIGINT)
-        rest, said = process.communicate(timeout=30)
+        rest, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert begun == "one two more more mo" and rest.endswith("\n")
     assert said.startswith("[auto]") and "(interrupted)" in said
@@ -278,7 +278,7 @@ def test_a_reader_that_leaves_ends_it_quietly():
         process.stdout.read(10)
         process.stdout.close()
         said = process.stderr.read()
-        process.wait(timeout=30)
+        process.wait(timeout=120)
     assert said == ""
     assert process.returncode == 1
 
@@ -293,7 +293,7 @@ def test_chat_on_a_terminal():
 
     def until(text: bytes) -> None:
         nonlocal seen
-        while text not in seen and select.select([ours], [], [], 30)[0]:
+        while text not in seen and select.select([ours], [], [], 120)[0]:
             seen += os.read(ours, 4096)
         assert text in seen, seen
         seen = seen.split(text, 1)[1]
@@ -312,7 +312,7 @@ def test_chat_on_a_terminal():
         until(b"one two\r\n")
         until(b"> ")
         os.write(ours, b"\x04")
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
     finally:
         process.kill()
         process.wait()
@@ -327,14 +327,12 @@ def test_importing_the_package_is_quick():
 @pytest.mark.slow
 def test_the_real_thing(smollm2):
     """The command as it is, with the embedded model: speculative output is plain output, and JSON says how it came about."""
-    records = {}
-    for method in ("ar", "logitspec"):
-        command = [sys.executable, "-m", "quickbeam", "generate", "-", "--method", method, "--max-tokens", "24", "--json"]
-        prompt = "Repeat: one two three, one two three."
-        done = subprocess.run(command, input=prompt, capture_output=True, text=True, check=False, timeout=300)
-        assert (done.returncode, done.stderr) == (0, "")
-        records[method] = json.loads(done.stdout)
-    plain, fast = records["ar"], records["logitspec"]
+    arguments, prompt = ["generate", "-", "--max-tokens", "24", "--json", "--method"], "Repeat: one two three, one two three."
+    command = [sys.executable, "-m", "quickbeam", *arguments, "logitspec"]
+    done = subprocess.run(command, input=prompt, capture_output=True, text=True, check=False, timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    fast = json.loads(done.stdout)
+    plain = json.loads(CliRunner().invoke(app, [*arguments, "ar"], input=prompt, catch_exceptions=False).stdout)
     assert plain["text"] and plain["token_ids"] == fast["token_ids"]
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
     assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {"ngram", "last_logits"}

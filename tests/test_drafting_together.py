@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 import torch
 
-from features import Pair, Text, context_of
+from features import Pair, Text, context_of, grown, rounds
 from kernels import SETS, load
 from models import VOCAB, tiny
 from quickbeam.draft.base import Context, Drafter, DraftRequest
@@ -54,20 +54,6 @@ def same(way: str, a: torch.Tensor, b: torch.Tensor) -> None:
 
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(count)]
-
-
-def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
-    tree = TokenTree(root)
-    while len(tree) < nodes:
-        parent, token = rng.randrange(max(0, len(tree) - 4), len(tree)), rng.randrange(VOCAB)
-        if tree.child(parent, token) is None:
-            tree.add(parent, token, "random")
-    return tree
-
-
-def rounds(tree: TokenTree) -> list[list[int]]:
-    """Its nodes by depth: how they are asked for."""
-    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
 
 
 def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:

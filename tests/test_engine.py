@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from answers import answer, request
 from models import VOCAB, tiny
 from quickbeam.engine import engine as engine_module
-from quickbeam.engine.budget import OVERHEAD, Budget, Expected, Load, Plan
+from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
@@ -301,159 +301,27 @@ def test_a_cancelled_answer_keeps_what_it_gave_and_gives_back_its_memory(model: 
     assert fourth.output.finish_reason == "interrupted" and not engine.busy and model.pool.used == before
 
 
-# --- what passes cost ----------------------------------------------------------------------------------------------------------------
+# --- what passes cost (the budget itself: test_budget.py) ------------------------------------------------------------------------------
 
 
-def chosen(budget: Budget, situation: int = 0, context: int = 0, others: int = 0) -> int:
-    """Nodes of the next tree of one sequence, with plain ones beside it."""
-    load = Load({"one": context, **{i: 0 for i in range(others)}})
-    return budget.nodes("one", "method", load, situation).nodes
-
-
-def test_cost_is_interpolated_and_measured(model: Model) -> None:
-    cost = CostModel({1: 1.0, 3: 2.0, 8: 4.0})
-    assert [cost.seconds(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
+def test_measuring_what_passes_cost_leaves_what_is_under_way_alone(model: Model) -> None:
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
     expected = run(model, "ar", params, prompt_of(0)).output.token_ids
     sequence = engine.add(request(model, NoDraft(), params, prompt_of(0)))
     for _ in range(5):
         engine.step()
     used = model.pool.used
-    measured = CostModel.measure(model, 16, repeats=1)
-    assert all(measured.seconds(n) > 0 for n in (1, 5, 16, 40))
+    CostModel.measure(model, 16, repeats=1)
     assert model.pool.used == used
     run_all(engine)
-    assert sequence.output.token_ids == expected  # measuring leaves what is under way alone
-    longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
-    assert [longer.seconds(n, 100) for n in (1, 8)] == pytest.approx([2.0, 32.0])
-    assert chosen(Budget(longer, 8), 4, 0) > chosen(Budget(longer, 8), 4, 10_000)
-    with pytest.raises(ValueError, match="no cost"):
-        CostModel({})
-
-
-def test_a_followed_cost_comes_to_what_passes_take() -> None:
-    cost = CostModel({1: 1.0, 8: 2.0, 64: 8.0})
-    for _ in range(300):
-        cost.observe(8, 3.0)
-        cost.observe(64, 10.0, 2.0)  # two seconds of reading, which the context takes
-    assert cost.seconds(8) == pytest.approx(3.0, rel=0.01)
-    assert cost.seconds(64) == pytest.approx(8.0, rel=0.01)
-    assert cost.seconds(1) == 1.0
-    cost.observe(8, 1e9)
-    assert cost.seconds(8) < 3.3
-
-
-def test_budget_follows_what_was_accepted_and_what_it_costs() -> None:
-    flat, steep = CostModel({1: 1.0, 64: 1.01}), CostModel({1: 1.0, 64: 64.0})
-    assert chosen(Budget(flat, 64)) == 64
-    assert chosen(Budget(steep, 64)) == 1
-    budget, load = Budget(CostModel({1: 1.0, 8: 1.2, 64: 4.0}), 64), Load({"one": 0})
-    for _ in range(100):
-        plan = budget.nodes("one", "method", load, 3)
-        assert plan.measured and plan.situation == 3
-        budget.learn("method", plan, list(range(min(plan.nodes, 12))), True)  # a repetition: 12 tokens hold
-        budget.learn("method", budget.nodes("one", "method", load, 0), [0], True)  # new text beside it: nothing does
-    assert chosen(budget, 3) in (12, 16)
-    assert chosen(budget, 0) <= 2
-
-
-def test_a_tree_gets_fewer_nodes_where_others_fill_the_pass() -> None:
-    cost = CostModel({1: 1.0, 32: 1.01, 64: 2.0, 128: 8.0})
-    assert chosen(Budget(cost, 64), 4) >= 24
-    few = [chosen(Budget(cost, 64), 4, others=others) for others in (8, 16, 64)]
-    assert few == sorted(few, reverse=True) and few[-1] <= 2
-
-
-def test_a_number_of_nodes_is_kept_for_some_steps_of_a_like_load() -> None:
-    budget = Budget(CostModel({1: 1.0, 8: 1.2, 64: 4.0}), 64)
-    first = chosen(budget, 3)
-    for _ in range(200):
-        budget.learn("method", Plan(64, None, 3, True), [0], True)
-    later = [chosen(budget, 3) for _ in range(Budget.CHOICE)]
-    assert later[:-1] == [first] * (Budget.CHOICE - 1) and later[-1] < first
-    budget = Budget(CostModel({1: 1.0, 32: 1.01, 64: 2.0, 128: 8.0}), 64)
-    assert chosen(budget, 4) > 2 and chosen(budget, 4, others=64) <= 2  # not where the load is another
-    budget.forget("one")
-    assert not budget._chosen
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.integers(0, 4), st.lists(st.lists(st.integers(1, 63), max_size=6), min_size=1, max_size=50))
-def test_estimates_are_what_smaller_trees_would_have_emitted(situation: int, paths: list[list[int]]) -> None:
-    expected = Expected(64)
-    for path in paths:
-        expected.observe(situation, 64, [0, *sorted(set(path))])
-    for i, width in enumerate(expected.budgets):
-        emitted = [1 + sum(node < width for node in set(path)) for path in paths]
-        assert expected._emitted[situation][i] == pytest.approx(sum(emitted) / len(emitted))
-    for _ in range(300):
-        expected.observe(situation, 64, [0, 1, 6])
-    assert expected.tokens(situation) == pytest.approx([1 + (width > 1) + (width > 6) for width in expected.budgets], abs=0.2)
-
-
-# --- the cost of drafting ------------------------------------------------------------------------------------------------------------
-
-
-def test_the_cost_of_drafting_is_learned_by_budget() -> None:
-    budget = Budget(CostModel({1: 1.0}), 64)
-
-    def seconds(*nodes: int) -> list[float]:
-        return [budget._growing("method", n) for n in nodes]
-
-    assert seconds(1, 64) == [0, 0]
-    for _ in range(4):
-        budget.grew("method", 16, 1.0)
-    budget.grew("other", 16, 7.0)
-    assert seconds(1, 4, 16, 64) == pytest.approx([0.0, 0.2, 1.0, 2.0])
-    for _ in range(4):
-        budget.grew("method", 4, 0.8)
-    assert seconds(4, 10, 16) == pytest.approx([0.8, 0.9, 1.0])
-    budget.grew("method", 16, 1e9)
-    assert seconds(16)[0] < 1.06
-    for _ in range(200):
-        budget.grew("method", 16, 3.0)
-    assert seconds(16)[0] == pytest.approx(3.0, rel=0.01)
-
-
-def test_a_tree_that_is_not_the_beginning_of_a_larger_one_tells_of_its_own_budget() -> None:
-    expected = Expected(64)
-    expected.observe(3, 16, [0, 1, 2], nested=False)
-    assert dict(zip(expected.budgets, expected._count[3], strict=True)) == {width: int(width == 16) for width in expected.budgets}
-    assert expected._emitted[3][expected.budgets.index(16)] == 3
-
-
-@pytest.mark.parametrize("nested", [True, False])
-@pytest.mark.parametrize("call", [0.0, 0.5, 4.0, 100.0])
-def test_the_budget_chosen_is_the_best_with_drafting_counted(call: float, nested: bool) -> None:
-    """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a layer, 8 in 10 layers accepted."""
-    rng, budget, load = random.Random(0), Budget(CostModel({1: 11.0, 64: 15.0}), 64), Load({"one": 0})
-
-    def depth(nodes: int) -> int:
-        return round(nodes**0.5) if nodes > 1 else 0
-
-    def rate(nodes: int) -> float:
-        return sum(0.8**i for i in range(depth(nodes) + 1)) / (budget.cost.seconds(nodes) + call * depth(nodes) + OVERHEAD)
-
-    picked = []
-    for _ in range(1500):
-        plan = budget.nodes("one", "method", load, 3)
-        picked.append(plan.nodes)
-        accepted = next((i for i in range(depth(plan.nodes)) if rng.random() > 0.8), depth(plan.nodes))
-        # The node that is the i-th of the path is the first of its layer.
-        path = [0, *(next(n for n in range(2, 65) if depth(n) >= i) - 1 for i in range(1, accepted + 1))]
-        budget.learn("method", plan, path, nested)
-        if plan.nodes > 1:
-            budget.grew("method", plan.nodes, call * depth(plan.nodes))
-    best = max(map(rate, Expected(64).budgets))
-    assert sum(map(rate, picked[-500:])) / 500 > (0.93 if nested else 0.85) * best
-    if call == 100.0:
-        assert max(picked[-500:]) == 1
+    assert sequence.output.token_ids == expected
 
 
 def test_a_measured_budget_learns_from_answers(model: Model) -> None:
     """Through the engine: what is learned belongs to the method, and outlasts the answer."""
     engine, params = Engine(model), SamplingParams(max_tokens=60, ignore_eos=True)
     engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}, None), 64)  # passes at no price: wide trees pay
+    engine._budget.cost.observe = lambda *_: None  # the real times are others
     expected = run(model, "ar", params, prompt_of(0)).output.token_ids
     sizes: list[int] = []
     sequence = run(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from answers import answer
+from cases import spread
 from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
@@ -38,8 +39,7 @@ def pairs() -> dict[str, Pair]:
     return {kind: Pair(kind) for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
 def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs: dict[str, Pair], name: str, kind: str) -> None:
     target, drafter, rng = pairs[kind].target, pairs[kind].drafter, random.Random(f"{name} {kind}")
     for budget in (1, 2, 7, 24):

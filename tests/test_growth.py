@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
 from answers import answer
+from cases import spread
 from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws, tree_of
 from models import VOCAB, tiny
 from quickbeam.draft.base import DraftRequest, Laws
@@ -55,9 +56,8 @@ def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int,
 # --- sampling keeps the law ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk", [wide.CHUNK, 2])  # the second: draws are made as from wide laws
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
-@pytest.mark.parametrize("name", DRAFTED)
+# The second chunk: draws are made as from wide laws.
+@pytest.mark.parametrize(("name", "temperature", "chunk"), spread(list(DRAFTED), [0.6, 1.0], [wide.CHUNK, 2]))
 def test_sampled_output_has_the_targets_law(name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wide, "CHUNK", chunk)
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
@@ -82,7 +82,7 @@ def test_pruning_draws_by_value_is_found_out(name: str) -> None:
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     law = toy_laws(model)[1]
     policy = Sequoia(KnownDrafter(law), (0.4, 0.3, 0.2)) if name == "sequoia" else policies(law)[name]
-    assert p_value(policy, model, 1.0, count=2500, budget=9, change=keep_best(2)) < 1e-6
+    assert p_value(policy, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
 
 
 class Opposed(ToyModel):
@@ -100,14 +100,14 @@ class Keen(Measured):
         return peak**4
 
 
-@pytest.mark.parametrize(("name", "worth"), [("greedy", "peak"), ("threshold", "worth")])
-def test_choosing_a_slot_by_its_own_token_is_found_out(name: str, worth: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "worth", "count"), [("greedy", "peak", 2500), ("threshold", "worth", 600)])
+def test_choosing_a_slot_by_its_own_token_is_found_out(name: str, worth: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The worth that certain children have, for nodes that count as draws."""
     model = Opposed(vocab=4)
     policy = DySpec(KnownDrafter(model.draft), Keen()) if name == "greedy" else policies(model.draft)[name]
-    assert p_value(policy, model, 1.0, count=2500, budget=6) > 1e-3
+    assert p_value(policy, model, 1.0, count=count, budget=6) > 1e-3
     monkeypatch.setattr(Draws, worth, lambda self, i: (self.draw(i) or (0, 0.0))[1])
-    assert p_value(policy, model, 1.0, count=2500, budget=6) < 1e-6
+    assert p_value(policy, model, 1.0, count=count, budget=6) < 1e-6
 
 
 def test_reranked_candidates_are_no_draws() -> None:
@@ -243,7 +243,7 @@ def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: 
     policy, generator = policies(ToyModel(3, 1, zeros=0.0).draft)[name], torch.Generator().manual_seed(0)
 
     def counts(budget: int) -> Counter:
-        return Counter(tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1500))
+        return Counter(tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1000))
 
     small, large = counts(4), counts(8)
     table = [[count[key] for key in small | large] for count in (small, large)]

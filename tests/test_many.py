@@ -6,6 +6,7 @@ pytest tests/test_many.py
 from __future__ import annotations
 
 import functools
+import itertools
 import random
 
 import psutil
@@ -15,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from answers import answer, request
+from cases import few
 from features import WIDE, head_of
 from models import VOCAB, tiny
 from quickbeam.draft.base import law_of
@@ -138,8 +140,13 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("layout", "way"),
+    few(
+        itertools.product(LAYOUTS, WAYS),
+        [*((layout, "native") for layout in LAYOUTS), ("llama", "exact"), ("gemma2-softcap-window", "exact"), ("gpt2", "float32")],
+    ),
+)
 def test_answers_are_those_given_alone(world, layout, way):
     play(world(layout, way), 1, requests=7)
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from kernels import best_set, every_set, load, number, plain_rows, relocated
+from cases import spread
+from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated
 from models import CONFIGS, VOCAB, tiny
 from quickbeam.target.native import library, reference
 from quickbeam.target.native.library import Kernels
@@ -373,8 +374,7 @@ def test_widths_up_to_128_give_the_same_bits(isa: str, name: str, native: Callab
         assert torch.equal(target.verify(tree)[path], expected), nodes
 
 
-@every_set
-@pytest.mark.parametrize("name", ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
+@pytest.mark.parametrize(("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"]))
 def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa: str, name: str, native: Callable[[str], None]) -> None:
     native(isa)
     ids, found = text(150), []

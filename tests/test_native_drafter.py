@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from features import KINDS, WIDE, Pair, head_of
+from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
 from quickbeam.draft.eagle import EagleDrafter
@@ -52,20 +52,6 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setenv("QUICKBEAM_ISA", isa)
 
     return take
-
-
-def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
-    tree = TokenTree(root)
-    while len(tree) < nodes:
-        parent, token = rng.randrange(max(0, len(tree) - 6), len(tree)), rng.randrange(VOCAB)
-        if tree.child(parent, token) is None:
-            tree.add(parent, token, "random")
-    return tree
-
-
-def rounds(tree: TokenTree) -> list[list[int]]:
-    """Its nodes by depth: how they can be asked for."""
-    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
 
 
 def distance(pair: Pair) -> float:

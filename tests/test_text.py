@@ -214,10 +214,10 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(kind: str, byte: int
     tokenizer = Counting(TOKENIZERS[kind]())
     name = f"<0x{byte:02X}>" if kind == "sentencepiece" else {0x80: "Ģ", 0xF0: "ð"}[byte]
     stray = tokenizer.tokenizer.get_vocab()[name]
-    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 5000))]
+    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 1000))]
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
-    assert shown == "the" + "\ufffd" * 5000
+    assert shown == "the" + "\ufffd" * 1000
     assert max(tokenizer.sizes) <= 40
 
 

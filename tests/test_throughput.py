@@ -39,15 +39,15 @@ def test_a_share_of_them_leaves():
 @pytest.mark.parametrize(("rate", "cancel"), [(None, 0.0), (300.0, 0.0), (None, 0.4), (300.0, 0.4)])
 def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
     with LLM(toy_folder, "pld") as llm:
-        items = parse_methods("ar,pld,logitspec")
+        items = parse_methods("ar,pld:8,logitspec")
         cells = measure(llm, requests(PROMPTS, rate, cancel, 12), items, [1, 3], PARAMS, rounds=2)
     for by_name in cells.values():
-        assert list(by_name) == ["ar", "pld", "logitspec"]
-        for cell in by_name.values():
+        assert list(by_name) == ["ar", "pld:8", "logitspec"]
+        for name, cell in by_name.items():
             found = cell.to_json()
             assert found["identical"] == found["prompts"] == 18
             assert found["tokens_per_second"] > 0 and found["p50_ttft_ms"] <= found["p95_ttft_ms"]
-            assert (found["cancelled"] > 0) == (cancel > 0)
+            assert name == "logitspec" or (found["cancelled"] > 0) == (cancel > 0)  # a tree of any width may be a whole answer
     assert cells[1]["ar"].to_json()["mean_accepted_tokens"] == 1.0
     assert ratios(cells)[1]["ar"] == 1.0
 

@@ -280,11 +280,11 @@ def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, 
     assert there == [True, False]  # the drafter reads the embedding; nothing reads the layers
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "out"
     arguments = command("--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out))
-    arguments[arguments.index("1500")] = "900000"
+    arguments[arguments.index("1500")] = "300000"
     (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(30_000)))
     with subprocess.Popen([sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
@@ -321,7 +321,7 @@ def test_the_statement_of_memory_holds(tmp_path: Path, toy_folder: str) -> None:
     assert float(run.stdout.split("peak ")[1]) <= max(limits)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_train_one_drafter(toy_folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(80)))

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cases import few
 from quickbeam.sampling import Sampler, SamplingParams
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_greedy, verify_sampled
@@ -30,7 +31,7 @@ def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
 # --- sampling: the law of the output -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", few(range(SEEDS), [1]))
 def test_sampled_output_has_the_targets_law(seed: int) -> None:
     model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
     counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
@@ -46,7 +47,7 @@ def test_drawn_only_and_certain_only_trees_have_the_targets_law(certain: float) 
 
 def test_reference_has_the_targets_law() -> None:
     model = ToyModel(seed=0)
-    counts = sample_sequences(model, partial(random_tree, model), reference_verify, count=20_000, seed=2)
+    counts = sample_sequences(model, partial(random_tree, model), reference_verify, count=10_000, seed=2)
     assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3
 
 

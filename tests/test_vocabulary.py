@@ -14,6 +14,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from answers import answer
+from cases import spread
 from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
@@ -77,8 +78,7 @@ def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
 
 
-@pytest.mark.parametrize("vocab", SHORT)
-@pytest.mark.parametrize("name", DRAFTED)
+@pytest.mark.parametrize(("name", "vocab"), spread(list(DRAFTED), SHORT))
 def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, vocab: str) -> None:
     rng = random.Random(f"{name} {vocab}")
     for pair in pairs.values():

@@ -64,9 +64,9 @@ def test_a_few_rows_say_the_same_as_all() -> None:
 
 
 def test_a_real_head_takes_little_time() -> None:
-    begun = time.perf_counter()
+    begun = time.process_time()  # whatever else the machine does
     ASKED("packed", 576, 49152)
-    assert time.perf_counter() - begun < 10  # a third of a second on two idle cores
+    assert time.process_time() - begun < 10  # well below one
 
 
 def test_weights_of_a_wide_product_are_repeated() -> None:
