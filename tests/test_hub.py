@@ -165,7 +165,7 @@ def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
 
     def slow_convert(*arguments):
         conversions.append(time.monotonic())
-        while not waited and time.monotonic() < conversions[0] + 60:
+        while not any(stage.startswith("waiting") for stage in waited) and time.monotonic() < conversions[0] + 60:
             time.sleep(0.01)
         fake_convert(*arguments)
 

@@ -132,7 +132,7 @@ def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
 
 def test_training_learns_what_the_text_holds(shards: Shards, tmp_path: Path) -> None:
     before = drafter.hold_out(network(), shards, drafter.split(shards)[1], HEAD, 2)
-    run = trainer(shards, tmp_path / "out", drafter.Recipe(epochs=60, batch=128, depths=2, lr=5e-3, warmup=2, loss_vocab=VOCAB))
+    run = trainer(shards, tmp_path / "out", drafter.Recipe(epochs=40, batch=128, depths=2, lr=5e-3, warmup=2, loss_vocab=VOCAB))
     held = run.run(lambda report: None)
     assert before.agreement[0] < 0.4 and held.agreement[0] > 0.9 and held.agreement[1] > 0.8
     assert held.overlap[0] > before.overlap[0] and held.loss < before.loss
@@ -285,7 +285,7 @@ def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path, 
     out = tmp_path / "out"
     arguments = command("--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out))
     arguments[arguments.index("1500")] = "300000"
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(30_000)))
+    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8_000)))
     with subprocess.Popen([sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True) as run:
         assert run.stderr is not None
         for told in run.stderr:
