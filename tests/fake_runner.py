@@ -6,19 +6,22 @@ import torch
 
 from quickbeam.bench.base import Answer, Runner
 from quickbeam.bench.questions import Question
-from quickbeam.bench.run import Results, reference_of, run
-from quickbeam.sampling import SamplingParams
+from quickbeam.bench.run import Results, begin, run
+from quickbeam.sampling import COUPLED, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 
 
 class FakeRunner(Runner):
-    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the last message."""
+    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the last message. `coupled`: whether a
+    seed alone is to decide its tokens."""
 
     device = "cpu"
 
-    def __init__(self, name: str, calls: list, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), fails=None) -> None:
-        self.name, self.calls, self.fails = name, calls, fails or {}
+    def __init__(
+        self, name: str, calls: list, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), fails=None, coupled=True
+    ) -> None:
+        self.name, self.calls, self.fails, self.coupled = name, calls, fails or {}, coupled
         self.reply = Answer(list(tokens), f"said by {name}", len(tokens) - 1, steps, seconds, *split)
         self.conversations: list[list[dict[str, str]]] = []
         self.prompts: list[list[int]] = []
@@ -39,6 +42,9 @@ class FakeRunner(Runner):
             raise self.fails[text]
         return self.reply
 
+    def comparable(self, params):
+        return params.greedy or (self.coupled and params.seed is not None and params.coupling == COUPLED)
+
     def last_logits(self, ids):
         self.prompts.append(list(ids))
         logits = torch.zeros(10)
@@ -51,8 +57,8 @@ def questions_of(*categories: str) -> list[Question]:
 
 
 def measured(runners: dict[str, FakeRunner], questions: list[Question], params: SamplingParams = PARAMS, **options) -> Results:
-    results = Results(list(runners), reference_of(list(runners)), params.temperature > 0)
-    for _ in run(questions, runners, params, results, **options):
+    results = begin(runners, params)
+    for _ in run(questions, runners, results, **options):
         pass
     return results
 

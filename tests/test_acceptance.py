@@ -9,12 +9,16 @@ import torch
 from scipy.stats import binomtest
 
 from drafters import KnownDrafter, context_of, policies, tree_of
+from quickbeam import SamplingParams
 from quickbeam.bench.acceptance import Tally, Tried, by_bin, by_depth, draft_probabilities, summarise, tried, wilson
 from quickbeam.engine.trace import StepRecord
+from quickbeam.noise import Noise
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.dyspec import DySpec
-from quickbeam.verify import verify_greedy, verify_sampled
+from quickbeam.trees.perturbed import perturbed_plain
+from quickbeam.verify import verify_equal, verify_residual
 from toy import ToyModel, path_tokens
 
 
@@ -90,6 +94,26 @@ def test_every_policys_draft_probabilities_are_its_laws(name: str, temperature: 
     assert later > 0 or name == "drafted-chain"
 
 
+@pytest.mark.parametrize("name", DRAFTED)
+def test_coupled_draft_probabilities_have_the_noise_counted_in(name: str) -> None:
+    model = ToyModel(vocab=8, zeros=0.0)
+    policy, later = policies(model.draft)[name], 0
+    for prompt in range(8):
+        noise, context = Noise(prompt, 0, 8), context_of([prompt], 0.6)
+        context.noise = noise
+        tree = tree_of(policy, context, 14, 8)
+        assert all(law is None for law in tree.law), "none is a draw"
+        for node in range(len(tree)):
+            law = perturbed_plain(model.draft([prompt, *path_tokens(tree, node)]), noise, 1 + tree.depth[node], 0.6)
+            found = list(draft_probabilities(tree, node))
+            for token, probability in zip(tree.children[node], found, strict=True):
+                # Far less likely tokens count without their noise in what the rest is divided by.
+                assert probability == pytest.approx(float(law[token] / law.sum()), rel=0.15)
+                law[token] = 0.0
+            later += max(0, len(found) - 1)
+    assert later > 0 or name == "drafted-chain"
+
+
 # Laws whose acceptance is known
 
 
@@ -99,9 +123,9 @@ def steps(draft: torch.Tensor, target: Callable[[list[int]], torch.Tensor], temp
     for _ in range(count):
         tree = tree_of(policy, context_of([0], temperature, generator), budget, 8)
         if temperature > 0:
-            verdict = verify_sampled(tree, lambda node: target(path_tokens(tree, node)), generator)  # noqa: B023 (called here only)
+            verdict = verify_residual(tree, lambda node: target(path_tokens(tree, node)), generator)  # noqa: B023 (called here only)
         else:
-            verdict = verify_greedy(tree, lambda node: int(target(path_tokens(tree, node)).argmax()))  # noqa: B023
+            verdict = verify_equal(tree, lambda node: int(target(path_tokens(tree, node)).argmax()))  # noqa: B023
         tally(record(tree, *verdict))
     return tally
 
@@ -114,6 +138,22 @@ def test_a_drafter_equal_to_the_target_is_always_accepted() -> None:
     assert [round(one.low, 1) for one in filled] == [0.1, 0.3, 0.5] and all(one.acceptance == 1 for one in filled)
     expected = sum(one.count * (1 - (one.probability or 0.0)) for one in filled) / summary.tried
     assert summary.calibration_gap == pytest.approx(expected) and summary.correlation is None
+
+
+def test_a_coupled_drafter_equal_to_the_target_is_always_accepted() -> None:
+    model, tally = ToyModel(vocab=9, zeros=0.0), Tally()
+    policy, sampler = DySpec(KnownDrafter(model.target)), Sampler(SamplingParams(temperature=0.7), [0], 9)
+    for seed in range(60):
+        noise, context = Noise(seed, 0, 9), context_of([0], 0.7)
+        context.noise = noise
+        tree = tree_of(policy, context, 16, 8)
+
+        def emitted(node: int) -> int:
+            return sampler.emitted(model.target([0, *path_tokens(tree, node)]).log(), noise, 1 + tree.depth[node])  # noqa: B023
+
+        tally(record(tree, *verify_equal(tree, emitted)))
+    summary = summarise(0.7, tally, 10)
+    assert summary.tried == summary.accepted > 120 and summary.first_acceptance == 1
 
 
 def test_acceptance_is_that_of_the_rule() -> None:

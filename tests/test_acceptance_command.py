@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,22 +44,27 @@ def drafter_folder(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) ->
     return str(folder)
 
 
-def asked(llm: LLM, temperatures: Sequence[float], texts: Sequence[str] = ("abc abc", "hello"), max_tokens: int = 24) -> Results:
-    params = [SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=3, ignore_eos=True) for temperature in temperatures]
+def asked(
+    llm: LLM, temperatures: Sequence[float], texts: Sequence[str] = ("abc abc", "hello"), coupling: str = "coupled", max_tokens: int = 24
+) -> Results:
+    request = SamplingParams(max_tokens=max_tokens, seed=3, ignore_eos=True, coupling=coupling)
+    params = [replace(request, temperature=temperature) for temperature in temperatures]
     results = Results({temperature: Tally() for temperature in temperatures})
     for _ in measure(llm, [Question(i, "x", (text, "more")) for i, text in enumerate(texts)], params, results):
         pass
     return results
 
 
+@pytest.mark.parametrize("coupling", ["coupled", "residual"])
 @pytest.mark.parametrize("method", [name for name, preset in PRESETS.items() if "drafter" in preset.sources and preset.vocab == "full"])
-def test_a_model_that_drafts_for_itself_is_always_right(toy_folder: str, method: str) -> None:
-    results = asked(LLM(toy_folder, method, dtype="float32", drafter=toy_folder), [0.0, 1.0])
+def test_a_model_that_drafts_for_itself_is_always_right(toy_folder: str, method: str, coupling: str) -> None:
+    results = asked(LLM(toy_folder, method, dtype="float32", drafter=toy_folder), [0.0, 1.0], coupling=coupling)
     assert results.complete and results.prompts == 2
     for temperature, tally in results.tallies.items():
         summary = summarise(temperature, tally, 10)
         assert summary.tokens == 46 and (summary.mean_accepted_tokens or 0) > 1.5
-        if method != "eagle2" or temperature == 0:  # whose proposals are certain at any temperature: no draws from the target's own law
+        # EAGLE-2 does not draw: where it may not look at the noise either, its proposals need not be right.
+        if method != "eagle2" or temperature == 0 or coupling == "coupled":
             assert summary.first_acceptance == 1 and summary.tried == summary.accepted
 
 
@@ -77,17 +83,22 @@ def test_agreement_is_counted_at_every_token_of_plain_answers(toy_folder: str, d
     assert asked(llm, [1.0], texts).agreement.share is None
 
 
-def test_answers_do_not_depend_on_what_was_asked_before(toy_folder: str, drafter_folder: str) -> None:
-    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder)
-    both, alone = asked(llm, [0.0, 1.0]), asked(llm, [1.0])
+@pytest.mark.parametrize("coupling", ["coupled", "residual"])
+def test_a_temperatures_figures_do_not_depend_on_another(toy_folder: str, drafter_folder: str, coupling: str) -> None:
+    llm, other = (LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder) for _ in range(2))
+    both, alone = asked(llm, [0.0, 1.0], coupling=coupling), asked(other, [1.0], coupling=coupling)
     assert both.tallies[1.0] == alone.tallies[1.0]
+    again = asked(llm, [1.0], coupling=coupling).tallies[1.0]  # coupled trees go on learning; the answers are the same all the same
+    assert again.tokens == alone.tallies[1.0].tokens and (coupling == "coupled" or again == alone.tallies[1.0])
     summary = summarise(0.0, both.tallies[0.0], 10)
     assert 0 < summary.accepted < summary.tried and summary.by_depth[0].count <= summary.steps
 
 
 def test_every_question_has_a_seed_of_its_own(toy_folder: str, drafter_folder: str) -> None:
-    llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder)
-    once, twice = (asked(llm, [1.0], ["abc"] * count).tallies[1.0].tried for count in (1, 2))
+    once, twice = (
+        asked(LLM(toy_folder, "dyspec", dtype="float32", drafter=drafter_folder), [1.0], ["abc"] * count).tallies[1.0].tried
+        for count in (1, 2)
+    )
     assert twice[: len(once)] == once != twice[len(once) :]
 
 
@@ -144,6 +155,16 @@ def test_a_seed_repeats_the_figures(run, tmp_path: Path) -> None:
         assert run("--temperatures", "1", "--method", "specinfer", "--budget", 8, "--seed", seed, "--json", tmp_path / name).exit_code == 0
         found.append(json.loads((tmp_path / name).read_text())["temperatures"])
     assert found[0] == found[1] != found[2]
+
+
+def test_the_coupling_is_the_one_asked_for(run, tmp_path: Path) -> None:
+    found = []
+    for given in ((), ("--coupling", "coupled"), ("--coupling", "residual")):
+        assert run("--temperatures", "0,1", *given, "--json", tmp_path / "out").exit_code == 0
+        found.append(json.loads((tmp_path / "out").read_text()))
+    assert [one["settings"]["coupling"] for one in found] == ["coupled", "coupled", "residual"]
+    greedy, sampled = zip(*(one["temperatures"] for one in found), strict=True)
+    assert greedy[0] == greedy[1] == greedy[2] and sampled[0] == sampled[1] != sampled[2]
 
 
 def test_ctrl_c_shows_what_was_done(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from quickbeam.errors import InvalidInput
 from quickbeam.sampling import Sampler, SamplingParams, bad_word_ids, draw, most_probable
 from quickbeam.tree import TokenTree
-from quickbeam.verify import verify_greedy, verify_sampled
+from quickbeam.verify import verify_equal, verify_residual
 
 V = 10
 words = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6)  # few tokens, so that they meet
@@ -152,9 +152,9 @@ def tree_answer(sampler: Sampler, ends: Sequence[int], prompt: list[int], rng: r
             return choose(model([*context, *path]), path)
 
         if params.greedy:
-            verdict = verify_greedy(tree, lambda node, at=at: at(node, sampler.best))
+            verdict = verify_equal(tree, lambda node, at=at: at(node, sampler.best))
         else:
-            verdict = verify_sampled(tree, lambda node, at=at: at(node, sampler.law), generator)
+            verdict = verify_residual(tree, lambda node, at=at: at(node, sampler.law), generator)
         accepted += len(verdict.path) - 1
         tokens = []
         for token in [*(tree.token[node] for node in verdict.path[1:]), verdict.token]:

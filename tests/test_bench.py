@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,10 +18,11 @@ from quickbeam.bench import report
 from quickbeam.bench.base import Answer
 from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_budget, parse_methods
 from quickbeam.bench.questions import Question, load_questions
-from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, Results, first_difference, reference_of, run, warm_up
+from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, first_difference, reference_of, run, warm_up
 from quickbeam.bench.summary import by_category, summaries
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
+from quickbeam.noise import Noise
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import SamplingParams
 
@@ -27,7 +30,8 @@ from quickbeam.sampling import SamplingParams
 
 
 def test_methods_take_budgets_and_switches_of_their_own():
-    items = parse_methods("ar, pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf", 32, None, True)
+    text = "ar, pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf,ar+residual,pld+exact+coupled"
+    items = parse_methods(text, 32, None, True)
     assert items == [
         MethodItem("ar", "ar", None, exact=None, fast=True),
         MethodItem("pld", "pld", 32, exact=None, fast=True),
@@ -36,6 +40,8 @@ def test_methods_take_budgets_and_switches_of_their_own():
         MethodItem("ar+exact", "ar", None, exact=True, fast=True),
         MethodItem("logitspec:16+no-exact+plain", "logitspec", 16, exact=False, fast=False),
         MethodItem("hf", "hf", None, exact=None, fast=True),
+        MethodItem("ar+residual", "ar", coupling="residual"),
+        MethodItem("pld+exact+coupled", "pld", 32, exact=True, coupling="coupled"),
     ]
     assert parse_methods("pld,dyspec,dynaspec:8@999,frspec@7+context", drafter="x", vocab="router", shortlist=50) == [
         MethodItem("pld", "pld"),
@@ -118,6 +124,7 @@ class FakeLLM:
         return [len(messages)]
 
     def generate(self, prompt, params, *, method, budget, vocab, shortlist):
+        self.coupling = params.coupling
         self.asked.append((prompt, method, budget, vocab, shortlist))
         statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
         statistics.drafter_calls, statistics.drafter_seconds = 9, 0.125
@@ -139,7 +146,7 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
 
 
 def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
-    monkeypatch.setattr("quickbeam.bench.methods.Target", FakeTarget)
+    monkeypatch.setattr("quickbeam.target.target.Target", FakeTarget)
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
     runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
     figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125)
@@ -147,6 +154,9 @@ def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
     assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
     assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
     assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"
+    for own, asked, told in ((None, "residual", "residual"), ("residual", "coupled", "residual"), ("coupled", "residual", "coupled")):
+        LLMRunner(llm, MethodItem("ar", "ar", coupling=own)).answer([4], SamplingParams(temperature=1.0, coupling=asked))
+        assert llm.coupling == told
     llm.reason = "interrupted"
     with pytest.raises(KeyboardInterrupt):
         runner.answer([4], PARAMS)
@@ -192,13 +202,70 @@ def test_reference_is_ar_or_else_the_first():
     assert reference_of(["pld", "ar+exact", "ar"]) == "ar"
     assert reference_of(["pld", "ar+exact"]) == "ar+exact"
     assert reference_of(["pld", "hf"]) == "pld"
+    assert reference_of(["ar+residual", "pld", "ar"]) == "ar"
+    assert reference_of(["ar+residual", "ar+no-exact", "ar+exact+plain"]) == "ar+no-exact"
+    assert reference_of(["pld", "ar+residual"]) == "ar+residual"
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
     runners = two_methods()
     results = measured(runners, questions_of("x", "y", "x"), SamplingParams(max_tokens=4, temperature=1.0, seed=5))
     assert runners["ar"].seeds == runners["fast"].seeds == [5, 6, 7]
-    assert results.sampled and results.differences == [] and summaries(results)["fast"].identical is None
+    assert results.differences == [] and summaries(results)["fast"].identical == 3
+
+
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.6, 5)])
+def test_an_answer_that_ought_to_be_the_references_and_is_not_is_counted(temperature, seed):
+    runners = two_methods()
+    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 2, 3, 4, 6))
+    results = measured(runners, questions_of("x", "y"), SamplingParams(max_tokens=8, temperature=temperature, seed=seed))
+    assert [summaries(results)[name].identical for name in results.methods] == [2, 2, 0]
+    assert [(one.method, one.position) for one in results.differences] == [("other", 4)] * 2
+    assert "other: 2 of 2 outputs differ" in "\n".join(report.footer(results))
+
+
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
+
+
+@pytest.mark.parametrize(
+    ("params", "uncoupled", "identical", "said"),
+    [
+        (SAMPLED, "other", [1, 1, None], "outputs of other are not compared, as they are not coupled"),
+        (SAMPLED, "ar", [None] * 3, "outputs are not compared, as those of ar are not coupled"),
+        (replace(SAMPLED, coupling="residual"), "", [None] * 3, "outputs are not compared, as those of ar are not coupled"),
+        (replace(SAMPLED, seed=None), "", [None] * 3, "give --seed to compare outputs"),
+        (replace(SAMPLED, seed=None, temperature=0.0, coupling="residual"), "other", [1, 1, 0], ""),
+    ],
+)
+def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, uncoupled, identical, said):
+    runners = two_methods()
+    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(7,))
+    if uncoupled:
+        runners[uncoupled].coupled = False
+    results = measured(runners, questions_of("x"), params)
+    assert [summaries(results)[name].identical for name in results.methods] == identical
+    assert len(results.differences) == identical.count(0)
+    lines = [line for line in report.footer(results) if line.startswith("tokens are sampled: ")]
+    assert len(lines) == bool(said) and all(said in line for line in lines)
+
+
+def test_which_methods_a_seed_decides():
+    coupled, residual = SamplingParams(temperature=1.0, seed=0), SamplingParams(temperature=1.0, seed=0, coupling="residual")
+    plain, drawn, noisy, peer = parse_methods("ar,ar+residual,ar+coupled,hf")
+    assert [item.comparable(coupled) for item in (plain, drawn, noisy, peer)] == [True, False, True, False]
+    assert [item.comparable(residual) for item in (plain, drawn, noisy, peer)] == [False, False, True, False]
+    assert not any(item.comparable(SamplingParams(temperature=1.0)) for item in (plain, drawn, noisy, peer))
+    assert all(item.comparable(SamplingParams()) for item in (plain, drawn, noisy, peer))
+
+
+def test_methods_of_a_model_give_the_seeds_tokens_unless_they_are_residual(toy_folder):
+    items = parse_methods("ar,pld,logitspec:8,dyspec:8,ar+residual,specinfer:8+residual", drafter=toy_folder)
+    runners, _ = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
+    questions = [Question(i, "x", (text,)) for i, text in enumerate(("abc abc", "one two one two", "q"))]
+    results = measured(runners, questions, SamplingParams(max_tokens=24, temperature=0.6, seed=4))
+    assert [summary.identical for summary in summaries(results).values()] == [3, 3, 3, 3, None, None] and results.differences == []
+    answers = [trial.answers for trial in results.trials]
+    assert all(any(one["ar"].token_ids != one[name].token_ids for one in answers) for name in ("ar+residual", "specinfer:8+residual"))
 
 
 def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
@@ -215,9 +282,9 @@ def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
 def test_interrupted_run_keeps_whole_prompts_only():
     runners = two_methods()
     runners["ar"].fails = {"q1": KeyboardInterrupt()}
-    results = Results(list(runners), "ar", False)
+    results = begin(runners, PARAMS)
     with pytest.raises(KeyboardInterrupt):
-        list(run(questions_of("x", "y", "z"), runners, PARAMS, results))
+        list(run(questions_of("x", "y", "z"), runners, results))
     assert [trial.question.question_id for trial in results.trials] == [0] and not results.complete
 
 
@@ -242,7 +309,23 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
     assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]], "one pass for both, after prompt and shared tokens"
     assert late.gap == short.gap == 4 / 8
     assert [summaries(results)[name].identical for name in results.methods] == [1, 1, 0, 0]
-    assert "late: 1 of 1 outputs differ" in "\n".join(report.footer(results))
+    assert "late: 1 of 1 outputs differ; the target's top-2 logit gap" in "\n".join(report.footer(results))
+
+
+def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
+    runners = two_methods()
+    runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
+    noise = Noise(5, 0, 10).of(np.arange(10), np.full(10, 4))  # 2 tokens of the prompt, 2 of the answer
+    for top_k, possible in ((0, range(10)), (2, (3, 7))):
+        (one,) = measured(runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=top_k)).differences
+        logits = runners["ar"].last_logits([0] * 4).tolist()
+        sums = sorted(logits[token] / 0.6 + noise[token] for token in possible)
+        assert one.gap == pytest.approx(sums[-1] - sums[-2], abs=1e-6)
+    (one,) = measured(runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=1)).differences
+    assert one.gap == inf, "one token is left"
+    results = measured(runners, questions_of("x"), SamplingParams(temperature=1e-6, seed=5))
+    assert results.differences[0].gap == pytest.approx(0.5 / 1e-6, rel=1e-4), "a probability that is 0 in float32 has a gap all the same"
+    assert "top-2 gap, noise counted in, at the first" in "\n".join(report.footer(results))
 
 
 # Figures
@@ -251,11 +334,11 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
 def test_statistics_are_ratios_of_sums():
     calls: list = []
     ar, fast = FakeRunner("ar", calls), FakeRunner("fast", calls)
-    results = Results(["ar", "fast"], "ar", False)
+    results = begin({"ar": ar, "fast": fast}, PARAMS)
     for i, (category, tokens, seconds, steps, fast_seconds) in enumerate((("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))):
         ar.reply = replace(ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds)
         fast.reply = Answer([1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0, 3 * steps, 0.25)
-        list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, PARAMS, results))
+        list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, results))
     whole = summaries(results)
     assert whole["ar"].speedup == 1 and whole["ar"].mean_accepted_tokens == 1 and whole["ar"].tokens_per_second == 40 / 15
     assert whole["fast"].speedup == pytest.approx(15 / 5), "equal outputs: the ratio of total decode times"

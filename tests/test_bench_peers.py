@@ -98,6 +98,12 @@ def test_peers_run_through_the_harness(toy_folder, tmp_path):
     assert len(results.trials) == 2 and [summary.identical for summary in summaries(results).values()] == [2, 2, 2]
 
 
+def test_sampled_peers_are_not_compared(toy_folder):
+    runners, _ = load_runners(parse_methods("ar,pld,hf"), toy_folder, "float32", "cpu")
+    results = measured(runners, [Question(1, "x", ("one two one two",))], SamplingParams(max_tokens=12, temperature=1.0, seed=2))
+    assert [summary.identical for summary in summaries(results).values()] == [1, 1, None] and not results.differences
+
+
 def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
     from quickbeam.bench.peers import Loaded
 
@@ -117,10 +123,23 @@ def test_generate_answers_with_a_peer(toy_folder, method):
     assert told[method]["token_ids"] == told["ar"]["token_ids"] and told[method]["text"] == told["ar"]["text"]
     assert told[method]["finish_reason"] == told["ar"]["finish_reason"] and told[method]["method"] == method
     shown = CliRunner().invoke(app, ["generate", *common[:-1], "--raw", "--method", method, *drafter])
-    assert shown.exit_code == 0 and f"[{method}] 12 tokens" in shown.stderr
+    assert shown.exit_code == 0 and f"[{method}] 12 tokens" in shown.stderr and "seed" not in shown.stderr
+    sampled = CliRunner().invoke(app, ["generate", *common[:-1], "--temperature", "1", "--seed", "7", "--method", method, *drafter])
+    assert sampled.exit_code == 0 and "seed 7" in sampled.stderr
 
 
-@pytest.mark.parametrize("option", [["--budget", "4"], ["--vocab", "router"], ["--exact"], ["--stop", "x"], ["--logprobs", "2", "--json"]])
+@pytest.mark.parametrize(
+    "option",
+    [
+        ["--budget", "4"],
+        ["--vocab", "router"],
+        ["--exact"],
+        ["--stop", "x"],
+        ["--logprobs", "2", "--json"],
+        ["--coupling", "coupled"],
+        ["--coupling", "residual"],
+    ],
+)
 def test_generate_refuses_what_a_peer_is_not_told(toy_folder, option):
     result = CliRunner().invoke(app, ["generate", "abc", "--model", toy_folder, "--method", "hf", *option])
     assert result.exit_code == 2 and option[0] in result.output and "leave it out" in result.output

@@ -16,6 +16,7 @@ from quickbeam.bench.run import Results
 from quickbeam.bench.summary import summaries
 from quickbeam.cli import bench as command
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.sampling import SamplingParams
 
 
 def rendered(results: Results) -> str:
@@ -81,6 +82,13 @@ def test_json_record_holds_what_a_reader_needs(tmp_path):
     assert content["differences"][0]["gap"] > 0 and content["trials"][0]["answers"]["ar"]["decoded"] == 4
 
 
+def test_a_gap_that_is_infinite_is_null():
+    runners = two_methods()
+    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
+    results = measured(runners, questions_of("x"), SamplingParams(temperature=0.6, seed=1, top_k=1))
+    assert report.record(results, {}, "m", {})["differences"][0]["gap"] is None
+
+
 def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path):
     path = tmp_path / "out.json"
     report.save(path, {"a": 1})
@@ -138,6 +146,18 @@ def test_command_prints_tables_and_writes_everything(invoke, tmp_path):
     assert {"python", "torch", "transformers", "quickbeam", "cpu", "cores", "threads", "device", "dtype"} <= set(content["environment"])
     assert content["environment"]["device"] == "cpu" and content["settings"]["turns"] == "all"
     assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+def test_a_seed_makes_sampled_outputs_comparable(invoke, tmp_path):
+    runners = two_methods()
+    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
+    for options, identical in ((["--seed", 3], [3, 3, 0]), ([], [None] * 3), (["--seed", 3, "--coupling", "residual"], [None] * 3)):
+        result = invoke(runners, "--temperature", 0.6, *options, "--json", tmp_path / "out.json")
+        assert result.exit_code == 0, result.output
+        content = json.loads((tmp_path / "out.json").read_text())
+        assert [one["identical"] for one in content["methods"].values()] == identical
+        assert content["settings"]["coupling"] == ("residual" if "residual" in options else "coupled")
+        assert ("give --seed to compare outputs" in result.stdout) == (not options)
 
 
 def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):

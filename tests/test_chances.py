@@ -16,7 +16,7 @@ from drafters import KnownDrafter, context_of, grow, toy_laws
 from quickbeam.bench.trees import reached
 from quickbeam.trees.acceptance import Chances, Likeliest, Measured, Printed
 from quickbeam.trees.dyspec import DySpec
-from quickbeam.verify import verify_greedy, verify_sampled
+from quickbeam.verify import verify_equal, verify_residual
 from toy import ToyModel, path_tokens
 
 
@@ -50,7 +50,7 @@ def test_policies_tell_what_had_its_turn() -> None:
     policy, generator = DySpec(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
     for _ in range(40):
         tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
-        path, _ = verify_sampled(tree, lambda node: model.target([0, *path_tokens(tree, node)]), generator)  # noqa: B023
+        path, _ = verify_residual(tree, lambda node: model.target([0, *path_tokens(tree, node)]), generator)  # noqa: B023
         told.clear()
         learn(tree, path)
         expected = []
@@ -76,7 +76,7 @@ def test_certain_children_are_told_apart_by_their_rank() -> None:
 
     policy = DySpec(KnownDrafter(model.draft), Told())
     tree, learn, _ = grow(policy, context_of([0], 0.0), 20, 5)
-    path, _ = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    path, _ = verify_equal(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
     learn(tree, path)
     expected = []
     for node, following in zip(path, [*path[1:], None], strict=True):
@@ -103,7 +103,7 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
                 return target([*context, *path_tokens(tree, node)])  # noqa: B023
 
             found.append(sum(reached(tree, law)))
-            learn(tree, verify_sampled(tree, law, generator)[0])
+            learn(tree, verify_residual(tree, law, generator)[0])
     return mean(found)
 
 

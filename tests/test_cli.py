@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from typer.testing import CliRunner
 import fake_llm
 from quickbeam import __version__, hub
 from quickbeam.cli.app import app
+from quickbeam.cli.common import statistics_line
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.presets import PRESETS
 
@@ -54,12 +56,19 @@ def test_generate_streams_text_and_then_statistics(run):
     expected = {"dtype": "bfloat16", "trust_remote_code": False, "kv_memory": None}
     assert options == expected | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact"))
     assert (call, messages) == ("chat", [("user", "hello")])
-    assert (params.max_tokens, params.temperature, params.seed) == (256, 0.0, None)
+    assert (params.max_tokens, params.temperature, params.seed, params.coupling) == (256, 0.0, None, "coupled")
+
+
+def test_statistics_tell_the_seed_of_a_sampled_answer():
+    completion = Completion("a", [1], "stop", Statistics(1, 1, 0.5), method="ar", seed=7)
+    assert ", seed 7, kernels: k" in statistics_line(completion, "k")
+    assert "seed" not in statistics_line(replace(completion, seed=None), "k")
 
 
 def test_every_option_arrives(run):
     sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
     sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
+    sampling += " --coupling residual"
     loading = "--model folder --method dyspec --budget 12 --drafter small --vocab router --shortlist 99 --no-exact"
     loading += " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB"
     result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
@@ -100,6 +109,7 @@ def test_every_option_arrives(run):
         "min_tokens": 0,
         "bad_words": (),
         "include_stop_str_in_output": False,
+        "coupling": "residual",
     }
 
 
@@ -139,6 +149,7 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
         (["generate", "hi", "--dtype", "int8"], ["--dtype", "bfloat16", "float32"]),
         (["generate", "hi", "--device", "tpu"], ["--device", "cpu", "cuda"]),
+        (["generate", "hi", "--coupling", "loose"], ["--coupling", "coupled", "residual"]),
         (["generate", "hi", "--budget", "0"], ["--budget '0'", "auto"]),
         (["generate", "hi", "--budget", "lots"], ["--budget 'lots'", "auto"]),
         (["generate", "hi", "--raw", "--system", "x"], ["--system", "--raw"]),
@@ -206,6 +217,12 @@ def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
         ("assistant", "one two(held)"),
         ("user", "last"),
     ]
+
+
+def test_chat_couples_as_told(run):
+    for given, expected in (((), "coupled"), (("--coupling", "residual"), "residual")):
+        assert run("chat", *given, input="hello\n/exit\n").exit_code == 0
+        assert fake_llm.CALLS[-1][2].coupling == expected
 
 
 @pytest.mark.parametrize("command", ["chat", "demo"])

@@ -34,7 +34,7 @@ from quickbeam.trees.dyspec_threshold import Threshold
 from quickbeam.trees.eagle2 import Eagle2
 from quickbeam.trees.sequoia import Sequoia
 from quickbeam.trees.specinfer import Branches
-from quickbeam.verify import verify_greedy
+from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 
 Change = Callable[[TokenTree], TokenTree]
@@ -154,7 +154,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
 def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
     model = ToyModel(5, seed, noise=0.5)
     tree = tree_of(policies(model.draft)[name], context_of([0], 0.0), budget, 8)
-    path, token = verify_greedy(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    path, token = verify_equal(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
     text = [0, *(tree.token[node] for node in path[1:]), token]
     assert all(int(model.target(text[:i]).argmax()) == text[i] for i in range(1, len(text)))
 

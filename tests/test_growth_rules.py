@@ -21,6 +21,7 @@ from quickbeam.trees.acceptance import Printed
 from quickbeam.trees.draws import Draws, drawn, ranked
 from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.dyspec_threshold import Threshold
+from quickbeam.trees.perturbed import proposals
 from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
@@ -67,7 +68,7 @@ def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
 
 
 def test_ranked_children_are_certain_and_have_probability() -> None:
-    (draws,) = ranked(Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), 9)
+    (draws,) = ranked(proposals(context_of([1], 0.0), Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9))
     assert [draws.draw(i) for i in range(5)] == [(2, pytest.approx(0.6)), (3, pytest.approx(0.3)), (0, pytest.approx(0.1)), None, None]
     assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
     assert draws.law is None

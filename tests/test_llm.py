@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,11 +74,22 @@ def test_json_record_has_every_field(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)
     record = json.loads(json.dumps(llm.chat(user("hi"), params, method="pld", budget=8).to_json()))
     fields = "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens seconds prefill_seconds tokens_per_second"
-    fields += " cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
+    fields += " seed cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
     assert {*fields.split(), "sources", "logprobs"} == set(record)
+    assert record["seed"] is None  # nothing was left to chance
     assert record["sources"]["ngram"].keys() == {"drafted", "accepted"}
     assert [entry["token"] for entry in record["logprobs"]] == record["token_ids"]
     assert all(len(entry["top"]) == 2 for entry in record["logprobs"])
+
+
+def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
+    one, other = (llm.generate("abc", params) for _ in range(2))
+    assert one.token_ids != other.token_ids and one.seed != other.seed
+    for first in (one, other, *llm.generate("abc", replace(params, n=2))):
+        for method in ("ar", "logitspec"):
+            again = llm.generate("abc", replace(params, seed=first.seed), method=method)
+            assert again.token_ids == first.token_ids and again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
 
 
 def test_a_conversation_keeps_its_common_prefix(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +218,9 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
         assert answer.token_ids == drafted.generate(prompt, SHORT, method="ar").token_ids
         assert answer.statistics.sources["drafter"].drafted > 0
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    coupled = drafted.generate("abc", params, method=method)
+    assert coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids and coupled.seed == 4
+    params = replace(params, coupling="residual")
     first = drafted.generate("abc", params, method=method)
     drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
     again = drafted.generate("abc", params, method=method)
@@ -224,15 +239,17 @@ def test_a_measured_budget_counts_the_time_of_drafting(
     answer, setting = llm.generate("abc abc", SHORT, method=method, budget=0), Setting(method, "full", None)
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
     budget = llm.engine.budget
-    if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):  # at temperature 0 these heed prices
+    if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):  # unless they draw these heed prices
         assert setting not in budget._expected and budget.calls[setting]._seen and budget.calls[setting].seconds(1) > 0
-        llm.generate("abc abc", SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True), method=method, budget=0)
+        drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
+        llm.generate("abc abc", drawn, method=method, budget=0)
+        setting = setting._replace(warmth=-3)
     assert budget._growing(setting, 1) == 0 < budget._growing(setting, 64)
 
 
 def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, drafter_folder: str) -> None:
     llm = LLM(toy_folder, "sequoia", dtype="float32", drafter=drafter_folder)
-    seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
+    seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True, coupling="residual")
     first = llm.generate("abc", seeded)
     assert llm._policies == {}
     plain = llm.generate("abc abc", SHORT, method="ar").token_ids

@@ -28,6 +28,7 @@ from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy
 from quickbeam.trees.base import Grown, Growth, NoDraft, TreePolicy
+from quickbeam.trees.perturbed import proposals
 
 NAMES = ("llama", "mistral-window", "gpt2")
 METHODS = few(
@@ -47,11 +48,11 @@ class DrafterChain(TreePolicy):
         while len(tree) < budget and tree.depth[-1] < max_depth:
             laws = yield DraftRequest(context, tree, [len(tree) - 1])
             assert laws is not None
-            law = laws.dense(0)
-            if context.temperature > 0:
-                tree.add(len(tree) - 1, draw(law, context.generator), "drafter", law=law)
+            if context.draws:
+                tree.add(len(tree) - 1, draw(law := laws.dense(0), context.generator), "drafter", law=law)
             else:
-                tree.add(len(tree) - 1, int(law.argmax()), "drafter")
+                (((token, *_), _),) = proposals(context, laws, [tree.depth[-1]], 1)
+                tree.add(len(tree) - 1, token, "drafter")
         return Grown(tree)
 
 
@@ -299,9 +300,9 @@ def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: 
     assert tell(-5) == tell(-5) != tell(2**64 - 1)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_drafter_equal_to_the_target_is_nearly_always_right(target: Model, temperature: float) -> None:
-    params = SamplingParams(max_tokens=61, temperature=temperature, seed=2, ignore_eos=True)
+@pytest.mark.parametrize(("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")])
+def test_a_drafter_equal_to_the_target_is_nearly_always_right(target: Model, temperature: float, coupling: str) -> None:
+    params = SamplingParams(max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
     sequence = answer(target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6)
     assert sequence.statistics.mean_accepted_tokens > 5.5  # of 6: five drafted tokens and the target's own
     assert sequence.statistics.steps <= 11

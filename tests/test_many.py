@@ -43,6 +43,7 @@ from quickbeam.trees.logitspec import LogitSpec
 from quickbeam.trees.prompt_lookup import PromptLookup
 
 LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3", "gpt2", "gpt-neox")
+SAMPLING = ({}, {}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1})
 WAYS = ("native", "exact", "float32")  # bfloat16 by the kernels, bfloat16 by PyTorch's operators, float32
 
 
@@ -71,8 +72,8 @@ class World:
             "hybrid": Hybrid(self.drafter, Ngram()),
         }
 
-    def _alone(self, prompt: tuple[int, ...], tokens: int) -> list[int]:
-        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    def _alone(self, prompt: tuple[int, ...], tokens: int, **sampling) -> list[int]:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
         return answer(self.model, NoDraft(), params, prompt, engine=Engine(self.model, share=False), budget=1).output.token_ids
 
     def engine(self, **options) -> Engine:
@@ -112,25 +113,26 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
     beginnings = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
     engine = world.engine(most=chance.choice((1, 2, 3, 8)), pages=chance.choice((None, 6, 9, 14)), share=chance.random() < 0.8)
     policies = world.policies()
-    open_ones: list[tuple[SequenceState, tuple[int, ...]]] = []
+    open_ones: list[tuple[SequenceState, tuple[int, ...], dict]] = []
     every = list(open_ones)
     waiting = [text(chance, beginnings) for _ in range(requests)]
     while waiting or open_ones:
         if waiting and (not open_ones or chance.random() < 0.4):
             prompt, name = waiting.pop(), chance.choice(list(policies))
-            params = SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True)
+            sampling = chance.choice(SAMPLING) | {"seed": chance.randrange(3)}
+            params = SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True, **sampling)
             budget = None if chance.random() < 0.5 else chance.choice((1, 2, 7, 16))
             for _ in range(chance.choice((1, 1, 1, 2))):
                 one = engine.add(request(world.model, policies[name], params, prompt, budget=budget, setting=name))
-                open_ones.append((one, tuple(prompt)))
+                open_ones.append((one, tuple(prompt), sampling))
                 every.append(open_ones[-1])
         if open_ones and chance.random() < 0.06:
             engine.cancel(chance.choice(open_ones)[0])
         engine.step()
-        open_ones = [pair for pair in open_ones if not pair[0].over]
-    for one, prompt in every:
+        open_ones = [known for known in open_ones if not known[0].over]
+    for one, prompt, sampling in every:
         assert one.error is None
-        expected = world.alone(prompt, one.params.max_tokens)
+        expected = world.alone(prompt, one.params.max_tokens, **sampling)
         assert one.output.token_ids == expected[: len(one.output.token_ids)]
         assert len(one.output.token_ids) == len(expected) or one.cancelled
     engine.forget()
@@ -357,12 +359,12 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
 
 
 def test_sampled_answers_with_a_seed_are_those_given_alone(world):
-    """Where drafts are deterministic; drawn drafts take part in the choice."""
+    """With every policy."""
     here = world("llama", "native")
-    params = [SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in range(4)]
+    params = [SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in range(6)]
     alone = [answer(here.model, NoDraft(), one, [5, 6, 7], budget=1).output.token_ids for one in params]
     engine = here.engine()
-    names = ("ar", "pld", "logitspec", "ar")
+    names = here.policies()
     ones = [
         engine.add(request(here.model, here.policies()[name], one, [5, 6, 7], budget=None if name != "ar" else 1, setting=name))
         for name, one in zip(names, params, strict=True)

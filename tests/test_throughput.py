@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -52,6 +53,26 @@ def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
     assert ratios(cells)[1]["ar"] == 1.0
 
 
+def test_sampled_answers_are_those_given_alone_where_they_are_coupled(toy_folder):
+    """`ar+residual` draws its tokens otherwise: its answers are others, and need not be the same."""
+    params = SamplingParams(max_tokens=12, temperature=0.6, seed=3, ignore_eos=True)
+    with LLM(toy_folder, "dyspec", dtype="float32", drafter=toy_folder) as llm:
+        items = parse_methods("ar,pld,dyspec:8,ar+residual", drafter=toy_folder)
+        asked = requests(PROMPTS[:5], None, 0.2, 12)
+        cells = measure(llm, asked, items, [1, 3], params)
+        assert [[cell.identical for cell in by_name.values()] for by_name in cells.values()] == [[5, 5, 5, None]] * 2
+        plain, drawn = (
+            {one.prompt: one.token_ids for one in cells[3][name].answers if not one.cancelled} for name in ("ar", "ar+residual")
+        )
+        assert plain != drawn
+        wrong = {tuple(ids): [1] * 12 for ids, _ in PROMPTS}
+        assert measure(llm, asked, items[:1], [2], params, alone=wrong)[2]["ar"].identical == 0
+        for other in (replace(params, seed=None), replace(params, coupling="residual")):
+            assert measure(llm, asked, items[:1], [2], other)[2]["ar"].identical is None
+        found = measure(llm, asked, parse_methods("ar,pld+coupled"), [2], replace(params, coupling="residual"))[2]
+        assert (found["ar"].identical, found["pld+coupled"].identical) == (None, 5)
+
+
 def test_another_answer_is_not_identical(toy_folder, monkeypatch):
     """The wrong version: an engine that gives one sequence another's token now and then."""
     with LLM(toy_folder, "ar") as llm:
@@ -91,6 +112,12 @@ def test_the_command(toy_folder, tmp_path):
     found = json.loads(record.read_text())
     assert found["concurrency"]["2"]["pld"]["identical"] == 2
     assert found["settings"]["skipped"] == 1
+    for coupling, same in (("coupled", 2), ("residual", None)):
+        given = ["--temperature", "0.6", "--coupling", coupling, "--json", str(record)]
+        result = CliRunner().invoke(app, ["bench", "throughput", *options, *given], catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        sampled = json.loads(record.read_text())
+        assert sampled["concurrency"]["2"]["pld"]["identical"] == same and sampled["settings"]["coupling"] == coupling
     assert set(found) >= {"environment", "model", "settings", "concurrency", "over_ar"}
 
 

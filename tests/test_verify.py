@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cases import few
 from quickbeam.sampling import Sampler, SamplingParams
 from quickbeam.tree import TokenTree
-from quickbeam.verify import Verdict, verify_greedy, verify_sampled
+from quickbeam.verify import Verdict, verify_equal, verify_residual
 from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree, reference_verify, sample_sequences
 
 SEEDS = 4
@@ -108,9 +108,9 @@ def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) ->
     def law(node: int) -> torch.Tensor:
         return model.target([0, *path_tokens(tree, node)])
 
-    verdict = verify_sampled(tree, law, generator(seed))
+    verdict = verify_residual(tree, law, generator(seed))
     assert verdict == reference_verify(tree, law, generator(seed))
-    assert verdict == verify_sampled(tree, law, generator(seed))
+    assert verdict == verify_residual(tree, law, generator(seed))
     assert law(verdict.path[-1])[verdict.token] > 0
     assert all(law(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
 
@@ -124,7 +124,7 @@ def test_only_accepted_nodes_are_asked() -> None:
             asked.append(node)  # noqa: B023 (called in this round only)
             return model.target([0, *path_tokens(tree, node)])  # noqa: B023
 
-        assert verify_sampled(tree, law, generator(seed)).path == asked
+        assert verify_residual(tree, law, generator(seed)).path == asked
 
 
 def test_a_drafter_with_the_targets_law_is_always_accepted() -> None:
@@ -132,7 +132,7 @@ def test_a_drafter_with_the_targets_law_is_always_accepted() -> None:
     for seed in range(100):
         tree = TokenTree(0)
         tree.add(0, seed % 3, "drawn", law=p.clone())
-        assert verify_sampled(tree, lambda node: p, generator(seed)).path == [0, 1]
+        assert verify_residual(tree, lambda node: p, generator(seed)).path == [0, 1]
 
 
 def test_impossible_tokens_are_never_accepted() -> None:
@@ -142,7 +142,7 @@ def test_impossible_tokens_are_never_accepted() -> None:
     tree.add(0, 1, "certain")
     tree.add(0, 3, "drawn", law=torch.tensor([0.7, 0.1, 0.0, 0.2]))
     for seed in range(50):
-        assert verify_sampled(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
+        assert verify_residual(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
 
 
 def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
@@ -155,7 +155,7 @@ def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
         drawn.add(0, 1, "drawn", law=law)
         drawn.add(0, 2, "drawn", law=p)
         for seed in range(50):
-            assert verify_sampled(drawn, lambda node: p, generator(seed)) == verify_sampled(certain, lambda node: p, generator(seed))
+            assert verify_residual(drawn, lambda node: p, generator(seed)) == verify_residual(certain, lambda node: p, generator(seed))
 
 
 def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch
     tree.add(0, 1, "drawn", law=p.clone())
     tree.add(0, 0, "drawn", law=p.clone())
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)  # beyond [0, 1): rejects although R = Q
-    emitted = {verify_sampled(tree, lambda node: p, generator(seed)).token for seed in range(40)}
+    emitted = {verify_residual(tree, lambda node: p, generator(seed)).token for seed in range(40)}
     assert emitted == {0, 1}
 
 
@@ -177,7 +177,7 @@ def test_tiny_residuals_keep_their_proportions(chance: float, verdict: Verdict, 
     tree.add(0, 2, "drawn", law=torch.tensor([0.0, 0.0, 1.0]))
     chances = iter([1 - 1e-10, chance, 0.5])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
-    assert verify_sampled(tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()) == verdict
+    assert verify_residual(tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()) == verdict
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
@@ -188,7 +188,7 @@ def test_draft_laws_of_any_precision(dtype: torch.dtype) -> None:
         tree.add(0, 0, "drawn", law=law)
         tree.add(0, 1, "drawn", law=law)
     for seed in range(50):
-        assert verify_sampled(same, lambda node: p, generator(seed)) == verify_sampled(other, lambda node: p, generator(seed))
+        assert verify_residual(same, lambda node: p, generator(seed)) == verify_residual(other, lambda node: p, generator(seed))
 
 
 def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
@@ -197,7 +197,7 @@ def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
     tree.add(0, 0, "certain")
     tree.add(0, 1, "drawn", law=torch.tensor([0.5, 0.5, 0.0, 0.0]))
     used, plain = generator(7), generator(7)
-    verify_sampled(tree, lambda node: p, used)
+    verify_residual(tree, lambda node: p, used)
     torch.rand(3, dtype=torch.float64, generator=plain)
     assert torch.rand((), generator=used) == torch.rand((), generator=plain)
 
@@ -209,7 +209,7 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
         context, used = [0], generator(4)
         while len(context) < 40:
             tree = random_tree(model, context, rng, budget, certain=1.0)
-            verdict = verify_sampled(tree, lambda node: model.target([*context, *path_tokens(tree, node)]), used)  # noqa: B023
+            verdict = verify_residual(tree, lambda node: model.target([*context, *path_tokens(tree, node)]), used)  # noqa: B023
             context += tokens(tree, verdict)
         return context[:40]
 
@@ -233,7 +233,7 @@ def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> Non
         token = best([0, *path_tokens(tree, node)]) if rng.random() < hit else rng.randrange(vocab)
         if tree.child(node, token) is None:
             tree.add(node, token, "toy", law=model.draft([0]) if rng.random() < 0.5 else None)
-    verdict = verify_greedy(tree, lambda node: best([0, *path_tokens(tree, node)]))
+    verdict = verify_equal(tree, lambda node: best([0, *path_tokens(tree, node)]))
 
     plain = [0]
     for _ in range(len(verdict.path)):
@@ -245,11 +245,11 @@ def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> Non
 
 def test_no_draft_is_plain_decoding() -> None:
     p = torch.tensor([0.1, 0.6, 0.3])
-    assert verify_greedy(TokenTree(4), lambda node: 1) == Verdict([0], 1)
+    assert verify_equal(TokenTree(4), lambda node: 1) == Verdict([0], 1)
     counts = [0, 0, 0]
     used = generator(3)
     for _ in range(3000):
-        verdict = verify_sampled(TokenTree(4), lambda node: p, used)
+        verdict = verify_residual(TokenTree(4), lambda node: p, used)
         assert verdict.path == [0]
         counts[verdict.token] += 1
     assert torch.allclose(torch.tensor(counts) / 3000, p, atol=0.03)

@@ -16,7 +16,7 @@ from scipy.stats import chi2
 
 from quickbeam.sampling import uniform
 from quickbeam.tree import TokenTree
-from quickbeam.verify import Verdict, verify_sampled
+from quickbeam.verify import Verdict, verify_residual
 
 Law = Callable[[Sequence[int]], torch.Tensor]  # context ids to the law [vocab] of the next token
 Grow = Callable[[list[int], random.Random], TokenTree]
@@ -94,7 +94,7 @@ def random_tree(
 
 
 def sample_sequences(
-    model: ToyModel, grow: Grow, verify: Verify = verify_sampled, count: int = 5000, length: int = 3, seed: int = 0, law: Law | None = None
+    model: ToyModel, grow: Grow, verify: Verify = verify_residual, count: int = 5000, length: int = 3, seed: int = 0, law: Law | None = None
 ) -> Counter[tuple[int, ...]]:
     """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `law`: the target's (the model's own)."""
     target, rng, generator = law or model.target, random.Random(seed), torch.Generator().manual_seed(seed)
@@ -144,7 +144,7 @@ def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], floa
 def reference_verify(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator, mistake: str = "") -> Verdict:
     """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show that the tests would find it.
 
-    Random numbers are spent as `verify_sampled` does: where nothing was drawn, one for the token itself.
+    Random numbers are spent as `verify_residual` does: where nothing was drawn, one for the token itself.
     """
     path = [0]
     while True:

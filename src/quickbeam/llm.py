@@ -20,9 +20,9 @@ from quickbeam.engine.sequence import Request
 from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.options import Options, Setting, check_options, choices
+from quickbeam.options import Options, Setting, check_options, warmth
 from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
-from quickbeam.sampling import Sampler, SamplingParams, bad_word_ids
+from quickbeam.sampling import COUPLED, Sampler, SamplingParams, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
 from quickbeam.target.memory import free_memory, parse_bytes
@@ -55,9 +55,9 @@ class LLM:
     `max_running`: so many side by side, the others wait their turn. `kv_memory`: bytes for keys and values, or as in `"2GB"`; None: half of
     what is free. `share_prefixes`: what texts begin with in common is computed once. `close` ends all, as leaving a `with` block does.
 
-    What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes the law of an answer, and no token
-    where drafts are deterministic (at temperature 0, and with the methods that need no drafter). So that a seed repeats the other answers
-    too, they begin with a policy that has learned nothing when seeded; with a measured budget they may still differ.
+    What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes a token of an answer. With
+    `SamplingParams(coupling="residual")` it does, though never its law; so that a seed repeats those answers too, they begin with a policy
+    that has learned nothing when seeded; with a measured budget they may still differ.
 
     Raises `InvalidInput` for what can't be used, before any work.
     """
@@ -231,8 +231,8 @@ class LLM:
         streams = list[Stream]()
         try:
             for ids, one in zip(prompts, every, strict=True):
-                for choice_params in choices(one or SamplingParams()):
-                    streams.append(self._begin(ids, choice_params, method, options, None))
+                for choice in range((one or SamplingParams()).n):
+                    streams.append(self._begin(ids, one, method, options, None, choice))
             shown = progress if progress is not None else len(streams) > 1 and sys.stderr.isatty()
             finish_all(self.engine, streams, shown)
         except BaseException:
@@ -270,7 +270,13 @@ class LLM:
         return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
 
     def _begin(
-        self, ids: list[int], params: SamplingParams | None, method: str | None, options: Options, observer: Observer | None
+        self,
+        ids: list[int],
+        params: SamplingParams | None,
+        method: str | None,
+        options: Options,
+        observer: Observer | None,
+        choice: int = 0,
     ) -> Stream:
         check_options(options)
         params, name = params or SamplingParams(), stand_in(method or self.method, self._drafter_name is not None)
@@ -278,9 +284,9 @@ class LLM:
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         drafter = self.prepare(name, options.get("vocab"), options.get("shortlist"))
-        setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
+        setting = self._setting(name, options.get("vocab"), options.get("shortlist"))._replace(warmth=warmth(params))
         policy = make_policy(chosen.sources, chosen.tree, drafter)
-        if params.seed is None or params.greedy:
+        if params.seed is None or params.greedy or params.coupling == COUPLED:
             policy = self._policies.setdefault(setting, policy)
         output = Output(self.tokenizer, params, self.eos_ids)
         bad = bad_word_ids(self.tokenizer, params.bad_words)
@@ -295,6 +301,7 @@ class LLM:
                 setting,
                 self._shortlist(setting) if drafter is not None else None,
                 observer,
+                choice,
             )
         )
         return Stream(self.engine, sequence, self.name, name)

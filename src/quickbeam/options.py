@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, TypedDict
 
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
-
-CHOICE = 0x9E3779B97F4A7C15  # what sets the seeds of a request's further answers apart
+from quickbeam.sampling import COUPLED, SamplingParams
 
 
 class Options(TypedDict, total=False):
@@ -21,11 +19,13 @@ class Options(TypedDict, total=False):
 
 
 class Setting(NamedTuple):
-    """What an answer is made with, but for its budget."""
+    """What an answer is made with, but for its budget. What drafts are worth is learned for each apart. `warmth`: a class of temperatures,
+    below 0 where children are drawn."""
 
     method: str
     vocab: str
     shortlist: int | None
+    warmth: int = 0
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -36,9 +36,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise InvalidInput(f"unknown option '{option}'; {what}")
 
 
-def choices(params: SamplingParams) -> list[SamplingParams]:
-    """The parameters of each of `params.n` answers: seeds of their own, the first one's as given."""
-    if params.n == 1:
-        return [params]
-    seeds = [None if params.seed is None else (params.seed + i * CHOICE) % 2**64 for i in range(params.n)]
-    return [replace(params, n=1, seed=seed) for seed in seeds]
+def warmth(params: SamplingParams) -> int:
+    """See `Setting`."""
+    found = min(math.ceil(params.temperature / 0.4), 4)
+    return found if params.coupling == COUPLED else -found

@@ -8,9 +8,13 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.noise import CHUNK, LIKELY, Noise, largest
+
+COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 
 @dataclass(frozen=True)
@@ -23,7 +27,9 @@ class SamplingParams:
     probable token.
     `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
     `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
-    `seed` makes a sampled answer repeatable. `n`: independent answers of one prompt.
+    `seed`: the same request with the same seed has the same answer; None draws one, which the completion tells. `n`: independent answers
+    of one prompt. `coupling`: where chance comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft
+    changes the answer; `residual`: draws that belong to the draft (the papers' rule), so that it depends on the method, too.
     `min_tokens`: the first so many tokens do not end the answer. Ids that would are banned there, and stop strings that are complete by
     then are left alone.
     `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
@@ -48,6 +54,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    coupling: str = COUPLED
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -71,6 +78,7 @@ class SamplingParams:
             "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
             "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
             "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
+            "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
         }
         for name, (good, accepted) in checks.items():
             if not good:
@@ -80,6 +88,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most probable token is taken, with nothing left to chance."""
         return self.temperature == 0
+
+    @property
+    def filters(self) -> bool:
+        """Whether unlikely tokens are ruled out."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
@@ -191,7 +204,7 @@ class Sampler:
             banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
             if len(banned.union(self._bans.after(()))) >= vocab_size:
                 raise InvalidInput(f"min_tokens, bad_words and logit_bias ban all {vocab_size} tokens of this model: must leave one")
-        self.params = params
+        self.params, self.vocab_size = params, vocab_size
         self._counts = TokenCounts(prompt if params.penalises else ())
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
@@ -225,6 +238,42 @@ class Sampler:
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
         """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits. Raises `QuickbeamError` for NaN logits."""
         return most_probable(self.process(logits, path)[None])[0]
+
+    def emitted(self, logits: torch.Tensor, noise: Noise, position: int, path: Sequence[int] = ()) -> int:
+        """The token that stands at `position` after a node with raw logits `[vocab]`, by the noise of that place: a draw from `law`.
+
+        Raises `QuickbeamError` for NaN logits.
+        """
+        if self.params.filters:
+            scores, scale = self.law(logits, path).log_(), 1.0
+        else:
+            scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
+            _require_finite(bool(scores.max().isfinite()))
+        return largest(scores.detach().cpu().numpy(), noise, position, scale)
+
+    def emitted_all(self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]) -> list[int]:
+        """`emitted` for each of `[n, vocab]` logits, each at its own position, by one transfer from their device: of each row only the
+        chunks that are likeliest to hold the token are brought over. For parameters that neither adjust logits nor filter."""
+        scale = 1 / max(self.params.temperature, 1e-30)
+        n, vocab = logits.shape
+        chunks, taken = -(-vocab // CHUNK), min(LIKELY, -(-vocab // CHUNK))
+        rows = torch.nn.functional.pad(logits.float(), (0, chunks * CHUNK - vocab), value=-math.inf).view(n, chunks, CHUNK)
+        peaks = torch.from_numpy(np.stack([noise.peaks(position)[0] for position in positions])).to(logits.device)
+        bounds = rows.amax(-1).double() * scale + peaks
+        order = bounds.topk(min(taken + 1, chunks))
+        best = order.indices[:, :taken]
+        held = rows.gather(1, best[:, :, None].expand(-1, -1, CHUNK)).flatten(1).double()
+        found = torch.cat((order.values[:, -1:], best.double(), held), 1).cpu().numpy()
+        tokens = list[int]()
+        for row, position in zip(found, positions, strict=True):
+            _require_finite(bool(np.isfinite(row[1 + taken :]).any()) and not np.isnan(row).any())
+            names = (row[1 : 1 + taken, None].astype(np.int64) * CHUNK + np.arange(CHUNK)).ravel()
+            sums = row[1 + taken :] * scale + noise.of(names, np.full(len(names), position))
+            if taken < chunks and row[0] > sums.max():
+                tokens.append(self.emitted(logits[len(tokens)], noise, position))
+            else:
+                tokens.append(int(names[sums.argmax()]))
+        return tokens
 
     def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """`[vocab]` float32 probabilities of the next token at a node with raw logits `[vocab]`.

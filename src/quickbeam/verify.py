@@ -1,4 +1,11 @@
-"""The acceptance rule: which drafted tokens to keep so that the output has the target's own law. Knows nothing of models.
+"""The acceptance rules: which drafted tokens to keep so that the output has the target's own law. Knows nothing of models.
+
+**Equality.** The token that a place emits is known once the target's logits there are: its likeliest at temperature 0, else that of
+`Sampler.emitted`, by the noise of the place. A drafted token is accepted where it is that token (drafter-invariant sampling, 2408.07978).
+The answer is then a function of model, prompt, parameters and seed. So trees may be chosen with the noise in hand.
+
+**Residual.** The papers' own rule, for children that were drawn with noise of their own. Noise that the answer is drawn with must not be
+used for them: what they are would then tell what the target is going to emit, and this rule counts on their being independent.
 
 At a node with target law `p` and children y1..yk, where yi was proposed from a law Qi that depends on nothing but tokens drawn before it:
 
@@ -29,18 +36,18 @@ class Verdict(NamedTuple):
     token: int  # emitted after the last of them, by the target itself
 
 
-def verify_greedy(tree: TokenTree, best: Callable[[int], int]) -> Verdict:
-    """Follow the target's most probable token down the tree. `best(node)` is that token after `node`; only accepted nodes are asked for."""
+def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
+    """Follow the emitted tokens down the tree. `emitted(node)` is the token that stands after `node`; only accepted nodes are asked for."""
     path = [0]
     while True:
-        token = best(path[-1])
+        token = emitted(path[-1])
         child = tree.child(path[-1], token)
         if child is None:
             return Verdict(path, token)
         path.append(child)
 
 
-def verify_sampled(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator) -> Verdict:
+def verify_residual(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator) -> Verdict:
     """Accept along one path so that the emitted tokens have the target's law, whatever was drafted.
 
     `law(node)` is the target's law `[vocab]` of the token after `node`; only accepted nodes are asked for. The tree's draft laws are

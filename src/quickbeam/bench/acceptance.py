@@ -1,7 +1,8 @@
 """How often a drafter's proposals are accepted, held against how likely it said that was.
 
-DySpec (2410.11744) grows its trees by the hypothesis that the two are about the same. The diagonal is not the ceiling: a draw is accepted
-with min(1, target / draft probability), so above temperature 0 all that a perfect drafter draws is accepted, likely or not.
+DySpec (2410.11744) grows its trees by the hypothesis that the two are about the same. The diagonal is not the ceiling. Of a perfect drafter
+every first child is accepted, likely or not: a draw (`--coupling residual`), as it is accepted with min(1, target / draft probability), and
+a likeliest token, the noise of its place counted in where there is any (temperature 0, and coupled), as the target emits just that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 class Tried(NamedTuple):
     """A drafted node that had its turn: its parent was accepted, and its earlier siblings were rejected."""
 
-    probability: float  # what the drafter gave it, see `draft_probabilities`
+    probability: float  # see `draft_probabilities`
     accepted: bool
     depth: int  # 1 right below the root
     first: bool  # of its siblings
@@ -44,12 +45,13 @@ class Tried(NamedTuple):
 def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
     """d of each child of `node` in order: its probability under the drafter's law with earlier siblings struck out, renormalised.
 
-    Above temperature 0 a draw has just this law, and DySpec's worth of slots (Alg. 1) is made of it. At temperature 0, where the children
-    are the likeliest tokens, it is made alike of the drafter's law at temperature 1, so that the curves compare: the probability of
-    the child's token where none of its earlier siblings' is right.
+    A draw has just this law, and DySpec's worth of slots (Alg. 1) is made of it. Where children are the likeliest tokens (temperature 0 and
+    coupled), it is made alike of what they were chosen by, so that the curves compare: the probability of the child's token where none of
+    its earlier siblings' is right. They are chosen by the drafter's law at temperature 1, above temperature 0 with the noise of the place
+    counted in (`trees/perturbed.py`).
 
-    The tree holds what the drafter said, before anything is struck out. What is left once siblings are struck out is summed over the law
-    where the tree keeps it (draws), as 1 less nearly 1 would be mostly rounding.
+    The tree holds what the children were chosen by, before anything is struck out. What is left once siblings are struck out is summed over
+    the law where the tree keeps it (draws), as 1 less nearly 1 would be mostly rounding.
     """
     earlier, left = list[int](), 1.0
     for token, child in tree.children[node].items():

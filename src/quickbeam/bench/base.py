@@ -52,6 +52,10 @@ class Runner(ABC):
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
         """Continue the ids. Raises `InvalidInput` where they can't be continued, KeyboardInterrupt when interrupted."""
 
+    def comparable(self, params: SamplingParams) -> bool:
+        """Whether the model, the ids and `params` alone decide the tokens, so that other methods ought to give the same ones."""
+        return params.greedy
+
     @abstractmethod
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
         """`[vocab]` raw target logits after the last id."""

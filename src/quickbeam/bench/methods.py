@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.presets import PRESETS, VOCABS, check_vocab
-from quickbeam.sampling import SamplingParams
-from quickbeam.target.target import Target
+from quickbeam.sampling import COUPLED, RESIDUAL, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -23,18 +22,19 @@ PEERS = {
     "hf-pld": "transformers' prompt lookup",
     "hf-assisted": "transformers' assistant model",
 }
-SWITCHES: dict[str, tuple[str, bool]] = {
+SWITCHES: dict[str, tuple[str, bool | str]] = {
     "exact": ("exact", True),
     "no-exact": ("exact", False),
     "fast": ("fast", True),
     "plain": ("fast", False),
+    **{word: ("coupling", word) for word in (COUPLED, RESIDUAL)},
 }
 
 
 @dataclass(frozen=True)
 class MethodItem:
     """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the preset, 0 to the measured cost; `vocab` and
-    `shortlist`: None leaves them to the preset."""
+    `shortlist`: None leaves them to the preset; `coupling`: None leaves it to the parameters of the answer."""
 
     name: str
     method: str
@@ -43,6 +43,16 @@ class MethodItem:
     shortlist: int | None = None
     exact: bool | None = None
     fast: bool = True
+    coupling: str | None = None
+
+    def told(self, params: SamplingParams) -> SamplingParams:
+        """The parameters that this entry is asked with."""
+        return params if self.coupling is None else replace(params, coupling=self.coupling)
+
+    def comparable(self, params: SamplingParams) -> bool:
+        """See `Runner.comparable`: at temperature 0; above it where there is a seed and tokens are coupled, which a peer's are not."""
+        asked = self.told(params)
+        return asked.greedy or (asked.seed is not None and asked.coupling == COUPLED and not self.is_peer)
 
     @property
     def is_peer(self) -> bool:
@@ -117,7 +127,7 @@ def _item(entry: str, defaults: MethodItem) -> MethodItem:
         raise InvalidInput(f"{entry!r}: {method} has no drafter whose vocabulary could be shortened")
     if len(vocabs) > 1:
         raise InvalidInput(f"{entry!r}: a drafter scores one of {', '.join(vocabs)}")
-    chosen: dict[str, bool | None] = {"exact": defaults.exact, "fast": defaults.fast}
+    chosen: dict[str, Any] = {"exact": defaults.exact, "fast": defaults.fast, "coupling": None}
     for switch in switches:
         if switch not in SWITCHES and switch not in VOCABS:
             raise InvalidInput(f"{entry!r}: unknown switch {switch!r}; known: {', '.join([*SWITCHES, *VOCABS])}")
@@ -134,8 +144,7 @@ def _item(entry: str, defaults: MethodItem) -> MethodItem:
         budget=parse_budget(own_budget) if colon else defaults.budget if sources else None,
         vocab=vocab,
         shortlist=size or defaults.shortlist if drafter else None,
-        exact=chosen["exact"],
-        fast=bool(chosen["fast"]),
+        **chosen,
     )
 
 
@@ -160,7 +169,7 @@ class LLMRunner(Runner):
         self.llm.reset()  # nothing that another method computed is kept
         item = self.item
         completion = self.llm.generate(
-            list(ids), params, method=item.method, budget=item.budget, vocab=item.vocab, shortlist=item.shortlist
+            list(ids), item.told(params), method=item.method, budget=item.budget, vocab=item.vocab, shortlist=item.shortlist
         )
         if completion.finish_reason == "interrupted":
             raise KeyboardInterrupt
@@ -178,7 +187,12 @@ class LLMRunner(Runner):
             head=s.head,
         )
 
+    def comparable(self, params: SamplingParams) -> bool:
+        return self.item.comparable(params)
+
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
+        from quickbeam.target.target import Target  # transformers takes seconds, and `quickbeam --help` reads this file
+
         target = Target(self.llm.model)
         logits = target.prefill(list(ids))
         target.store.release()

@@ -31,7 +31,8 @@ class Loaded:
 class Peer(Runner):
     """transformers' generate: `hf` (plain), `hf-pld` (prompt lookup), `hf-assisted` (with `drafter`, an assistant model).
 
-    Only the law of the output is set to ours (temperature, top-k, top-p, no penalties of the checkpoint's own); the rest is as it comes.
+    Only the law of the output is set to ours (temperature, filters and the repetition penalty, none of the checkpoint's own); the rest is
+    as it comes.
     """
 
     def __init__(self, kind: str, loaded: Loaded, drafter: Loaded | None = None) -> None:
@@ -105,6 +106,9 @@ def _generation_config(params: SamplingParams, stops: list[int]) -> GenerationCo
     options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "eos_token_id": stops or None, "pad_token_id": stops[0] if stops else 0}
     if params.temperature > 0:
         options |= {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options |= {"min_p": params.min_p} if params.min_p else {}
     else:
         options |= {"do_sample": False}
+    if params.repetition_penalty != 1:
+        options["repetition_penalty"] = params.repetition_penalty
     return GenerationConfig(**options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import tempfile
 from collections import Counter
@@ -19,6 +20,7 @@ from rich.text import Text
 from quickbeam.bench.run import Results, Trial
 from quickbeam.bench.summary import Summary, by_category, summaries
 from quickbeam.errors import InvalidInput
+from quickbeam.sampling import COUPLED
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 
@@ -46,7 +48,8 @@ def check_plot(path: Path) -> None:
 
 
 def record(results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of them."""
+    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of them. A difference
+    has no gap (null) where it is infinite."""
     categories = by_category(results)
     return {
         "environment": dict(environment),
@@ -59,7 +62,9 @@ def record(results: Results, environment: Mapping[str, object], model: str, sett
             name: asdict(summary) | {"by_category": {category: asdict(rows[name]) for category, rows in categories.items()}}
             for name, summary in summaries(results).items()
         },
-        "differences": [asdict(difference) for difference in results.differences],
+        "differences": [
+            asdict(difference) | {"gap": difference.gap if math.isfinite(difference.gap) else None} for difference in results.differences
+        ],
         "skipped": [asdict(skipped) for skipped in results.skipped],
         "trials": [_trial(trial) for trial in results.trials],
     }
@@ -132,21 +137,34 @@ def footer(results: Results) -> list[str]:
     lines = [
         f"prompts: {len(results.trials)}; reference: {reference}{why}; speed-up: its decode time per token over the method's, prefill apart"
     ]
-    if results.sampled:
-        lines.append("tokens are sampled: outputs are not compared")
+    lines += _left_out(results)
     for name, summary in summaries(results).items():
         if summary.drafter_calls and summary.drafter_ms is not None and summary.break_even_ms is not None:
             took, could = summary.drafter_ms / summary.drafter_calls, max(0.0, summary.break_even_ms)
             lines.append(f"{name}: a call of the drafter took {took:.2f} ms; as fast as {reference} at {could:.2f} ms")
+    choice = "top-2 logit gap" if results.params.greedy else "top-2 gap, noise counted in,"
     for name, count in Counter(difference.method for difference in results.differences).items():
         gaps = [difference.gap for difference in results.differences if difference.method == name]
         lines.append(
-            f"{name}: {count} of {len(results.trials)} outputs differ; the target's top-2 logit gap at the first difference: "
+            f"{name}: {count} of {len(results.trials)} outputs differ; the target's {choice} at the first difference: "
             f"min {min(gaps):.3g}, median {median(gaps):.3g}, max {max(gaps):.3g}"
         )
     if results.skipped:
         lines.append(f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}")
     return lines
+
+
+def _left_out(results: Results) -> list[str]:
+    """Why outputs are not compared, where any are not."""
+    left = [name for name in results.methods if name not in results.compared]
+    if not left:
+        return []
+    if results.params.seed is None and results.params.coupling == COUPLED:
+        return ["tokens are sampled: give --seed to compare outputs"]
+    which, whose = f"outputs of {', '.join(left)}", "they"
+    if results.reference in left:
+        which, whose = "outputs", f"those of {results.reference}"
+    return [f"tokens are sampled: {which} are not compared, as {whose} are not coupled (--coupling residual, or a peer)"]
 
 
 def plot(results: Results, path: Path) -> None:

@@ -6,10 +6,13 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.bench.questions import Question
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.noise import Noise
+from quickbeam.sampling import RESIDUAL, Sampler, SamplingParams
 
 log = logging.getLogger(__name__)
 
@@ -28,10 +31,12 @@ class Trial:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a greedy answer leaves the reference's.
+    """Where an answer leaves the reference's that ought to be the same.
 
-    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap`: the target's best logit there less
-    its second best, after the prompt and the tokens both agree on: near 0, rounding decides.
+    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap`: the best less the second best of what
+    the token there is chosen by, after the prompt and the tokens both agree on: near 0, rounding decides. At temperature 0 these are the
+    target's logits. Above it they are log-probabilities with the noise of the place added; where only one token is possible, the gap is
+    infinite.
     """
 
     method: str
@@ -55,11 +60,13 @@ class Skipped:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked."""
+    """All that a run has produced so far; `complete` once every question has been asked. `compared`: the methods whose outputs ought to be
+    the reference's own, itself among them, or none."""
 
     methods: list[str]
     reference: str
-    sampled: bool
+    compared: list[str]
+    params: SamplingParams
     complete: bool = False
     trials: list[Trial] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -67,9 +74,16 @@ class Results:
 
 
 def reference_of(methods: Sequence[str]) -> str:
-    """The method the others are compared with: `ar` where it runs (also with a budget or a switch of its own), otherwise the first."""
+    """The method the others are compared with: `ar` where it runs (also with a switch of its own, `residual` last), otherwise the first."""
     plain = [name for name in methods if name.split("+")[0] == "ar"]
-    return min(plain, key=len) if plain else methods[0]
+    return min(plain, key=lambda name: (RESIDUAL in name.split("+"), len(name))) if plain else methods[0]
+
+
+def begin(runners: Mapping[str, Runner], params: SamplingParams, reference: str | None = None) -> Results:
+    """Results to be filled with answers to `params`. `reference`: that of `reference_of` where none is named."""
+    reference = reference or reference_of(list(runners))
+    compared = [name for name, runner in runners.items() if runner.comparable(params)]
+    return Results(list(runners), reference, compared if reference in compared else [], params)
 
 
 def warm_up(runners: Mapping[str, Runner], params: SamplingParams, on_answer: Callable[[], None] = lambda: None) -> None:
@@ -83,7 +97,6 @@ def warm_up(runners: Mapping[str, Runner], params: SamplingParams, on_answer: Ca
 def run(
     questions: Sequence[Question],
     runners: Mapping[str, Runner],
-    params: SamplingParams,
     results: Results,
     all_turns: bool = False,
     on_answer: Callable[[], None] = lambda: None,
@@ -92,9 +105,9 @@ def run(
 
     The methods take turns at going first. All see the same ids: the conversation so far holds the reference's answers. A prompt that a
     method refuses (`InvalidInput`: beyond the context, say) is left out for all, with the turns after it.
-    With `params.seed`, prompt number i of the run is sampled with seed + i by every method.
+    With a seed, prompt number i of the run is sampled with seed + i by every method.
     """
-    order = list(runners)
+    order, params = list(runners), results.params
     reference = runners[results.reference]
     for number, question in enumerate(questions):
         first = number % len(order)
@@ -114,8 +127,7 @@ def run(
                 results.skipped.append(Skipped(question.question_id, turn, str(error)))
                 break
             trial = Trial(question, turn, {name: answers[name] for name in order})
-            if not results.sampled:
-                results.differences += _differences(trial, results.reference, reference, ids)
+            results.differences += _differences(trial, results, reference, ids, seeded)
             results.trials.append(trial)
             messages.append({"role": "assistant", "content": answers[results.reference].text})
         results.complete = number == len(questions) - 1
@@ -130,16 +142,17 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _differences(trial: Trial, reference: str, runner: Runner, ids: Sequence[int]) -> Iterator[Difference]:
-    expected = trial.answers[reference].token_ids
+def _differences(trial: Trial, results: Results, runner: Runner, ids: Sequence[int], params: SamplingParams) -> Iterator[Difference]:
+    """Those of the compared methods. `runner`: the reference's; `params`: those of the trial, with its seed."""
+    expected = trial.answers[results.reference].token_ids
     gaps: dict[int, float] = {}
-    for name, answer in trial.answers.items():
+    for name in results.compared:
+        answer = trial.answers[name]
         position = first_difference(expected, answer.token_ids)
         if position is None:
             continue
         if position not in gaps:
-            best, second = runner.last_logits([*ids, *expected[:position]]).float().topk(2).values.tolist()
-            gaps[position] = best - second
+            gaps[position] = _gap(runner, ids, expected[:position], params)
         yield Difference(
             method=name,
             question_id=trial.question.question_id,
@@ -150,3 +163,19 @@ def _differences(trial: Trial, reference: str, runner: Runner, ids: Sequence[int
             token=answer.token_ids[position] if position < len(answer.token_ids) else None,
             gap=gaps[position],
         )
+
+
+def _gap(runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams) -> float:
+    """See `Difference`: what the token after the prompt and these tokens of the answer was chosen by."""
+    text = [*ids, *answered]
+    logits = runner.last_logits(text).float().cpu()
+    sampler = Sampler(params, ids, len(logits))
+    sampler.extend(answered)
+    scores = sampler.process(logits).double().numpy()
+    if not params.greedy:
+        assert params.seed is not None
+        # Without filters: log-probabilities but for a constant, and no small one is lost.
+        scores = sampler.law(logits).double().log().numpy() if params.filters else scores / max(params.temperature, 1e-30)
+        scores = scores + Noise(params.seed, 0, len(scores)).of(np.arange(len(scores)), np.full(len(scores), len(text)))
+    second, best = np.sort(scores)[-2:].tolist()
+    return float(best - second)

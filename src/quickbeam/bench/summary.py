@@ -18,7 +18,7 @@ class Summary:
       the outputs are identical that is the ratio of total decode times; where they are not, a longer answer is not held against
       a method.
     - `mean_accepted_tokens` (MAT): decoded tokens over target passes, 1.0 for plain decoding.
-    - `identical`: answers equal to the reference's, token for token; None when tokens are sampled.
+    - `identical`: answers equal to the reference's, token for token; None where outputs are not compared (`Results.compared`).
     - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
     - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`; `head_ms`: what of that grows with the
       vocabulary scored (routing, the head, its softmax).
@@ -46,8 +46,8 @@ class Summary:
     break_even_ms: float | None = None
 
 
-def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: bool) -> Summary:
-    """The figures of `method` over `trials`."""
+def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bool) -> Summary:
+    """The figures of `method` over `trials`. `compared`: whether its outputs ought to be the reference's."""
     answers = [trial.answers[method] for trial in trials]
     expected = [trial.answers[reference] for trial in trials]
     tokens, steps, seconds = _totals(answers)
@@ -63,7 +63,7 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
         tokens_per_second=_ratio(tokens, seconds),
         speedup=_ratio(reference_pace, pace),
         mean_accepted_tokens=_ratio(tokens, steps),
-        identical=None if sampled else sum(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True)),
+        identical=sum(a.token_ids == b.token_ids for a, b in zip(answers, expected, strict=True)) if compared else None,
         draft_ms=_ratio(draft, steps, 1000),
         verify_ms=_ratio(verify, steps, 1000),
         overhead_ms=None if draft is None or verify is None else _ratio(seconds - draft - verify, steps, 1000),
@@ -78,7 +78,7 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, sampled: boo
 
 def summaries(results: Results) -> dict[str, Summary]:
     """Every method over all prompts."""
-    return {name: summarise(results.trials, name, results.reference, results.sampled) for name in results.methods}
+    return _summaries(results, results.trials)
 
 
 def by_category(results: Results) -> dict[str, dict[str, Summary]]:
@@ -86,10 +86,11 @@ def by_category(results: Results) -> dict[str, dict[str, Summary]]:
     groups: dict[str, list[Trial]] = {}
     for trial in results.trials:
         groups.setdefault(trial.question.category, []).append(trial)
-    return {
-        category: {name: summarise(trials, name, results.reference, results.sampled) for name in results.methods}
-        for category, trials in groups.items()
-    }
+    return {category: _summaries(results, trials) for category, trials in groups.items()}
+
+
+def _summaries(results: Results, trials: Sequence[Trial]) -> dict[str, Summary]:
+    return {name: summarise(trials, name, results.reference, name in results.compared) for name in results.methods}
 
 
 def _totals(answers: Sequence[Answer]) -> tuple[int, int, float]:

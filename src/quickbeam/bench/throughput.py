@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
 
@@ -14,7 +14,7 @@ from quickbeam.bench.questions import Question
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.sampling import COUPLED, SamplingParams
 
 Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
 ALONE = "ar"  # whose answers, one at a time, the others are held against
@@ -56,7 +56,8 @@ class Answered:
 
 @dataclass
 class Cell:
-    """One method under one load, over all of its runs. `identical`: answers equal to those given alone, where these are known."""
+    """One method under one load, over all of its runs. `identical`: answers equal to those given alone; None where
+    they need not be, as tokens are sampled without a seed or not coupled (`MethodItem.comparable`)."""
 
     seconds: float = 0.0
     decoding_seconds: float = 0.0  # of steps in which no prompt was read
@@ -152,7 +153,7 @@ def serve(
             while waiting and waiting[0][1].arrives <= now():
                 number, one = waiting.pop(0)
                 options: Any = {"method": item.method, "budget": item.budget, "vocab": item.vocab, "shortlist": item.shortlist}
-                open_streams[number] = llm.stream(one.ids, params, **options), Answered(tuple(one.ids), one.arrives)
+                open_streams[number] = llm.stream(one.ids, item.told(params), **options), Answered(tuple(one.ids), one.arrives)
             if not open_streams:
                 time.sleep(max(0.0, waiting[0][1].arrives - now()))
                 continue
@@ -200,9 +201,12 @@ def measure(
 ) -> dict[int, dict[str, Cell]]:
     """Every method under every load, `rounds` times in turn, so that what the machine does meanwhile falls on all alike.
 
-    `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made first.
+    `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made first where they are needed.
     """
-    known = dict(alone) if alone is not None else _alone(llm, asked, params, told)
+    compared = {item.name for item in methods if item.comparable(params)}
+    known = dict(alone or {})
+    if compared and alone is None:
+        known = _alone(llm, asked, replace(params, coupling=COUPLED), told)
     cells = {load: {item.name: Cell() for item in methods} for load in concurrency}
     for item in methods:  # what is measured or compiled at first use is not counted
         for _ in serve(llm, asked[:2], item, params, 2):
@@ -221,7 +225,8 @@ def measure(
                 done += 1
                 told(f"{item.name}, {load} at a time", done / total)
     for by_name in cells.values():
-        for cell in by_name.values():
+        for name in compared:
+            cell = by_name[name]
             cell.identical = sum(_same(one, known) for one in cell.answers)
     return cells
 

@@ -1,9 +1,18 @@
-"""Tree policies on the same text: how many tokens a step their trees promise, with the chances of verification summed up, not drawn.
+"""Tree policies on the same text: how many tokens a step their trees promise.
 
-Above temperature 0 every method writes a text of its own, and over some hundred steps texts differ more than trees do. Here all policies
-grow trees at the same places of the same plain answers, and the mean of what verification would accept of each tree is computed from the
-model's laws at its nodes. At temperature 0 it is what is accepted. Places are taken evenly from the text, while a method's own steps begin
-where its last draft ended, so that the figures are not quite a bench's MAT.
+A bench lets every method decode on its own. The trees are then grown at places of their own, and over some hundred steps places differ more
+than trees do. Here all policies grow trees at the same places of the same plain answers. Places are taken evenly from the text, while a
+method's own steps begin where its last draft ended, so that the figures are not quite a bench's MAT.
+
+At temperature 0 a tree's figure is what is accepted of it. Above it that depends on chance as well, and chance is averaged out:
+
+- A tree of the name alone is coupled: grown with the noise of its places in sight, and verified by it (`verify.py`, equality). The text is
+  written with one noise. Which noise comes after a place is independent of the text up to there, so others serve as well as that one: at
+  each place the tree is grown and verified with some noises of other seeds, the same for all policies, and the mean counts.
+- `+residual` stands for the papers' rule. The tree is grown once, without noise: its children are drawn. Then the chances of verification
+  are summed up instead of drawn, from the model's distributions at the tree's nodes (`reached`).
+
+Both are means of what a step emits at that place, so that they compare with each other.
 """
 
 from __future__ import annotations
@@ -22,18 +31,22 @@ from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Skipped
 from quickbeam.draft.base import Context, Drafter, DrafterState
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import Sampler, SamplingParams, draw
-from quickbeam.target.target import Target
+from quickbeam.noise import Noise
+from quickbeam.sampling import COUPLED, COUPLINGS, RESIDUAL, Sampler, SamplingParams
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED, make_policy
-from quickbeam.trees.base import TreePolicy, grown
-from quickbeam.verify import verify_greedy, verify_sampled
+from quickbeam.trees.base import Grown, TreePolicy, grown
+from quickbeam.verify import verify_equal, verify_residual
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # transformers takes seconds, and `quickbeam --help` reads this file
     from quickbeam.llm import LLM
+    from quickbeam.target.target import Target
 
 log = logging.getLogger(__name__)
-Item = tuple[str, int]  # a tree of `trees.DRAFTED`, and its budget
+Item = tuple[str, int]  # a tree of `trees.DRAFTED`, with `DRAWN` where its children are drawn, and its budget
+DRAWN = f"+{RESIDUAL}"
+DRAWS = 4  # noises at a place, unless told
+APART = 0x9E3779B97F4A7C15  # what sets their seeds apart, from each other and from the text's
 
 
 def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
@@ -104,22 +117,31 @@ class Results:
 
 
 def measure(
-    llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], items: Sequence[Item], every: int, results: Results
+    llm: LLM,
+    questions: Sequence[Question],
+    params: Sequence[SamplingParams],
+    items: Sequence[Item],
+    every: int,
+    results: Results,
+    draws: int = DRAWS,
 ) -> Iterator[None]:
     """Answer the first turn of each question plainly with each of `params`, and grow the trees of all `items` at every `every`-th token,
-    filling `results`; yields after every answer. Policies learn from one answer for the next, apart by temperature.
+    filling `results`; yields after every answer. Policies learn from one answer for the next, apart by temperature. Above temperature 0
+    coupled trees are grown with `draws` noises.
 
     A prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
     """
     drafter = llm.prepare("dyspec")
     assert drafter is not None
-    learned = {request.temperature: {item: make_policy(("drafter",), item[0], drafter) for item in items} for request in params}
+    learned = {
+        request.temperature: {item: make_policy(("drafter",), item[0].removesuffix(DRAWN), drafter) for item in items} for request in params
+    }
     for number, question in enumerate(questions):
         try:
             for request in params:
                 seeded = request if request.seed is None else replace(request, seed=request.seed + number)
                 temperature = request.temperature
-                for place in _places(llm, drafter, question, seeded, learned[temperature], every):
+                for place in _places(llm, drafter, question, seeded, learned[temperature], every, draws):
                     results.answer[temperature].append(number)
                     for item, tokens in place.items():
                         results.tokens[temperature][item].append(tokens)
@@ -132,20 +154,24 @@ def measure(
 
 
 def _places(
-    llm: LLM, drafter: Drafter, question: Question, params: SamplingParams, policies: dict[Item, TreePolicy], every: int
+    llm: LLM, drafter: Drafter, question: Question, params: SamplingParams, policies: dict[Item, TreePolicy], every: int, draws: int
 ) -> Iterator[dict[Item, float]]:
     """Write one answer, and tell at each place what the trees promise."""
+    from quickbeam.target.target import Target
+
     target = Target(llm.model)
     ids = llm.encode_chat([{"role": "user", "content": question.turns[0]}])
     drafter.check_length(len(ids), params.max_tokens)
     limit = llm.model.context_length
     if limit is not None and len(ids) + params.max_tokens > limit:
         raise InvalidInput(f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the context of {limit}")
-    generator, drafting = (torch.Generator().manual_seed((params.seed or 0) + salt) for salt in (0, 1))
-    sampler = Sampler(params, ids, llm.model.vocab_size)
+    seed, vocab = params.seed or 0, llm.model.vocab_size
+    generator, drafting = (torch.Generator().manual_seed(seed + salt) for salt in (0, 1))
+    own, *others = (Noise(seed + i * APART, 0, vocab) for i in range(draws + 1))
+    sampler = Sampler(params, ids, vocab)
 
     def choose(logits: torch.Tensor) -> int:
-        return sampler.best(logits) if params.greedy else draw(sampler.law(logits), generator)
+        return sampler.best(logits) if params.greedy else sampler.emitted(logits, own, len(ids))
 
     logits = target.prefill(ids)
     context = Context(ids, logits, params.temperature, drafting).begin([drafter])
@@ -161,14 +187,20 @@ def _places(
 
     go_on(logits)
     try:
-        for step in range(params.max_tokens - 1):
+        for number in range(params.max_tokens - 1):
             if ids[-1] in llm.eos_ids:
                 break
-            if step % every == 0:
-                yield {
-                    item: _tokens(target, drafter, policy, context, item[1], sampler, generator, llm.eos_ids)
-                    for item, policy in policies.items()
-                }
+            if number % every == 0:
+                promised = dict[Item, float]()
+                for item, policy in policies.items():
+                    step = Step(target, drafter, policy, item[1], sampler, llm.eos_ids)
+                    if params.greedy:
+                        promised[item] = step.coupled(context)
+                    elif item[0].endswith(DRAWN):
+                        promised[item] = step.residual(context, generator)
+                    else:
+                        promised[item] = mean(step.coupled(replace(context, noise=noise)) for noise in others)
+                yield promised
             root = TokenTree(ids[-1])
             logits = target.verify(root)[0]
             target.commit(root, [0])
@@ -178,32 +210,51 @@ def _places(
         target.store.release()
 
 
-def _tokens(
-    target: Target,
-    drafter: Drafter,
-    policy: TreePolicy,
-    context: Context,
-    budget: int,
-    sampler: Sampler,
-    generator: torch.Generator,
-    ends: Container[int],
-) -> float:
-    """The mean of the tokens that a step with `policy`'s next tree emits here, up to an answer's end. The policy is told of one outcome."""
-    tree, learn, _ = grown(policy.grow(context, budget, target.depth_limit()), drafter.answer)
-    logits = target.verify(tree)
+@dataclass(frozen=True)
+class Step:
+    """A policy's next tree at a place, and how many tokens a step with it emits, up to an answer's end (`ends`)."""
 
-    def below(node: int) -> list[int]:
-        return [tree.token[i] for i in tree.path(node)[1:]]
+    target: Target
+    drafter: Drafter
+    policy: TreePolicy
+    budget: int
+    sampler: Sampler
+    ends: Container[int]
 
-    if sampler.params.greedy:
-        path, _ = verify_greedy(tree, lambda node: sampler.best(logits[node], below(node)))
+    def coupled(self, context: Context) -> float:
+        """The number, by the noise of `context`, or at temperature 0. The policy is told of it."""
+        (tree, learn, _), logits = self._grown(context)
+        noise, position = context.noise, len(context.ids)
+
+        def token(node: int) -> int:
+            if noise is None:
+                return self.sampler.best(logits[node], _below(tree, node))
+            return self.sampler.emitted(logits[node], noise, position + tree.depth[node], _below(tree, node))
+
+        path, _ = verify_equal(tree, token)
         learn(tree, path)
-        chances = [float(node in path) for node in range(len(tree))]
-    else:
-        path, _ = verify_sampled(tree, lambda node: sampler.law(logits[node], below(node)), generator)
+        return emitted(tree, [float(node in path) for node in range(len(tree))], self.ends)
+
+    def residual(self, context: Context, generator: torch.Generator) -> float:
+        """The mean, where children are drawn. The policy is told of one outcome."""
+        (tree, learn, _), logits = self._grown(context)
+
+        def law(node: int) -> torch.Tensor:
+            return self.sampler.law(logits[node], _below(tree, node))
+
+        path, _ = verify_residual(tree, law, generator)
         learn(tree, path)
-        chances = reached(tree, lambda node: sampler.law(logits[node], below(node)))
-    return emitted(tree, chances, ends)
+        return emitted(tree, reached(tree, law), self.ends)
+
+    def _grown(self, context: Context) -> tuple[Grown, torch.Tensor]:
+        """The tree, and the target's logits `[n, vocab]` at its nodes."""
+        found = grown(self.policy.grow(context, self.budget, self.target.depth_limit()), self.drafter.answer)
+        return found, self.target.verify(found.tree)
+
+
+def _below(tree: TokenTree, node: int) -> list[int]:
+    """The tokens below the root, down to a node."""
+    return [tree.token[i] for i in tree.path(node)[1:]]
 
 
 def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
@@ -214,12 +265,20 @@ def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> 
     return sum(chance for chance, ended in zip(chances, over, strict=True) if not ended)
 
 
-def parse_trees(text: str) -> list[str]:
-    """Comma-separated names of `trees.DRAFTED`. Raises `InvalidInput` for others."""
-    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names or any(name not in DRAFTED for name in names):
-        raise InvalidInput(f"--trees {text!r}: must be of {', '.join(DRAFTED)}, comma-separated")
-    return names
+def parse_trees(text: str, coupling: str = COUPLED) -> list[str]:
+    """Comma-separated names of `trees.DRAFTED`, which may end in `+residual` or `+coupled`; `coupling` is that of the others. Gives them as
+    `Item` has them. Raises `InvalidInput` for others."""
+    found = list[str]()
+    for part in text.split(","):
+        name, plus, own = part.strip().partition("+")
+        if not name and not plus:
+            continue
+        if name not in DRAFTED or (plus and own not in COUPLINGS):
+            raise InvalidInput(f"--trees {text!r}: must be of {', '.join(DRAFTED)}, comma-separated, each alone or with {DRAWN}")
+        found.append(name + DRAWN if (own or coupling) == RESIDUAL else name)
+    if not found:
+        raise InvalidInput(f"--trees {text!r}: names no tree; known: {', '.join(DRAFTED)}")
+    return list(dict.fromkeys(found))
 
 
 def parse_budgets(text: str) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -36,6 +37,7 @@ def acceptance(
     temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6,1",
     bins: Annotated[int, typer.Option("--bins", min=1, max=100, help="Bins of draft probability, of equal width.")] = 10,
     seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this + i.")] = 0,
+    coupling: options.CouplingOption = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
@@ -46,7 +48,8 @@ def acceptance(
     nodes = options.nodes(budget)
     if nodes == 1:
         raise InvalidInput("--budget 1: a tree of its root alone drafts nothing; give at least 2 nodes, or auto")
-    requests = [SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed) for value in parse_temperatures(temperatures)]
+    drawn = SamplingParams(max_tokens=max_tokens, seed=seed, coupling=options.coupling(coupling))
+    requests = [replace(drawn, temperature=value) for value in parse_temperatures(temperatures)]
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
         report.check_output("--json", json_path)
@@ -66,6 +69,7 @@ def acceptance(
         "temperatures": list(results.tallies),
         "bins": bins,
         "seed": seed,
+        "coupling": drawn.coupling,
     }
     interrupted = True
     try:

@@ -7,7 +7,7 @@ from contextlib import redirect_stderr
 from enum import Enum
 from io import StringIO
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -17,7 +17,7 @@ from quickbeam.bench import report
 from quickbeam.bench.base import Runner
 from quickbeam.bench.methods import PEERS, SWITCHES, load_runners, parse_budget, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
-from quickbeam.bench.run import Results, reference_of, run, warm_up
+from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, stderr, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -59,7 +59,12 @@ def bench(
     ] = Turns.first,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
     temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
+    coupling: options.CouplingOption = None,
     budget: Annotated[
         str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step at most. Default: the method's own.")
     ] = None,
@@ -73,10 +78,12 @@ def bench(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall."""
+    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall. Above temperature 0 outputs are compared
+    where a --seed is given."""
     if context.invoked_subcommand is not None:
         return
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    filters: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, coupling=options.coupling(coupling), **filters)
     items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter, model, vocab, shortlist)
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
@@ -88,20 +95,22 @@ def bench(
         from quickbeam.bench.environment import environment
 
         runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading)
-    results = Results(list(runners), reference_of(list(runners)), sampled=temperature > 0)
+    results = begin(runners, params)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
         "limit": limit,
         "turns": turns.value,
         "max_tokens": max_tokens,
         "temperature": temperature,
+        **filters,
         "seed": seed,
+        "coupling": params.coupling,
         "drafter": drafter,
         "vocab": vocab,
         "shortlist": shortlist,
     }
     log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
-    carry_out(asked, runners, params, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
+    carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
 
 
 class Log:
@@ -133,7 +142,6 @@ class Log:
 def _ask(
     asked: Sequence[Question],
     runners: Mapping[str, Runner],
-    params: SamplingParams,
     results: Results,
     all_turns: bool,
     log: Log,
@@ -153,16 +161,15 @@ def _ask(
             progress.refresh()
 
         progress.refresh()
-        warm_up(runners, params, answered)
+        warm_up(runners, results.params, answered)
         progress.update(task, description="answers")
-        for _ in run(asked, runners, params, results, all_turns, answered):
+        for _ in run(asked, runners, results, all_turns, answered):
             log.write()
 
 
 def carry_out(
     asked: Sequence[Question],
     runners: Mapping[str, Runner],
-    params: SamplingParams,
     all_turns: bool,
     log: Log,
     show: Callable[[], None],
@@ -172,7 +179,7 @@ def carry_out(
     """Ask everything; then, however that ended, write, show and plot what there is, and say what went wrong."""
     results, interrupted = log.results, False
     try:
-        _ask(asked, runners, params, results, all_turns, log)
+        _ask(asked, runners, results, all_turns, log)
     except KeyboardInterrupt:
         interrupted = True
     finally:

@@ -25,6 +25,7 @@ def chat(
     min_p: options.MinP = 0.0,
     repetition_penalty: options.RepetitionPenalty = 1.0,
     seed: options.Seed = None,
+    coupling: options.CouplingOption = None,
     budget: options.Budget = None,
     drafter: options.Drafter = None,
     vocab: options.Vocab = None,
@@ -45,6 +46,7 @@ def chat(
         min_p=min_p,
         repetition_penalty=repetition_penalty,
         seed=seed,
+        coupling=options.coupling(coupling),
     )
     nodes = options.nodes(budget)
     llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory)

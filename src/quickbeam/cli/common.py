@@ -167,6 +167,8 @@ def statistics_line(completion: Completion, kernels: str) -> str:
         f"{s.tokens_per_second:.1f} tokens/s",
         f"prefill {s.prefill_seconds:.2f} s",
     ]
+    if completion.seed is not None:
+        parts.append(f"seed {completion.seed}")
     if s.head is not None and s.head.wanted:
         parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
     parts += [f"{name} {count.accepted} of {count.drafted} drafted accepted" for name, count in s.sources.items()]

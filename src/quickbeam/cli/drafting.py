@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from quickbeam.cli import options
 from quickbeam.cli.common import stdout, strict_json
 from quickbeam.errors import InvalidInput
 
@@ -18,6 +19,7 @@ def drafting(
     vocab: Annotated[int, typer.Option("--vocab", min=2, help="Tokens of the vocabulary.")] = 49152,
     budgets: Annotated[str, typer.Option("--budgets", help=f"Tree nodes, comma-separated, 2 to {LARGEST}.")] = "8,16,32,64",
     temperatures: Annotated[str, typer.Option("--temperatures", help="Comma-separated.")] = "0,0.6",
+    coupling: options.CouplingOption = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Trees of each kind; the median counts.")] = 25,
     cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches in every call, as a real drafter does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
@@ -32,9 +34,10 @@ def drafting(
 
     from quickbeam.bench.drafting import measure
 
-    found = measure(vocab, [int(size) for size in sizes], heats, repeats, cold)
+    found = measure(vocab, [int(size) for size in sizes], heats, repeats, cold, coupling=options.coupling(coupling))
     if as_json:
-        settings = {"vocab": vocab, "threads": torch.get_num_threads(), "repeats": repeats, "cold": cold}
+        settings = {"vocab": vocab, "coupling": options.coupling(coupling), "threads": torch.get_num_threads()}
+        settings |= {"repeats": repeats, "cold": cold}
         print(strict_json(settings | {"drafting": [asdict(one) for one in found]}))
         return
     caches = ", cold caches" if cold else ""

@@ -35,6 +35,7 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     logprobs: options.Logprobs = None,
     seed: options.Seed = None,
+    coupling: options.CouplingOption = None,
     budget: options.Budget = None,
     drafter: options.Drafter = None,
     vocab: options.Vocab = None,
@@ -70,6 +71,7 @@ def generate(
         ignore_eos=ignore_eos,
         logprobs=logprobs,
         seed=seed,
+        coupling=options.coupling(coupling),
     )
     nodes = options.nodes(budget)
     text = read(prompt)
@@ -77,6 +79,7 @@ def generate(
     messages.append({"role": "user", "content": text})
     if method in PEERS:
         ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
+        ours["coupling"] = coupling
         ours["trust-remote-code"] = trust_remote_code or None
         ours["kv-memory"] = kv_memory
         place = device.value if device else None

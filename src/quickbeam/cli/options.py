@@ -11,6 +11,7 @@ from quickbeam.bench.methods import PEERS
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.presets import PRESETS, VOCABS
+from quickbeam.sampling import COUPLED, RESIDUAL
 
 
 class Dtype(str, Enum):
@@ -23,6 +24,11 @@ class Dtype(str, Enum):
 class Device(str, Enum):
     cpu = "cpu"
     cuda = "cuda"
+
+
+class Coupling(str, Enum):
+    coupled = COUPLED
+    residual = RESIDUAL
 
 
 Model = Annotated[str | None, typer.Option("--model", help=f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}.")]
@@ -75,6 +81,19 @@ StopTokenId = Annotated[list[int], typer.Option("--stop-token-id", metavar="N", 
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
 Logprobs = Annotated[int | None, typer.Option("--logprobs", metavar="K", help="With --json: log-probabilities, and K alternatives.")]
 Seed = Annotated[int | None, typer.Option("--seed", help="Makes a sampled answer repeatable.")]
+CouplingOption = Annotated[
+    Coupling | None,
+    typer.Option(
+        "--coupling",
+        help="Above temperature 0. coupled: the answer depends on the seed alone, not on the draft; residual: the papers' rule. "
+        "Default: coupled.",
+    ),
+]
+
+
+def coupling(given: Coupling | None) -> str:
+    """What `SamplingParams` takes for `--coupling`."""
+    return (given or Coupling.coupled).value
 
 
 def nodes(budget: str | None) -> int | None:

@@ -49,4 +49,6 @@ def answer(
     found = runner.answer(ids, params)
     statistics = Statistics(len(found.token_ids), found.steps, found.seconds)
     ended = bool(found.token_ids) and found.token_ids[-1] in runner.stops
-    return Completion(found.text, found.token_ids, "stop" if ended else "length", statistics, name, method)
+    return Completion(
+        found.text, found.token_ids, "stop" if ended else "length", statistics, name, method, seed=None if params.greedy else params.seed
+    )

@@ -25,7 +25,9 @@ def throughput(
         Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
     ] = None,
     model: options.Model = None,
-    methods: Annotated[str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET], as for bench.")] = "ar,logitspec,auto",
+    methods: Annotated[
+        str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET][+residual], as for bench.")
+    ] = "ar,logitspec,auto",
     concurrency: Annotated[str, typer.Option("--concurrency", help="Requests at a time; several, comma-separated.")] = "1,4,16",
     limit: Annotated[
         int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
@@ -38,6 +40,7 @@ def throughput(
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often every cell is run, in turn.")] = 1,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
+    coupling: options.CouplingOption = None,
     drafter: options.Drafter = None,
     kv_memory: options.KVMemory = None,
     raw: options.Raw = False,
@@ -80,7 +83,7 @@ def throughput(
             )
             for item in items:
                 llm.prepare(item.method, item.vocab, item.shortlist)
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed if temperature > 0 else None)
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, coupling=options.coupling(coupling))
             prompts = encode(llm, asked_of, raw)
             asked = requests(fitting(llm, prompts, max_tokens), rate, cancel, max_tokens)
         cells = measure(llm, asked, items, loads, params, rounds, told)
@@ -92,6 +95,8 @@ def throughput(
                 "skipped": len(prompts) - len(asked),
                 "max_tokens": max_tokens,
                 "temperature": temperature,
+                "seed": seed,
+                "coupling": params.coupling,
                 "rate": rate,
                 "cancel": cancel,
                 "rounds": rounds,

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from quickbeam.bench import report
 from quickbeam.bench.questions import load_questions, spread
-from quickbeam.bench.trees import Results, measure, parse_budgets, parse_trees
+from quickbeam.bench.trees import DRAWN, DRAWS, Results, measure, parse_budgets, parse_trees
 from quickbeam.cli import options
 from quickbeam.cli.acceptance import parse_temperatures
 from quickbeam.cli.bench import INTERRUPTED
@@ -27,21 +27,30 @@ def bench_trees(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer, in tokens.")] = 48,
     every: Annotated[int, typer.Option("--every", min=1, help="Grow trees at every so-manieth token.")] = 4,
-    trees: Annotated[str, typer.Option("--trees", help=f"Of {', '.join(DRAFTED)}; the first is what others are held against.")] = ",".join(
-        DRAFTED
-    ),
+    trees: Annotated[
+        str,
+        typer.Option(
+            "--trees",
+            help=f"Of {', '.join(DRAFTED)}, each alone or with {DRAWN}, comma-separated; the first is what others are held against.",
+        ),
+    ] = ",".join(DRAFTED),
     budgets: Annotated[str, typer.Option("--budgets", help="Nodes of a tree, the root counted, comma-separated.")] = "8,16,32,64",
     temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6",
     seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this + i.")] = 0,
+    coupling: options.CouplingOption = None,
+    draws: Annotated[
+        int, typer.Option("--draws", min=1, help="Noises that coupled trees are grown with at a place; the mean counts.")
+    ] = DRAWS,
     model: options.Model = None,
     drafter: options.Drafter = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Tokens a step that trees promise at the same places of the same answers, by policy and budget. The chances of verification are summed
-    up instead of drawn, so that policies compare at any temperature. Ctrl-C shows what there is."""
-    names, sizes = parse_trees(trees), parse_budgets(budgets)
+    """Tokens a step that trees promise at the same places of the same answers, by policy and budget. Above temperature 0 chance is averaged
+    out: over several noises, or over the chances of verification where children are drawn (--coupling residual, or NAME+residual). So
+    policies compare at any temperature. Ctrl-C shows what there is."""
+    names, sizes = parse_trees(trees, options.coupling(coupling)), parse_budgets(budgets)
     items = [(name, size) for name in names for size in sizes]
     requests = [SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed) for value in parse_temperatures(temperatures)]
     asked = spread(load_questions(questions), limit)
@@ -54,7 +63,7 @@ def bench_trees(
     interrupted = True
     try:
         with suppress(KeyboardInterrupt), progress_bar("answers") as progress:
-            for done, _ in enumerate(measure(llm, asked, requests, items, every, results), 1):
+            for done, _ in enumerate(measure(llm, asked, requests, items, every, results, draws), 1):
                 progress("answers", done / (len(asked) * len(requests)))
             interrupted = False
     finally:
@@ -65,7 +74,7 @@ def bench_trees(
             stdout().print(Text(f"in brackets: less that of {names[0]}, and the standard error of the difference, by answers"))
             if json_path is not None:
                 settings = {"questions": "built-in" if questions is None else str(questions), "limit": limit, "max_tokens": max_tokens}
-                settings |= {"every": every, "seed": seed, "drafter": drafter}
+                settings |= {"every": every, "seed": seed, "draws": draws, "drafter": drafter}
                 where = environment(str(llm.model.device), dtype.value)
                 save(json_path, results, names, sizes, {"environment": where, "model": llm.name, "settings": settings})
     if interrupted:

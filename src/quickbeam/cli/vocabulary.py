@@ -12,7 +12,7 @@ import typer
 from quickbeam.bench import report, vocabulary
 from quickbeam.bench.methods import load_runners, parse_methods
 from quickbeam.bench.questions import load_questions, spread
-from quickbeam.bench.run import Results
+from quickbeam.bench.run import begin
 from quickbeam.cli import options
 from quickbeam.cli.bench import Log, carry_out
 from quickbeam.cli.common import progress_bar, stdout
@@ -73,7 +73,7 @@ def bench_vocabulary(
             if not isinstance(found, EagleDrafter):
                 raise InvalidInput("--overlap: only a feature drafter routes beside its layer")
             found.overlap = Overlap(first.llm.model.device, overlap)
-    results = Results(list(runners), vocabulary.FULL, sampled=temperature > 0)
+    results = begin(runners, params, vocabulary.FULL)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
         "limit": limit,
@@ -91,7 +91,7 @@ def bench_vocabulary(
         stdout().print(vocabulary.category_table(results, items, size))
         stdout().print(vocabulary.overall_table(results, items, size))
 
-    carry_out(asked, runners, params, False, log, show, plot_path, lambda path: vocabulary.plot(results, items, size, path))
+    carry_out(asked, runners, False, log, show, plot_path, lambda path: vocabulary.plot(results, items, size, path))
 
 
 def _words(text: str) -> list[str]:

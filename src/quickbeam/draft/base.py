@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from quickbeam.errors import InvalidInput
+from quickbeam.noise import Noise
+from quickbeam.sampling import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
@@ -25,9 +27,10 @@ class Context:
     """What is committed before a step of one sequence.
 
     `ids`: prompt and output so far; the last one becomes the root of the next tree. `logits`: `[vocab]` raw target logits that the last id
-    was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `generator`: what drawn candidates are drawn with
-    (CPU). `states`: what the sources keep of this sequence, by their names. `prices`: what nodes are worth, where that is measured; see
-    `TreePolicy.priced`.
+    was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `noise`: what the answer is drawn with, where drafts
+    may look at it (`noise.py`); `filters`: the request's parameters, where they rule unlikely tokens out; `generator`: what children are
+    drawn with where they may not look at the noise (CPU). `states`: what the sources keep of this sequence, by their names. `prices`: what
+    nodes are worth, where that is measured; see `TreePolicy.priced`.
     """
 
     ids: list[int]
@@ -36,6 +39,18 @@ class Context:
     generator: torch.Generator = field(default_factory=torch.Generator)
     states: dict[str, Any] = field(default_factory=dict)
     prices: Prices | None = None
+    noise: Noise | None = None
+    filters: SamplingParams | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether children may be drawn from a drafter's distribution, to be verified by the residual rule."""
+        return self.temperature > 0 and self.noise is None
+
+    @property
+    def draft_temperature(self) -> float:
+        """Of the distributions that drafters give: 1 where the noise takes care of the request's (`trees/perturbed.py`)."""
+        return self.temperature if self.draws else 1.0
 
     def begin(self, sources: Sequence[Source]) -> Context:
         """Have sources read the text so far; gives itself."""
@@ -178,19 +193,17 @@ class Drafter(Source):
 
     @abstractmethod
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Of each request, laws over the tokens that were scored, of the token after each of its nodes, temperature included.
+        """Of each request, laws over the tokens that were scored, of the token after each of its nodes, at its `draft_temperature`.
 
-        One batched call for all. Each node is asked for at most once a tree, after its parent; the root is the first. At
-        temperature 0 the laws are the drafter's own at temperature 1: they then only say what is likely. A law that is not finite comes
-        as zeros: nothing is proposed there.
+        One batched call for all. Each node is asked for at most once a tree, after its parent; the root is the first. A law that is not
+        finite comes as zeros: nothing is proposed there.
         """
 
 
 def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """`[n, vocab]` float32 laws of a drafter's logits; temperature 0 stands for 1 (see `Drafter.answer`). A row that is not finite is
-    zero."""
+    """`[n, vocab]` float32 laws of a drafter's logits. A row that is not finite is zero."""
     scores = logits.float()
-    if temperature not in (0, 1):  # the peak goes first, and the floor keeps 1/temperature finite in float32, as in `Sampler.law`
+    if temperature != 1:  # the peak goes first, and the floor keeps 1/temperature finite in float32, as in `Sampler.law`
         scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
     law = scores.softmax(-1)
     if law.device.type != "cpu":

@@ -106,7 +106,7 @@ class LMDrafter(Drafter):
             state = self._state(request)
             assert state.shadow is not None
             state.done = len(state.shadow)
-            laws.append(Laws(self._law(passed.logits[-len(request.nodes) :], request.context.temperature)))
+            laws.append(Laws(self._law(passed.logits[-len(request.nodes) :], request.context.draft_temperature)))
         return laws
 
     def _state(self, request: DraftRequest) -> LMState:

@@ -266,7 +266,7 @@ class EagleDrafter(Drafter):
         logits = self._native.logits(feature) if self._native is not None else network.score(feature)
         tokens: Any = network.tokens if network.config.own_head else None
         found = [
-            Laws(law_of(part, request.context.temperature), tokens, self.vocab_size)
+            Laws(law_of(part, request.context.draft_temperature), tokens, self.vocab_size)
             for request, part in zip(requests, logits.split_with_sizes([len(feature) for feature in features]), strict=True)
         ]
         for request in requests:
@@ -285,7 +285,7 @@ class EagleDrafter(Drafter):
         began, state = perf_counter(), self._state(request)
         assert state.shortlist is not None
         logits, tokens = state.shortlist.score(self._features(request, nodes), state.routed[nodes[-1]])
-        law = law_of(logits, request.context.temperature)
+        law = law_of(logits, request.context.draft_temperature)
         state.counted.calls += 1
         state.counted.seconds += perf_counter() - began
         return Laws(law, tokens, self.vocab_size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from quickbeam.draft.base import Context, Source, SourceState
+from quickbeam.noise import Places, Wanted
 
 
 class LastLogits(Source):
@@ -21,12 +22,18 @@ class LastLogits(Source):
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
         """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best first, the root left out.
 
-        Rank 0 is the argmax. Greedy decoding makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere.
+        Where the noise of the next place is known, they are perturbed by it (`trees/perturbed.py`). Rank 0 is the argmax. Greedy decoding
+        makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
             return []
         root = context.ids[-1]
+        if context.noise is not None:  # the place that they guess has its noise, as drafters' children have theirs
+            rows = context.logits.float().softmax(-1)[None].cpu().numpy()
+            places, wanted = Places([len(context.ids)], [0.0], [0.0]), Wanted(context.temperature, k)
+            ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
+            return [(rank, token) for rank, token in enumerate(tokens) if token != root]
         return [(rank, token) for rank, token in enumerate(context.logits.topk(k).indices.tolist()) if token != root]
 
     def candidates(self, context: Context, k: int) -> list[int]:

@@ -2,33 +2,49 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler, draw, most_probable
 from quickbeam.target.batch import Passed
 from quickbeam.tree import TokenTree
-from quickbeam.verify import Verdict, verify_greedy, verify_sampled
+from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
-def first_token(sampler: Sampler, logits: torch.Tensor, generator: torch.Generator) -> int:
-    """The token after a prompt, from raw logits `[vocab]`."""
+class Chance(NamedTuple):
+    """Where a sequence's chance comes from: the `noise` of its places, or `generator` where draws belong to drafts (the residual rule)."""
+
+    noise: Noise | None
+    generator: torch.Generator
+
+
+def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position: int) -> int:
+    """The token after a prompt, which stands at `position`, from raw logits `[vocab]`."""
     if sampler.params.greedy:
         return sampler.best(logits)
-    return draw(sampler.law(logits), generator)
+    if chance.noise is not None:
+        return sampler.emitted(logits, chance.noise, position)
+    return draw(sampler.law(logits), chance.generator)
 
 
-def accept(sampler: Sampler, tree: TokenTree, passed: Passed, generator: torch.Generator) -> Verdict:
-    """The lossless choice of a path (`verify.py`). Laws are made for the nodes it visits only."""
-    logits = passed.logits
+def accept(sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int) -> Verdict:
+    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Laws are made for the nodes it visits only."""
+    logits, noise = passed.logits, chance.noise
 
     def below_root(node: int) -> list[int]:
         return [tree.token[i] for i in tree.path(node)[1:]]
 
     if not sampler.params.greedy:
-        return verify_sampled(tree, lambda node: sampler.law(logits[node], below_root(node)), generator)
+        if noise is None:
+            return verify_residual(tree, lambda node: sampler.law(logits[node], below_root(node)), chance.generator)
+        if logits.device.type != "cpu" and not sampler.params.adjusts_logits and not sampler.params.filters:
+            return verify_equal(tree, sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth]).__getitem__)
+        return verify_equal(tree, lambda node: sampler.emitted(logits[node], noise, position + tree.depth[node], below_root(node)))
     if not sampler.params.adjusts_logits:
         if (known := passed.best) is not None:  # the kernels found them on the way; -1 stands for logits that are not finite
-            return verify_greedy(tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node]))
+            return verify_equal(tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node]))
         if logits.device.type != "cpu":  # one transfer for the whole tree
-            return verify_greedy(tree, most_probable(logits).__getitem__)
-    return verify_greedy(tree, lambda node: sampler.best(logits[node], below_root(node)))
+            return verify_equal(tree, most_probable(logits).__getitem__)
+    return verify_equal(tree, lambda node: sampler.best(logits[node], below_root(node)))

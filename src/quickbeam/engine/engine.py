@@ -19,9 +19,12 @@ from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.engine.turns import Turns
 from quickbeam.errors import InvalidInput
+from quickbeam.noise import PLAIN
 from quickbeam.target.batch import Batch, Draft, Part, Passed
 from quickbeam.target.kv_cache import NoRoom, SequenceCache
 from quickbeam.target.model import Model
+from quickbeam.target.native.noise import NativeLoops
+from quickbeam.target.pages import PagePool
 from quickbeam.tree import TokenTree
 
 MOST_ACTIVE = 32  # sequences side by side
@@ -48,6 +51,7 @@ class Engine:
         if most < 1:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
         self.model, self.lock = model, Turns()
+        self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
         self._arrived: deque[SequenceState] = deque()  # those that no step has seen yet: whoever brings them never waits
         self._cancelled: deque[SequenceState] = deque()  # likewise
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
@@ -75,7 +79,7 @@ class Engine:
                 f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of {limit}: "
                 f"shorten the prompt or ask for at most {max(0, limit - prompt)} tokens"
             )
-        sequence = SequenceState(request)
+        sequence = SequenceState(request, self._loops)
         if (drafter := sequence.drafter) is not None:
             drafter.check_shortlist(request.shortlist)
             drafter.check_length(prompt, most)
@@ -262,7 +266,7 @@ class Engine:
         if sequence.started or sequence.unread:
             return 0
         logits = passed.logits[-1]
-        token = first_token(sequence.request.sampler, logits, sequence.generator)
+        token = first_token(sequence.request.sampler, logits, sequence.chance, len(sequence.ids))
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
         return 0
@@ -278,7 +282,7 @@ class Engine:
         began: float,
     ) -> int:
         """Accept a path of a tree, commit it, emit its tokens; how many."""
-        path, token = accept(sequence.request.sampler, tree, passed, sequence.generator)
+        path, token = accept(sequence.request.sampler, tree, passed, sequence.chance, len(sequence.ids))
         grown, plan, policy = growing.grown, growing.plan, sequence.policy
         assert grown is not None
         grown.learn(tree, path)

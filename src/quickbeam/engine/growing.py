@@ -92,12 +92,12 @@ class Grower:
     def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
         """What its next tree may cost."""
         request, policy = sequence.request, sequence.policy
+        assert sequence.context is not None
         if request.budget is not None:
             return Plan(request.budget)
-        if policy.priced and sequence.params.greedy:
+        if policy.priced and not sequence.context.draws:
             plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
-        assert sequence.context is not None
         plan = self.budget().nodes(sequence.arrival, request.setting, self.load, policy.situation(sequence.context))
         self.load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
         return plan

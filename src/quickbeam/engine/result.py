@@ -59,7 +59,7 @@ class Logprob:
 @dataclass
 class Completion:
     """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`, `interrupted`, or
-    `error`."""
+    `error`. `seed`: what a sampled answer was drawn with, given or not; None at temperature 0."""
 
     text: str
     token_ids: list[int]
@@ -68,6 +68,7 @@ class Completion:
     model: str = ""
     method: str = ""
     logprobs: list[Logprob] | None = None
+    seed: int | None = None
 
     def to_json(self) -> dict[str, object]:
         """The record that `generate --json` prints."""
@@ -78,6 +79,7 @@ class Completion:
             "finish_reason": self.finish_reason,
             "model": self.model,
             "method": self.method,
+            "seed": self.seed,
             "new_tokens": s.new_tokens,
             "steps": s.steps,
             "mean_accepted_tokens": s.mean_accepted_tokens,

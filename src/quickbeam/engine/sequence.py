@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
 from itertools import count
@@ -10,15 +11,18 @@ from typing import Any
 import torch
 
 from quickbeam.draft.base import Context, Drafter, DrafterState
+from quickbeam.engine.accept import Chance
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
-from quickbeam.sampling import Sampler, SamplingParams, logprobs
+from quickbeam.noise import PLAIN, Loops, Noise
+from quickbeam.sampling import COUPLED, Sampler, SamplingParams, logprobs
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.kv_cache import SequenceCache
 from quickbeam.trees.base import TreePolicy
 
-DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer
+DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer,
+CHOICE = 0xD1B54A32D192ED03  # and those of further answers to a prompt from the first one's
 _arrivals = count()
 
 
@@ -26,7 +30,7 @@ class Request:
     """What is asked: a prompt in token ids, how it is answered, and by which method.
 
     `budget`: nodes a tree, the root included; None: the measured budget. `setting`: names the method and all that its drafts depend on, for
-    what is learned. `observer` is told of every step.
+    what is learned. `observer` is told of every step. `choice`: which of several answers to the prompt it is.
     """
 
     def __init__(
@@ -40,9 +44,10 @@ class Request:
         setting: Hashable = None,
         shortlist: Shortlist | None = None,
         observer: Callable[[StepRecord], None] | None = None,
+        choice: int = 0,
     ) -> None:
         self.prompt, self.params, self.policy, self.output, self.sampler = list(prompt), params, policy, output, sampler
-        self.budget, self.setting, self.shortlist, self.observer = budget, setting, shortlist, observer
+        self.budget, self.setting, self.shortlist, self.observer, self.choice = budget, setting, shortlist, observer, choice
 
 
 class SequenceState:
@@ -52,11 +57,11 @@ class SequenceState:
     lives as long as it is running; what stands in `ids`, `output` and the generators outlasts a set-back, after which the rest is computed
     anew. `read`: how many of the `ids` have keys and values.
 
-    A seed makes two generators, one for what is emitted and one for what is drawn while drafting, so that an answer whose drafts are
-    deterministic proposals is plain decoding's own for that seed, and one with drawn drafts repeats.
+    A seed, or one that is drawn where none was given, makes the noise of its places. For the residual rule it makes two generators, one for
+    what is emitted and one for what is drawn while drafting.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
         self.request, self.params, self.policy, self.output = request, request.params, request.policy, request.output
         self.arrival = next(_arrivals)
         self.statistics = Statistics(sources={source.name: SourceCount() for source in request.policy.sources})
@@ -70,13 +75,14 @@ class SequenceState:
         self.chunks: list[Any] = []  # of the prefix cache, that hold the beginning of the ids
         self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
         self.arrived = time.perf_counter()
+        seed = self.params.seed
+        # One that is drawn is this answer's own, so that it repeats it alone.
+        self.seed, choice = (secrets.randbits(63), 0) if seed is None else (seed, request.choice)
         self.generator, self.drafting = torch.Generator(), torch.Generator()
-        if self.params.seed is None:
-            self.generator.seed()
-            self.drafting.seed()
-        else:
-            self.generator.manual_seed(self.params.seed)
-            self.drafting.manual_seed((self.params.seed ^ DRAFTING) % 2**64)
+        self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
+        self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
+        coupled = not self.params.greedy and self.params.coupling == COUPLED
+        self.chance = Chance(Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None, self.generator)
 
     @property
     def over(self) -> bool:
@@ -117,7 +123,8 @@ class SequenceState:
     def begin(self, cache: SequenceCache) -> None:
         """Have sources read the text so far; keys and values come with `cache`."""
         self.cache = cache
-        self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting)
+        self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise)
+        self.context.filters = self.params if self.params.filters else None
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)
@@ -133,6 +140,8 @@ class SequenceState:
             self.cache.release()
         self.cache = self.context = None
         self.chunks, self.edges = [], {}
+        if self.chance.noise is not None:
+            self.chance.noise.forget()
         self.logits = torch.empty(0) if self.over else self.logits.clone()  # not a slice of what a pass gave
 
     def _count_head(self, state: DrafterState) -> None:

@@ -72,6 +72,7 @@ class Stream(Iterator[str]):
             model=self._model,
             method=self._method,
             logprobs=sequence.logprobs,
+            seed=None if sequence.params.greedy else sequence.seed,
         )
 
 

@@ -33,7 +33,7 @@ class TreePolicy(ABC):
     growth's own.
 
     `nested`: the first m nodes of a tree are what a budget of m would have grown, or nearly (where nodes are drawn: have the same law).
-    `priced`: at temperature 0 it heeds `Context.prices` where they are given, and the budget only bounds it.
+    `priced`: unless it draws children it heeds `Context.prices` where they are given, and the budget only bounds it.
     """
 
     sources: Sequence[Source] = ()

@@ -9,7 +9,8 @@ from quickbeam.draft.base import Context, DraftRequest, Laws, Prices
 from quickbeam.tree import TokenTree
 from quickbeam.trees.acceptance import Chances, Printed
 from quickbeam.trees.drafted import DraftedPolicy
-from quickbeam.trees.wide import ROUNDING, Row, likeliest
+from quickbeam.trees.perturbed import proposals
+from quickbeam.trees.wide import ROUNDING, Row
 
 PLAIN = Printed()
 # Best-first search asks for a path's children where this much of its probability would get one in. On our own questions, asking for all
@@ -62,9 +63,9 @@ class Search:
         laws = yield DraftRequest(self._context, seen, [place[one.number] for one in due], gain)
         if laws is None:
             return False
-        rows = likeliest(laws.values, min(width or self._size, self._size), least)
-        for one, (columns, probabilities) in zip(due, rows, strict=True):
-            self.take(one, (laws.names(columns), probabilities), worst)
+        rows = proposals(self._context, laws, [one.depth for one in due], min(width or self._size, self._size), least)
+        for one, row in zip(due, rows, strict=True):
+            self.take(one, row, worst)
         self.best = sorted(self.best)[: self._size]
         return True
 

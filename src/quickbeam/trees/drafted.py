@@ -8,10 +8,14 @@ from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import TreePolicy
 from quickbeam.trees.draws import Draws, drawn, ranked
+from quickbeam.trees.perturbed import proposals
 
 
 class DraftedPolicy(TreePolicy):
-    """Grows from one drafter: its likeliest tokens as certain proposals at temperature 0, draws from its laws above."""
+    """Grows from one drafter: its likeliest tokens as certain proposals, the noise of their places counted in. Where children may not look
+    at the noise (`SamplingParams.coupling`) and the policy has use for them (`draws`), draws from its laws."""
+
+    draws = True
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
@@ -23,13 +27,13 @@ class DraftedPolicy(TreePolicy):
     def ask(
         self, context: Context, tree: TokenTree, nodes: Sequence[int], count: int, least: Sequence[float] | None = None
     ) -> Generator[DraftRequest, Laws | None, list[Draws]]:
-        """The children that each of `nodes` may get: any number above temperature 0. At temperature 0 `count` of them; `least`: for each
-        node, the probability down to which they are wanted."""
+        """The children that each of `nodes` may get: any number of draws, or `count` of the likeliest; `least`: for each node, the
+        probability down to which they are wanted."""
         laws = yield DraftRequest(context, tree, nodes)
         assert laws is not None
-        if context.temperature > 0:
+        if context.draws and self.draws:
             return drawn(laws, context.generator)
-        return ranked(laws, count, least)
+        return ranked(proposals(context, laws, [tree.depth[node] for node in nodes], count, least))
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
         """Fill slot i of `node`; the new node, or `None` where the law gives no further token."""

@@ -1,9 +1,9 @@
 """What a drafter's law gives at a node: an ordered row of children, without replacement. Knows nothing of trees.
 
-Above temperature 0 child i is *drawn* from the law with the tokens of earlier children struck out, renormalised: a uniform number for each,
+A *drawn* child i comes from the law with the tokens of earlier children struck out, renormalised: a uniform number for each,
 laid on the running sum of what is left; or the distinct tokens of independent draws, in the order they first appear, which have just that
 law. (So have the largest of Gumbel-perturbed log-probabilities, but they take a random number for every token of the vocabulary: several
-times the cost of the running sum used here.) At temperature 0 child i is the i-th most probable token.
+times the cost of the running sum used here.) A *certain* child i is the i-th most probable token.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import accumulate
 import torch
 
 from quickbeam.draft.base import Laws
-from quickbeam.trees.wide import Stream, distinct, likeliest, peaks
+from quickbeam.trees.wide import Row, Stream, distinct, peaks
 
 ROUND = 16  # draws that are prepared at once
 TOP = 4  # of a law's likeliest tokens that its peaks are told by
@@ -46,21 +46,11 @@ class Draws:
         self._stream: Stream = stream or iter(())
         self._make_law, self._generator, self._tops = law, generator, tops
         self._left: list[float] = []  # before each draw and after the last, once asked for
-        self._struck: list[int] = []  # tokens that are no draws
-        self._whole = 1.0  # what of the law can be drawn
 
     @cached_property
     def law(self) -> torch.Tensor | None:
         """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
         return None if self._make_law is None else self._make_law()
-
-    def strike(self, token: int) -> None:
-        """Take `token` out of the law, before anything is drawn: another child of the node has it."""
-        assert self.law is not None and not self._tokens
-        taken, tops = float(self.law[token]), self._tops
-        self._struck.append(token)
-        self._whole = max(0.0, self._whole - taken)
-        self._tops = lambda: [value for value in tops() if value != taken]
 
     def worth(self, i: int) -> float:
         """The probability that slot i is reached once the node is; 0 where there is none.
@@ -96,7 +86,7 @@ class Draws:
     def _find(self) -> bool:
         """Take the next token of the stream that was not drawn before."""
         for token, probability in self._stream:
-            if probability > 0 and token not in self._tokens and token not in self._struck:
+            if probability > 0 and token not in self._tokens:
                 self._tokens.append(token)
                 self._probabilities.append(probability)
                 return True
@@ -107,13 +97,13 @@ class Draws:
         if self._generator is None or self.law is None:
             return False
         rest = self.law.clone()
-        rest[[*self._tokens, *self._struck]] = 0.0
+        rest[self._tokens] = 0.0
         (self._stream,) = distinct(rest[None], ROUND, self._generator)
         return True
 
     def _mass_left(self, count: int) -> list[float]:
         """What of the law is not drawn yet, before each of the first `count` draws and after them."""
-        return list(accumulate(self._probabilities[:count], lambda left, p: max(0.0, left - p), initial=self._whole))
+        return list(accumulate(self._probabilities[:count], lambda left, p: max(0.0, left - p), initial=1.0))
 
 
 def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
@@ -126,6 +116,6 @@ def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
     ]
 
 
-def ranked(laws: Laws, count: int, least: Sequence[float] | None = None) -> list[Draws]:
-    """The `count` most probable tokens of each law as certain children. `least`: see `likeliest_plain`."""
-    return [Draws(laws.names(row[0]), row[1]) for row in likeliest(laws.values, count, least)]
+def ranked(rows: Sequence[Row]) -> list[Draws]:
+    """The likeliest tokens of each law as certain children, the likeliest first."""
+    return [Draws(*row) for row in rows]

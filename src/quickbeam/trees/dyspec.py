@@ -18,7 +18,6 @@ from quickbeam.trees.draws import Draws
 
 PEAK = 0.6  # the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on our own questions, 0.33 at 1)
 FINDS = 2  # nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen on our own questions
-FIRST = -1  # the place of a certain child that is tried before all draws
 
 
 class Slot(NamedTuple):
@@ -26,14 +25,6 @@ class Slot(NamedTuple):
     missed: float  # minus the probability that it is reached
     node: int
     place: int  # which child
-
-
-class Sure(NamedTuple):
-    """A certain child to be tried before all draws of its node: its token, who proposes it, how likely it is accepted."""
-
-    token: int
-    source: str
-    chance: float
 
 
 class Slots:
@@ -49,7 +40,6 @@ class Slots:
         self._policy, self._context, self._chances = policy, context, chances
         self._budget, self._max_depth = budget, max_depth
         self._heap: list[Slot] = []
-        self._sure: dict[int, Sure] = {}
         self._draws: dict[int, Draws] = {}
         self._seen: set[int] = set()  # nodes whose laws have had their turn
 
@@ -57,10 +47,8 @@ class Slots:
         """Fill slots to the budget."""
         self._open(0)
         while self._heap and len(self.tree) < self._budget:
-            _, _, node, place = slot = self._heap[0]
-            if place == FIRST:
-                self._fill_sure(slot)
-            elif node not in self._draws:
+            _, _, node, _ = slot = self._heap[0]
+            if node not in self._draws:
                 yield from self._ask()
             elif node not in self._seen:  # its law is there: now it is known what its first draw is worth
                 self._seen.add(node)
@@ -69,44 +57,20 @@ class Slots:
                 self._fill_draw(heappop(self._heap))
         return self.tree
 
-    def sure(self, node: int) -> Sure | None:
-        """What to try before the draws of a new node, by the tokens down to it."""
-        return None
-
-    def placed(self, node: int) -> None:
-        """Its parent's `sure` became this node."""
-
     def _open(self, node: int) -> None:
         """The first slot of a new node."""
         if self.tree.depth[node] == self._max_depth:
             return
         reached, first = self.tree.value[node], self._chances.slot(0, PEAK)
-        sure = self.sure(node)
-        if sure is None:
-            heappush(self._heap, Slot(-reached * first, -reached, node, 0))
-        else:
-            self._sure[node] = sure
-            worth = max(sure.chance, (1 - sure.chance) * first)  # the draws wait behind it
-            heappush(self._heap, Slot(-reached * worth, -reached, node, FIRST))
-
-    def _fill_sure(self, slot: Slot) -> None:
-        """Fill the slot of a certain child."""
-        token, source, chance = self._sure[slot.node]
-        new = self.tree.add(slot.node, token, source, -slot.missed * chance)
-        self.placed(new)
-        left = -slot.missed * (1 - chance)
-        heapreplace(self._heap, Slot(-left * self._chances.slot(0, PEAK), -left, slot.node, 0))
-        self._open(new)
+        heappush(self._heap, Slot(-reached * first, -reached, node, 0))
 
     def _ask(self) -> Generator[DraftRequest, Laws | None, None]:
         """Ask for the nodes whose first draws are among the best of the heap, as many as there are nodes left to add."""
         free = self._budget - len(self.tree)
-        best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws and slot.place != FIRST]
+        best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws]
         due = list(dict.fromkeys(self._askable(node) for node in best))
         found = yield from self._policy.ask(self._context, self.tree, due, free)
         for node, draws in zip(due, found, strict=True):
-            if node in self._sure:
-                draws.strike(self._sure[node].token)
             self._draws[node] = draws
 
     def _askable(self, node: int) -> int:
@@ -167,12 +131,12 @@ class Promises:
 
 
 class DySpec(DraftedPolicy):
-    """Above temperature 0, Alg. 1: a heap of open slots, the best of which is filled (`Slots`). At temperature 0, best-first search
-    (App. D.1): the tree is the likeliest paths, by the product of their chances. Nodes stand in order of worth.
+    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of their chances. Where children are drawn
+    (`--coupling residual`), Alg. 1: a heap of open slots, the best of which is filled (`Slots`). Nodes stand in order of worth.
 
     As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`acceptance.Printed`). That makes trees too wide:
     a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `acceptance.Measured`, the
-    default, goes by what was accepted, and `acceptance.Likeliest` does at temperature 0. Slots are chosen by what is known before their
+    default, goes by what was accepted, and `acceptance.Likeliest` does in the search. Slots are chosen by what is known before their
     tokens are: that keeps sampling exact.
 
     The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law
@@ -184,7 +148,7 @@ class DySpec(DraftedPolicy):
       a child among them, and are at least `FRACTION` as likely as the best of these, until there is none. So few of the likeliest paths
       are missed, those below a path that barely got in.
 
-    The paper's budget is a number of nodes. With `Context.prices`, at temperature 0, the tree ends where the next likeliest path promises
+    The paper's budget is a number of nodes. With `Context.prices` the tree in the search ends where the next likeliest path promises
     less than a node's price, and no call is made for nodes that promise less than a call's (`Promises`: how much of it to believe).
     """
 
@@ -199,8 +163,8 @@ class DySpec(DraftedPolicy):
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         if budget < 2 or max_depth < 1:
             return Grown(TokenTree(context.ids[-1]))
-        if context.temperature > 0:
-            slots = self._slots(context, budget, max_depth)
+        if context.draws and self.draws:
+            slots = Slots(self, context, budget, max_depth, self.chances)
             tree = yield from slots.fill()
             return Grown(tree, partial(self._learn_drawn, slots))
         search = self._search(context, budget - 1, max_depth)
@@ -233,9 +197,6 @@ class DySpec(DraftedPolicy):
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
         return Search(self, context, size, self.likeliest)
-
-    def _slots(self, context: Context, budget: int, max_depth: int) -> Slots:
-        return Slots(self, context, budget, max_depth, self.chances)
 
     def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
         """From a tree of certain children."""

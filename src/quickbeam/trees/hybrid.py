@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import NamedTuple
 
 from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws
 from quickbeam.draft.ngram import Ngram, NgramIndex
 from quickbeam.tree import TokenTree
 from quickbeam.trees.best_first import Candidate, Search
-from quickbeam.trees.dyspec import PEAK, DySpec, Slots, Sure
+from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.wide import Row
 
 LONGEST = 16  # tokens of a continuation at most
@@ -116,63 +115,18 @@ class HybridSearch(Search):
         self.best = sorted(self.best + chain)[: self._size]
 
 
-class Chain(NamedTuple):
-    """Tokens that continue the text, which has been repeating itself for `length` tokens before them."""
-
-    tokens: Sequence[int]
-    length: int
-
-
-class HybridSlots(Slots):
-    """Slots in which a continuation of the text is tried before the draws of its node. `lengths`: by node that continues the text, how long
-    it had repeated itself before."""
-
-    def __init__(self, policy: DySpec, context: Context, budget: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
-        super().__init__(policy, context, budget, max_depth, policy.chances)
-        self.lengths: dict[int, int] = {}
-        self._chains: dict[int, Chain] = {}  # what may follow a node
-        self._ngram, self._repeats = ngram, repeats
-
-    def sure(self, node: int) -> Sure | None:
-        chain = self._chains.get(node) or self._found(node)
-        if chain is None or not chain.tokens:
-            return None
-        chance = self._repeats.chance(chain.length)
-        if chance < self._chances.slot(1, PEAK):
-            return None
-        self._chains[node] = chain
-        return Sure(chain.tokens[0], Ngram.name, chance)
-
-    def placed(self, node: int) -> None:
-        tokens, length = self._chains[self.tree.parent[node]]
-        self.lengths[node] = length
-        self._chains[node] = Chain(tokens[1:], length + 1)
-
-    def _found(self, node: int) -> Chain | None:
-        """How the text went on after what stands down to `node`."""
-        guessed = [self.tree.token[one] for one in self.tree.path(node)[1:]]
-        tail = [*self._context.ids[-self._ngram.max_n :], *guessed][-self._ngram.max_n :]
-        match = self._ngram.match(tail)
-        if match is None or (guessed and match.length < SURE):
-            return None
-        length = match.length if guessed else self._ngram.extent(match, LONGEST)
-        return Chain(self._ngram.continuation(match, LONGEST, guessed), length)
-
-
 class Hybrid(DySpec):
-    """At temperature 0, `DySpec`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
+    """`DySpec`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
     source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
     long, the drafter is not asked at all.
-
-    Above temperature 0 a continuation is a certain child that is tried before its node's draws, which are then drawn from the drafter's law
-    with its token struck out. With a its chance and s_0, s_1 those of a first and a second draw, it is worth its node where
-    a + (1 - a) s_0 >= s_0 + (1 - s_0) s_1, that is a >= s_1. All of that is known before a draw of that node is: sampling stays exact.
     """
+
+    draws = False
 
     def __init__(self, drafter: Drafter, ngram: Ngram) -> None:
         super().__init__(drafter)
         self.sources = (drafter, ngram)
-        self.repeats, self.sampled_repeats = Repeats(), Repeats()  # at temperature 0, and above
+        self.repeats = Repeats()
 
     def situation(self, context: Context) -> int:
         index: NgramIndex = context.states[Ngram.name]
@@ -182,18 +136,10 @@ class Hybrid(DySpec):
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
         return HybridSearch(self, context, size, max_depth, context.states[Ngram.name], self.repeats)
 
-    def _slots(self, context: Context, budget: int, max_depth: int) -> Slots:
-        return HybridSlots(self, context, budget, max_depth, context.states[Ngram.name], self.sampled_repeats)
-
     def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
         assert isinstance(search, HybridSearch)
         _observe(self.repeats, search.repeating, tree, path)
         super()._learn(search, tree, path, asked)
-
-    def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
-        assert isinstance(slots, HybridSlots)
-        _observe(self.sampled_repeats, slots.lengths, tree, path)
-        super()._learn_drawn(slots, tree, path)
 
     def _drafted(self, search: Search, nodes: Sequence[int]) -> list[int]:
         assert isinstance(search, HybridSearch)

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
 
 import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
@@ -16,7 +16,7 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1
+VERSION = 2
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 
@@ -63,6 +63,12 @@ class Call(Structure):
     _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
 
 
+class Place(Structure):
+    """`Place` of noise.h."""
+
+    _fields_ = (("peak", c_void_p), ("owner", c_void_p), ("position", c_int64), ("least", c_double), ("floor", c_double))
+
+
 class Kernels:
     """The functions of one library. `name`: its instruction set. Raises `build.CannotBuild` for one that does not fit or can't be used."""
 
@@ -91,6 +97,14 @@ class Kernels:
         self.move.argtypes, self.move.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64), None
         self.read = library.qb_read
         self.read.argtypes, self.read.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p), None
+        self.philox = library.qb_philox
+        self.philox.argtypes, self.philox.restype = (c_void_p, c_int64, c_uint32, c_uint32, c_void_p), None
+        self.perturb = library.qb_perturb
+        self.perturb.argtypes = (
+            *(c_void_p, c_int64, c_void_p, c_int64, POINTER(Place), c_double, c_double, c_int64, c_uint32, c_uint32, c_int64),
+            *(c_void_p, c_void_p),
+        )
+        self.perturb.restype = c_int64
 
 
 @functools.cache

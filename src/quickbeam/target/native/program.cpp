@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "noise.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -386,7 +387,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 1; }
+int64_t qb_version() { return 2; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -476,6 +477,15 @@ void qb_read(uint16_t* const* pages, const int64_t* shape, int64_t count, uint16
       for (int64_t i = 0; i < kv.key_dim; ++i) keys[(h * count + o) * kv.key_dim + i] = k[i / 2 * 32 + i % 2];
       for (int64_t i = 0; i < kv.value_dim; ++i) values[(h * count + o) * kv.value_dim + i] = v[i / 16 * qb::PAGE * 16 + i % 16 * 2];
     }
+}
+
+void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1, uint64_t* words) {
+  qb::philox(counter, n, key0, key1, words);
+}
+
+int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Place* place, double temperature,
+                   double cut, int64_t choice, uint32_t key0, uint32_t key1, int64_t wanted, int64_t* column, double* chance) {
+  return qb::perturb(row, columns, token, chunks, *place, temperature, cut, choice, key0, key1, wanted, column, chance);
 }
 
 }  // extern "C"

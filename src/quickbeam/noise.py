@@ -1,0 +1,197 @@
+"""The noise of a place: what chance gives to each token of the vocabulary, by seed, choice and position, and by nothing else.
+
+At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution there,
+
+    emitted  =  argmax over x of  log p(x) + g(x)
+
+is an exact draw from p (the Gumbel-max trick). The numbers belong to the place, not to a draft: whatever was drafted, in whichever batch,
+the same token is emitted (drafter-invariant sampling; Daliri, Musco and Suresh, 2408.07978).
+
+They come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is the seed, its counter names the place, so that
+any number is found without the ones before it, on any device, whatever the vocabulary is padded to. So that few tokens have to be looked
+at, the largest number of each 64 neighbouring tokens is known first. With e(x) = exp(-g(x)), which is exponential,
+
+    the least e of 64 tokens  =  an exponential number / 64;   whose it is, is uniform;
+    the e of each of the others  =  that least one + an exponential number of its own,
+
+which is how 64 independent exponential numbers are distributed (they have no memory). A chunk whose largest log p and largest g don't reach
+the best sum found elsewhere needs no look.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+
+CHUNK = 64  # tokens whose largest number is known without looking at each
+AHEAD = 8  # places whose chunks are prepared at once
+HELD = 32  # places that are kept
+PEAK, TOKEN = 0, 1  # the last word of a counter: what the number is for
+_FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # what the key grows by each round
+_LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
+ROUNDS = 10
+
+
+def philox(counter: Array, key: tuple[int, int]) -> Array:
+    """Philox4x32-10: 4 random words `[4, n]` for each counter of `[4, n]` words. Words are 32 bits, in uint64; `key`: two words."""
+    even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)  # words 0 and 2, words 1 and 3
+    keys = np.array([[key[0]], [key[1]]], dtype=np.uint64)
+    for turn in range(ROUNDS):
+        if turn:
+            keys = (keys + _STEPS) & _LOW
+        product = even * _FACTORS
+        even = (product >> _HALF)[::-1] ^ odd ^ keys
+        odd = (product & _LOW)[::-1]
+    return np.stack((even[0], odd[0], even[1], odd[1]))
+
+
+def uniform(high: Array, low: Array) -> Array:
+    """Numbers between 0 and 1, neither included: the middles of 2^52 equal parts, from two words each."""
+    whole = (high << np.uint64(20)) | (low >> np.uint64(12))
+    found: Array = (whole.astype(np.float64) + 0.5) * 2.0**-52
+    return found
+
+
+Row = tuple[list[int], list[float]]  # columns, and their chances
+CUT = 0.02  # of about the likeliest token: what is less likely than that, or than a quarter of the floor, is not looked at
+USUAL = 2.3  # exp(-g) is below that 9 times in 10
+TINY = 2.0**-120
+
+
+class Wanted(NamedTuple):
+    """Of each row `most` tokens at most, at a `temperature`."""
+
+    temperature: float
+    most: int
+
+
+class Places(NamedTuple):
+    """Of each row of probabilities its position, the least probability that counts, and what the chance of a token must be above."""
+
+    positions: Sequence[int]
+    least: Sequence[float]
+    floors: Sequence[float]
+
+
+class Loops:
+    """The loops over many numbers, in NumPy: the reference of those in `target/native`."""
+
+    def philox(self, counter: Array, key: tuple[int, int]) -> Array:
+        """`philox` of counters `[4, n]`, each row of them whole."""
+        return philox(counter, key)
+
+    def perturb(self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
+        """See `Noise.perturb`."""
+        spots, sizes = list[Array](), list[int]()
+        for q, position, least, floor in zip(rows, *places, strict=True):
+            lifts = np.exp(wanted.temperature * noise.peaks(position)[0]).astype(np.float32)  # no token's is larger than its chunk's
+            lifted = q * (np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK])
+            bar = max(float(max(CUT, floor / 4) * USUAL**-wanted.temperature * q.max(initial=0.0)), TINY)
+            spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
+            sizes.append(len(spots[-1]))
+        columns = np.concatenate(spots)
+        gumbels = noise.of(columns if tokens is None else tokens[columns], np.repeat(np.array(places.positions), sizes))
+        found, first = list[Row](), 0
+        for q, spot, size, floor in zip(rows, spots, sizes, places.floors, strict=True):
+            chances = q[spot] * np.exp(wanted.temperature * gumbels[first : first + size])
+            first += size
+            chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
+            order = np.argsort(-chances, kind="stable")[: wanted.most]
+            order = order[chances[order] > floor]
+            found.append((spot[order].tolist(), chances[order].tolist()))
+        return found
+
+
+PLAIN = Loops()
+
+
+class Noise:
+    """The Gumbel numbers of one answer. `seed`: any integer, of which 64 bits count; `choice`: which of several answers to one prompt.
+    `vocab`: how many tokens there are; a token's number does not depend on it. `loops`: who carries the long ones out."""
+
+    def __init__(self, seed: int, choice: int, vocab: int, loops: Loops = PLAIN) -> None:
+        self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
+        self.key = self.seed & 0xFFFFFFFF, self.seed >> 32
+        self._chunks = -(-vocab // CHUNK)
+        self._places: OrderedDict[int, tuple[Array, Array]] = OrderedDict()
+
+    def peaks(self, position: int) -> tuple[Array, Array]:
+        """The largest number of each chunk at a position `[chunks]`, and the token that has it `[chunks]`, which may lie beyond the
+        vocabulary. Positions count the tokens of prompt and answer from 0."""
+        if position not in self._places:
+            places = [at for at in range(position, position + AHEAD) if at not in self._places]
+            index = np.arange(self._chunks, dtype=np.uint64)
+            words = self._words(np.tile(index, len(places)), np.repeat(np.array(places, dtype=np.uint64), len(index)), PEAK)
+            largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK).reshape(len(places), -1)
+            whose = (words[2] >> np.uint64(26)).reshape(len(places), -1) + index * np.uint64(CHUNK)
+            self._places.update(zip(places, zip(largest, whose.astype(np.int64), strict=True), strict=True))
+            while len(self._places) > HELD:
+                self._places.popitem(last=False)
+        return self._places[position]
+
+    def of(self, tokens: Array, positions: Array) -> Array:
+        """The numbers of `tokens` `[n]`, each at its own of `positions` `[n]`."""
+        words = self._words(tokens.astype(np.uint64), positions.astype(np.uint64), TOKEN)
+        more = -np.log1p(-uniform(words[0], words[1]))
+        largest, whose = np.empty(len(tokens)), np.empty(len(tokens), dtype=np.int64)
+        for position in set(positions.tolist()):
+            here = positions == position
+            peaks, owners = self.peaks(position)
+            chunks = tokens[here] // CHUNK
+            largest[here], whose[here] = peaks[chunks], owners[chunks]
+        found: Array = np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
+        return found
+
+    def perturb(self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
+        """Of each of `[m, s]` probabilities (float32) the likeliest columns by probability * exp(temperature * number), made a distribution
+        again, the likeliest first. `tokens` `[s]`: of the columns; None where column i is token i.
+
+        Tokens far less likely than the likeliest are left out unseen, and count in the sum as if their number was 0.
+        """
+        return self.loops.perturb(self, rows, tokens, places, wanted)
+
+    def forget(self) -> None:
+        """Keep no place: no number is lost by it."""
+        self._places.clear()
+
+    def _words(self, first: Array, positions: Array, purpose: int) -> Array:
+        counter = np.empty((4, len(first)), dtype=np.uint64)
+        counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
+        return self.loops.philox(counter, self.key)
+
+
+LIKELY = 8  # chunks that are looked at first
+
+
+def largest(scores: Array, noise: Noise, position: int, scale: float = 1.0) -> int:
+    """The token with the largest `scale * scores[token]` + noise, of `[vocab]` scores at a position. Minus infinity never wins, unless
+    there is nothing else. Exact: chunks are left out only where they can't hold it."""
+    whole = len(scores) // CHUNK * CHUNK
+    tops = scores[:whole].reshape(-1, CHUNK).max(1)
+    if whole < len(scores):
+        tops = np.append(tops, scores[whole:].max())
+    bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
+    first = np.argpartition(-bounds, LIKELY)[:LIKELY] if len(bounds) > LIKELY else np.arange(len(bounds))
+    best, token = _best_of(scores, noise, position, scale, first)
+    bounds[first] = -np.inf
+    others = (bounds > best).nonzero()[0]
+    if len(others):
+        found, other = _best_of(scores, noise, position, scale, others)
+        if found > best:
+            return other
+    return token
+
+
+def _best_of(scores: Array, noise: Noise, position: int, scale: float, chunks: Array) -> tuple[float, int]:
+    tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
+    tokens = tokens[tokens < len(scores)]
+    sums = scores[tokens].astype(np.float64) * scale + noise.of(tokens, np.full(len(tokens), position))
+    best = int(sums.argmax())
+    return float(sums[best]), int(tokens[best])

@@ -1,0 +1,252 @@
+"""Coupled sampling: what is emitted belongs to the place, whatever was drafted: pytest tests/test_coupled.py"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+
+from drafters import KnownDrafter, context_of, grow
+from quickbeam.draft.base import Context, Laws
+from quickbeam.draft.ngram import Ngram
+from quickbeam.errors import QuickbeamError
+from quickbeam.noise import Noise
+from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.hybrid import Hybrid
+from quickbeam.trees.perturbed import perturbed_plain, proposals, ruled_out_below
+from quickbeam.verify import verify_equal
+from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree
+
+V = 6
+FILTERS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "top-k": {"top_k": 3},
+    "top-p": {"temperature": 1.5, "top_p": 0.8},
+    "min-p": {"temperature": 1.5, "min_p": 0.2},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+    "bias": {"logit_bias": {1: 1.5, 4: -math.inf}},
+    "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "logit_bias": {2: 1.0}},
+    "bans": {"bad_words": ["x"], "min_tokens": 2},
+}
+
+
+def params_of(name: str) -> SamplingParams:
+    return SamplingParams(**{"temperature": 1.0, **FILTERS[name]})  # type: ignore[arg-type]
+
+
+def sampler_of(params: SamplingParams) -> Sampler:
+    return Sampler(params, [0], V, ends=[5], bad=[[3], [1, 2]] if params.bad_words else ())
+
+
+def logits_of(model: ToyModel, context: Sequence[int]) -> torch.Tensor:
+    return model.target(context).log()
+
+
+def answer(model: ToyModel, params: SamplingParams, noise: Noise, length: int, draft: Callable[[list[int]], TokenTree]) -> list[int]:
+    """An answer to [0], by trees and the noise of places."""
+    sampler, context = sampler_of(params), [0]
+    while len(context) <= length:
+        tree = draft(context)
+        path, token = verify_equal(
+            tree,
+            lambda node: sampler.emitted(
+                logits_of(model, [*context, *path_tokens(tree, node)]),  # noqa: B023 (called here only)
+                noise,
+                len(context) + tree.depth[node],  # noqa: B023
+                path_tokens(tree, node),  # noqa: B023
+            ),
+        )
+        new = [*path_tokens(tree, path[-1]), token]
+        sampler.extend(new)
+        context += new
+    return context[1 : length + 1]
+
+
+def plainly(context: list[int]) -> TokenTree:
+    return TokenTree(context[-1])
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_plain_sampling_has_the_targets_law(name: str) -> None:
+    """Three tokens, for every filter, by seeds one after another."""
+    model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
+    counts = Counter(tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500))
+
+    def law(context: Sequence[int]) -> torch.Tensor:
+        sampler = sampler_of(params)
+        sampler.extend(context[1:])
+        return sampler.law(logits_of(model, context))
+
+    assert chi_square(counts, exact_law(law, V)) > 1e-3
+
+
+@pytest.mark.parametrize("mistake", ["one place", "one seed"])
+def test_noise_that_is_used_twice_is_found_out(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    of, peaks = Noise.of, Noise.peaks
+    if mistake == "one place":  # two places of an answer share their noise
+        monkeypatch.setattr(Noise, "of", lambda self, tokens, positions: of(self, tokens, positions // 2))
+        monkeypatch.setattr(Noise, "peaks", lambda self, position: peaks(self, position // 2))
+    else:  # seeds that differ in their high bits only share it
+        monkeypatch.setattr(Noise, "__init__", seedless(Noise.__init__))
+    with pytest.raises(AssertionError):
+        test_plain_sampling_has_the_targets_law("plain")
+
+
+def seedless(begin: Callable[..., None]) -> Callable[..., None]:
+    return lambda self, seed, choice, vocab: begin(self, seed // 16, choice, vocab)
+
+
+def residual_answers(model: ToyModel, seeds: int, shared: bool) -> Counter[tuple[int, ...]]:
+    """First tokens by the residual rule, of a drafter's one child. `shared`: what is left is drawn with the noise that the child was drawn
+    with, as was done elsewhere; it tells which of the other tokens had little luck."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    sampler, p, q = Sampler(SamplingParams(temperature=1.0), [0], V), model.target([0]), model.draft([0])
+    rest = (p - q).clamp(min=0).log()
+    for seed in range(seeds):
+        noise, chance = Noise(seed, 0, V), random.Random(seed)
+        child = sampler.emitted(q.log(), noise, 1)
+        accepted = chance.random() < float(p[child] / q[child])
+        counts[(child if accepted else sampler.emitted(rest, noise if shared else Noise(seed, 1, V), 1),)] += 1
+    return counts
+
+
+def test_noise_shared_with_the_residual_rule_is_found_out() -> None:
+    model = ToyModel(V, seed=1, noise=2.0, zeros=0.0)
+    law = exact_law(model.target, V, 1)
+    assert chi_square(residual_answers(model, 12_000, False), law) > 1e-3
+    assert chi_square(residual_answers(model, 12_000, True), law) < 1e-6
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_tree_changes_an_answer(name: str) -> None:
+    """Random trees, whose nodes were drawn with any noise or none, the place's own included."""
+    params, rng, accepted = params_of(name), random.Random(1), 0
+    for seed in range(30):
+        model, noise = ToyModel(V, seed=seed, zeros=0.0), Noise(seed, 0, V)
+        plain = answer(model, params, noise, 12, plainly)
+
+        def drafted(context: list[int]) -> TokenTree:
+            nonlocal accepted
+            tree = random_tree(model, context, rng)  # noqa: B023 (called in this round only)
+            node = 0
+            for token in plain[len(context) - 1 : len(context) + 1 if rng.random() < 0.5 else 0]:  # noqa: B023
+                node = found if (found := tree.child(node, token)) is not None else tree.add(node, token, "known")
+                accepted += 1
+            return tree
+
+        assert answer(model, params, noise, 12, drafted) == plain
+    assert accepted > 100
+
+
+def law_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
+    return lambda context: model.draft(context)
+
+
+@pytest.mark.parametrize("name", [*DRAFTED, "hybrid"])
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name: str, temperature: float) -> None:
+    steps = tokens = 0
+    params = SamplingParams(temperature=temperature)
+    for seed in range(12):
+        model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
+        drafter = KnownDrafter(law_of_text(model))
+        policy = Hybrid(drafter, ngram := Ngram()) if name == "hybrid" else DRAFTED[name](drafter)
+
+        def drafted(context: list[int]) -> TokenTree:
+            nonlocal steps
+            steps += 1
+            where = Context(list(context), torch.zeros(V), temperature, noise=noise)  # noqa: B023 (called in this round only)
+            if name == "hybrid":
+                where.states[Ngram.name] = ngram.begin(context)
+            return grow(policy, where, 8, 6).tree  # noqa: B023
+
+        plain = answer(model, params, noise, 24, plainly)
+        assert answer(model, params, noise, 24, drafted) == plain
+        tokens += len(plain)
+    assert tokens / steps > 1.5
+
+
+def perturbed(laws: Laws, noise: Noise, positions: Sequence[int], temperature: float, count: int, least=None, filters=None) -> list:
+    """Children at positions of one text."""
+    context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
+    return proposals(context, laws, [position - 1 for position in positions], count, least)
+
+
+def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
+    torch.manual_seed(0)
+    laws = (3 * torch.randn(5, 1000)).softmax(-1)
+    noise, positions = Noise(4, 0, 1000), [3, 4, 4, 9, 70]
+    for temperature in (0.3, 0.6, 1.0):
+        rows = perturbed(Laws(laws), noise, positions, temperature, 8)
+        for law, position, (tokens, chances) in zip(laws, positions, rows, strict=True):
+            whole = perturbed_plain(law, noise, position, temperature)
+            best = whole.topk(len(tokens))
+            assert tokens == best.indices.tolist()
+            assert np.allclose(chances, best.values, rtol=0.25)  # what is not looked at counts about
+        assert [len(row[0]) for row in perturbed(Laws(laws), noise, positions, temperature, 8, [0.0, 1.0, 0.0, 2.0, 0.0])][1::2] == [0, 0]
+
+
+def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
+    torch.manual_seed(0)
+    law, tokens = (3 * torch.randn(1, 1000)).softmax(-1), torch.randperm(1000)[:300]
+    part = law[:, tokens] / law[:, tokens].sum()
+    dense = torch.zeros(1, 1000).index_copy_(1, tokens, part)
+    noise = Noise(4, 0, 1000)
+    ((found, chances),) = perturbed(Laws(part, tokens, 1000), noise, [5], 0.8, 10)
+    ((expected, others),) = perturbed(Laws(dense), noise, [5], 0.8, 10)
+    assert found == expected and np.allclose(chances, others, rtol=1e-5)
+
+
+def test_chances_of_children_come_true() -> None:
+    """The model of `trees/perturbed.py`: a target whose logits are the drafter's and a Gumbel error of scale 1."""
+    rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
+    sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)
+    for seed in range(count):
+        drafted = torch.from_numpy(1.5 * rng.standard_normal(50)).float()
+        target, noise = drafted + torch.from_numpy(rng.gumbel(size=50)).float(), Noise(seed, 0, 50)
+        (((token, *_), (chance, *_)),) = perturbed(Laws(drafted.softmax(-1)[None]), noise, [2], 0.7, 3)
+        right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + chance
+    assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
+
+
+@pytest.mark.parametrize("vocab", [40, 64, 700, 3000])
+@pytest.mark.parametrize("likely", [1, 8])
+def test_all_nodes_at_once_emit_what_each_does(vocab: int, likely: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of accelerators, whose logits are far away."""
+    monkeypatch.setattr("quickbeam.sampling.LIKELY", likely)
+    torch.manual_seed(vocab)
+    for temperature in (0.3, 1.0):
+        sampler, noise = Sampler(SamplingParams(temperature=temperature), [0], vocab), Noise(vocab, 0, vocab)
+        logits = (2 * torch.randn(60, vocab)).bfloat16()
+        logits[:, 3:9] = -math.inf
+        positions = [i // 3 for i in range(60)]
+        expected = [sampler.emitted(row, noise, position) for row, position in zip(logits, positions, strict=True)]
+        assert sampler.emitted_all(logits, noise, positions) == expected
+    logits[7, vocab // 2] = math.nan
+    with pytest.raises(QuickbeamError, match="NaN"):
+        sampler.emitted_all(logits, noise, positions)
+
+
+def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
+    law = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
+    for filters, kept in (({"top_p": 0.8}, 3), ({"top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"top_p": 0.8, "top_k": 2}, 2)):
+        params = SamplingParams(temperature=1.0, **filters)
+        assert ruled_out_below(law[0].numpy(), params) == law[0, kept - 1]
+        for seed in range(20):
+            ((tokens, _),) = perturbed(Laws(law), Noise(seed, 0, 64), [1], 1.0, 64, None, params)
+            assert set(tokens) <= set(range(kept + 1))  # and one more, as the target may see it otherwise
+    cold = SamplingParams(temperature=0.5, top_p=0.8)
+    assert ruled_out_below(law[0].numpy(), cold) == 0.25
+
+
+def test_a_law_of_zeros_proposes_nothing() -> None:
+    assert perturbed(Laws(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [([], []), ([], [])]
+    assert context_of([1], 1.0).draws and not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
