@@ -6,12 +6,15 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from drafters import KnownDrafter, context_of, grow
+from quickbeam import LLM
 from quickbeam.draft.base import Context, Laws
 from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import QuickbeamError
@@ -250,3 +253,19 @@ def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
 def test_a_law_of_zeros_proposes_nothing() -> None:
     assert perturbed(Laws(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [([], []), ([], [])]
     assert context_of([1], 1.0).draws and not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: Path) -> None:
+    """All methods, with all that may change the law, three answers side by side."""
+    messages = [{"role": "user", "content": "List the days of the week twice, then say which one you like."}]
+    with LLM() as llm:
+        plain = SamplingParams(max_tokens=24, temperature=temperature, seed=1, n=3, ignore_eos=True)
+        bias = {llm.tokenizer.encode(" Monday")[0]: -math.inf, llm.tokenizer.encode(" day")[0]: 2.0}
+        full = replace(plain, top_p=0.9, min_p=0.05, repetition_penalty=1.1, logit_bias=bias)
+        for params in (plain, full):
+            expected = [answer.token_ids for answer in llm.chat(messages, params, method="ar")]
+            assert len({tuple(tokens) for tokens in expected}) == 3
+            for method in ("logitspec", "dyspec", "specinfer", "auto"):
+                assert [answer.token_ids for answer in llm.chat(messages, params, method=method)] == expected

@@ -8,7 +8,7 @@ from scipy import stats
 
 from kernels import every_set, load
 from quickbeam import noise
-from quickbeam.noise import CHUNK, Noise, Places, Wanted, largest, philox, uniform
+from quickbeam.noise import CHUNK, Noise, Places, Wanted, philox, uniform
 from quickbeam.target.native.noise import NativeLoops
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
@@ -53,12 +53,12 @@ def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent() -> None:
 
 def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails where others than the largest have no number of their own."""
-    own = Noise._words
+    own = Noise.words
 
     def shared(self: Noise, first: np.ndarray, positions: np.ndarray, purpose: int) -> np.ndarray:
         return own(self, first // CHUNK if purpose == noise.TOKEN else first, positions, purpose)
 
-    monkeypatch.setattr(Noise, "_words", shared)
+    monkeypatch.setattr(Noise, "words", shared)
     with pytest.raises(AssertionError):
         test_numbers_are_gumbels_and_those_of_a_chunk_are_independent()
 
@@ -99,15 +99,15 @@ def test_few_places_are_kept() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700, 5000])
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
-def test_largest_is_the_largest_of_all(vocab: int, scale: float) -> None:
+def test_largest_is_the_largest_of_all(vocab: int, scale: float, loops: noise.Loops = noise.PLAIN) -> None:
     rng = np.random.default_rng(vocab)
     for position in range(40):
         scores = (rng.normal(size=vocab) * rng.choice([0.0, 0.5, 3.0])).astype(np.float32)
         scores[rng.random(vocab) < rng.choice([0.0, 0.9])] = -np.inf
         if not np.isfinite(scores).any():
             continue
-        found = Noise(position, 1, vocab)
-        assert largest(scores, found, 9, scale) == int((scores.astype(np.float64) * scale + gumbels(found, 9)).argmax())
+        found = Noise(position, 1, vocab, loops)
+        assert found.largest(scores, 9, scale) == int((scores.astype(np.float64) * scale + gumbels(found, 9)).argmax())
 
 
 def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,4 +145,13 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
                     assert columns == others and np.allclose(chances, same, rtol=1e-5)
                 assert vocab < 9 or (len(own[0][0]) > 0 and min(own[2][1], default=1) > 0.05)
                 assert own[3] == ([], [])
-    assert np.array_equal(Noise(4, 1, 999, loops).peaks(5), Noise(4, 1, 999).peaks(5))
+        for scale in (0.3, 4.0):
+            test_largest_is_the_largest_of_all(vocab, scale, loops)
+        for way in (noise.PLAIN, loops):
+            for bad in (np.nan, np.inf):
+                scores = np.zeros(vocab, dtype=np.float32)
+                scores[vocab // 2] = bad
+                assert Noise(0, 0, vocab, way).largest(scores, 3) == -1
+            assert Noise(0, 0, vocab, way).largest(np.full(vocab, -np.inf, dtype=np.float32), 3) == -1
+    (peaks, owners), (others, same) = (Noise(4, 1, 999, way).peaks(5) for way in (loops, noise.PLAIN))
+    assert np.allclose(peaks, others, rtol=1e-13) and np.array_equal(owners, same)

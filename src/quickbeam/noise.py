@@ -30,7 +30,7 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 CHUNK = 64  # tokens whose largest number is known without looking at each
-AHEAD = 8  # places whose chunks are prepared at once
+LIKELY = 8  # chunks that are looked at first
 HELD = 32  # places that are kept
 PEAK, TOKEN = 0, 1  # the last word of a counter: what the number is for
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
@@ -59,6 +59,7 @@ def uniform(high: Array, low: Array) -> Array:
     return found
 
 
+Peaks = tuple[Array, Array]  # of each chunk its largest number, and whose it is
 Row = tuple[list[int], list[float]]  # columns, and their chances
 CUT = 0.02  # of about the likeliest token: what is less likely than that, or than a quarter of the floor, is not looked at
 USUAL = 2.3  # exp(-g) is below that 9 times in 10
@@ -87,6 +88,32 @@ class Loops:
         """`philox` of counters `[4, n]`, each row of them whole."""
         return philox(counter, key)
 
+    def peaks(self, noise: Noise, position: int) -> Peaks:
+        """See `Noise.peaks`."""
+        index = np.arange(-(-noise.vocab // CHUNK), dtype=np.uint64)
+        words = noise.words(index, np.full(len(index), position, dtype=np.uint64), PEAK)
+        largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK)
+        return largest, ((words[2] >> np.uint64(26)) + index * np.uint64(CHUNK)).astype(np.int64)
+
+    def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
+        """See `Noise.largest`."""
+        whole = len(scores) // CHUNK * CHUNK
+        tops = scores[:whole].reshape(-1, CHUNK).max(1)
+        if whole < len(scores):
+            tops = np.append(tops, scores[whole:].max())
+        if not np.isfinite(tops.max()):  # NaN where one is
+            return -1
+        bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
+        first = np.argpartition(-bounds, LIKELY)[:LIKELY] if len(bounds) > LIKELY else np.arange(len(bounds))
+        best, token = _best_of(noise, scores, position, scale, first)
+        bounds[first] = -np.inf
+        others = (bounds > best).nonzero()[0]
+        if len(others):
+            found, other = _best_of(noise, scores, position, scale, others)
+            if found > best:
+                return other
+        return token
+
     def perturb(self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
         """See `Noise.perturb`."""
         spots, sizes = list[Array](), list[int]()
@@ -109,6 +136,14 @@ class Loops:
         return found
 
 
+def _best_of(noise: Noise, scores: Array, position: int, scale: float, chunks: Array) -> tuple[float, int]:
+    tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
+    tokens = tokens[tokens < len(scores)]
+    sums = scores[tokens].astype(np.float64) * scale + noise.of(tokens, np.full(len(tokens), position))
+    best = int(sums.argmax())
+    return float(sums[best]), int(tokens[best])
+
+
 PLAIN = Loops()
 
 
@@ -119,26 +154,20 @@ class Noise:
     def __init__(self, seed: int, choice: int, vocab: int, loops: Loops = PLAIN) -> None:
         self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
         self.key = self.seed & 0xFFFFFFFF, self.seed >> 32
-        self._chunks = -(-vocab // CHUNK)
-        self._places: OrderedDict[int, tuple[Array, Array]] = OrderedDict()
+        self._places: OrderedDict[int, Peaks] = OrderedDict()
 
-    def peaks(self, position: int) -> tuple[Array, Array]:
+    def peaks(self, position: int) -> Peaks:
         """The largest number of each chunk at a position `[chunks]`, and the token that has it `[chunks]`, which may lie beyond the
         vocabulary. Positions count the tokens of prompt and answer from 0."""
         if position not in self._places:
-            places = [at for at in range(position, position + AHEAD) if at not in self._places]
-            index = np.arange(self._chunks, dtype=np.uint64)
-            words = self._words(np.tile(index, len(places)), np.repeat(np.array(places, dtype=np.uint64), len(index)), PEAK)
-            largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK).reshape(len(places), -1)
-            whose = (words[2] >> np.uint64(26)).reshape(len(places), -1) + index * np.uint64(CHUNK)
-            self._places.update(zip(places, zip(largest, whose.astype(np.int64), strict=True), strict=True))
+            self._places[position] = self.loops.peaks(self, position)
             while len(self._places) > HELD:
                 self._places.popitem(last=False)
         return self._places[position]
 
     def of(self, tokens: Array, positions: Array) -> Array:
         """The numbers of `tokens` `[n]`, each at its own of `positions` `[n]`."""
-        words = self._words(tokens.astype(np.uint64), positions.astype(np.uint64), TOKEN)
+        words = self.words(tokens.astype(np.uint64), positions.astype(np.uint64), TOKEN)
         more = -np.log1p(-uniform(words[0], words[1]))
         largest, whose = np.empty(len(tokens)), np.empty(len(tokens), dtype=np.int64)
         for position in set(positions.tolist()):
@@ -148,6 +177,11 @@ class Noise:
             largest[here], whose[here] = peaks[chunks], owners[chunks]
         found: Array = np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
         return found
+
+    def largest(self, scores: Array, position: int, scale: float = 1.0) -> int:
+        """The token with the largest `scale * scores[token]` + number, of `[vocab]` scores at a position; -1 where a score is NaN, or the
+        largest infinite. Exact: chunks are left out only where they can't hold it."""
+        return self.loops.largest(self, scores, position, scale)
 
     def perturb(self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
         """Of each of `[m, s]` probabilities (float32) the likeliest columns by probability * exp(temperature * number), made a distribution
@@ -161,37 +195,8 @@ class Noise:
         """Keep no place: no number is lost by it."""
         self._places.clear()
 
-    def _words(self, first: Array, positions: Array, purpose: int) -> Array:
+    def words(self, first: Array, positions: Array, purpose: int) -> Array:
+        """Random words `[4, n]` for `first` `[n]` (a chunk or a token, by the `purpose`) at `positions` `[n]`."""
         counter = np.empty((4, len(first)), dtype=np.uint64)
         counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
         return self.loops.philox(counter, self.key)
-
-
-LIKELY = 8  # chunks that are looked at first
-
-
-def largest(scores: Array, noise: Noise, position: int, scale: float = 1.0) -> int:
-    """The token with the largest `scale * scores[token]` + noise, of `[vocab]` scores at a position. Minus infinity never wins, unless
-    there is nothing else. Exact: chunks are left out only where they can't hold it."""
-    whole = len(scores) // CHUNK * CHUNK
-    tops = scores[:whole].reshape(-1, CHUNK).max(1)
-    if whole < len(scores):
-        tops = np.append(tops, scores[whole:].max())
-    bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
-    first = np.argpartition(-bounds, LIKELY)[:LIKELY] if len(bounds) > LIKELY else np.arange(len(bounds))
-    best, token = _best_of(scores, noise, position, scale, first)
-    bounds[first] = -np.inf
-    others = (bounds > best).nonzero()[0]
-    if len(others):
-        found, other = _best_of(scores, noise, position, scale, others)
-        if found > best:
-            return other
-    return token
-
-
-def _best_of(scores: Array, noise: Noise, position: int, scale: float, chunks: Array) -> tuple[float, int]:
-    tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
-    tokens = tokens[tokens < len(scores)]
-    sums = scores[tokens].astype(np.float64) * scale + noise.of(tokens, np.full(len(tokens), position))
-    best = int(sums.argmax())
-    return float(sums[best]), int(tokens[best])

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.noise import CHUNK, LIKELY, Noise, largest
+from quickbeam.noise import CHUNK, LIKELY, Noise
 
 COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
@@ -248,8 +248,9 @@ class Sampler:
             scores, scale = self.law(logits, path).log_(), 1.0
         else:
             scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
-            _require_finite(bool(scores.max().isfinite()))
-        return largest(scores.detach().cpu().numpy(), noise, position, scale)
+        token = noise.largest(scores.detach().cpu().numpy(), position, scale)
+        _require_finite(token >= 0)
+        return token
 
     def emitted_all(self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]) -> list[int]:
         """`emitted` for each of `[n, vocab]` logits, each at its own position, by one transfer from their device: of each row only the

@@ -19,10 +19,6 @@ from quickbeam.draft.base import Prices
 from quickbeam.engine.cost import WIDTHS, CallCost, CostModel, interpolate
 
 MOST = 64  # nodes of a measured tree
-# Costs are measured with one tree. A row more in a pass over many sequences' trees, each with keys of its own and with Python's part in
-# growing and accepting it, costs more: on two cores from 16 sequences to 32 1.25 ms a row, where one tree of 32 nodes took 0.82 ms more a
-# node than one of 16.
-MANY = 1.5
 OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
@@ -179,8 +175,9 @@ class Budget:
     def plain(self, load: Load) -> float:
         """Seconds of a step without drafts. Prompts don't count: what reading them brings comes later."""
         if load.plain is None:
-            reading = self.cost.reading(1, sum(load.contexts.values()))
-            load.plain = self.cost.alone(len(load.contexts)) + reading + OVERHEAD
+            many = max(1, len(load.contexts))
+            reading = self.cost.reading(1, sum(load.contexts.values()), many)
+            load.plain = self.cost.alone(many, many) + reading + OVERHEAD
         return load.plain
 
     def rate(self, setting: Hashable, load: Load) -> Rate:
@@ -194,10 +191,6 @@ class Budget:
         """Tokens a second: those of late, and at least what plain decoding would give."""
         return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
 
-    def row_rate(self, setting: Hashable, load: Load) -> float:
-        """What seconds of one tree's cost are worth of a pass over many (`MANY`), in tokens."""
-        return self.best_rate(setting, load) * (1 + (MANY - 1) * (1 - 1 / max(1, len(load.contexts))))
-
     def call(self, setting: Hashable) -> CallCost:
         """What calls for this method cost."""
         if setting not in self.calls:
@@ -206,11 +199,11 @@ class Budget:
 
     def prices(self, one: Hashable, setting: Hashable, load: Load, trial: bool = False) -> Plan:
         """For a policy that heeds prices."""
-        beside, rate = load.rows - load.nodes.get(one, 1), self.row_rate(setting, load)
+        beside, rate = load.rows - load.nodes.get(one, 1), self.best_rate(setting, load)
         steps, rows, made = self._held.get(one, (0, 0, None))
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
-            context = load.contexts[one]
-            passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context)) for width in self._widths]
+            context, many = load.contexts[one], len(load.contexts)
+            passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context, many)) for width in self._widths]
             steps, rows, made = self.HOLD, beside, NodePrices(self._widths, passes)
         self._held[one] = steps - 1, rows, made
         made.trial = trial
@@ -223,11 +216,13 @@ class Budget:
         beside = load.rows - load.nodes.get(one, 1)
         chosen, steps, rows = self._chosen.get((one, situation), (0, 0, 0))
         if steps <= 0 or abs(rows - beside) * 4 > rows:
-            expected, rate = self._expect(setting), self.row_rate(setting, load)
+            expected, rate, many = self._expect(setting), self.best_rate(setting, load), len(load.contexts)
             worth = []
             for width, tokens in zip(expected.budgets, expected.tokens(situation), strict=True):
-                seconds = self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one]) + self._growing(setting, width)
-                worth.append(tokens / (seconds + OVERHEAD) if len(load.contexts) == 1 else tokens - rate * seconds)
+                seconds = (
+                    self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one], many) + self._growing(setting, width)
+                )
+                worth.append(tokens / (seconds + OVERHEAD) if many == 1 else tokens - rate * seconds)
             chosen, steps, rows = expected.budgets[worth.index(max(worth))], self.CHOICE, beside
         self._chosen[one, situation] = chosen, steps - 1, rows
         return Plan(chosen, None, situation, measured=True)

@@ -8,6 +8,8 @@ from bisect import bisect_left
 from collections import deque
 from statistics import median
 
+import torch
+
 from quickbeam.target.batch import Batch, Draft
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
@@ -15,6 +17,7 @@ from quickbeam.tree import TokenTree
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 FAR = 1024  # tokens before a tree at which its cost is measured a second time,
 FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
+MANY = 8  # sequences whose cost side by side is measured
 PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are left out
 
 
@@ -23,21 +26,25 @@ class CostModel:
 
     `seconds`: by rows, with nothing before the trees. `per_token`: by a tree's nodes, what each token before it adds; every node reads them
     all, so long contexts make wide trees dearer. Both are interpolated. Beyond the widest they grow in proportion, or as fast as they did
-    last where that is faster.
+    last where that is faster. `per_sequence`: what a row adds that is another sequence's and not another node. `beside`: the part of
+    `per_token` that many sequences take, each reading tokens of its own, as they keep all threads busy.
     """
 
     RATE = 0.05  # of a difference that one pass corrects
 
-    def __init__(self, seconds: dict[int, float], per_token: dict[int, float] | None = None) -> None:
+    def __init__(
+        self, seconds: dict[int, float], per_token: dict[int, float] | None = None, per_sequence: float = 0.0, beside: float = 1.0
+    ) -> None:
         if not seconds:
             raise ValueError("no cost was measured")
+        self._per_sequence, self._beside = per_sequence, beside
         self._seconds = dict(sorted(seconds.items()))
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
 
     @classmethod
     def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
-        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens. The tokens don't matter.
-        The pool's limit doesn't hold for what is measured."""
+        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens, and the roots of `MANY`
+        sequences. The tokens don't matter. The pool's limit doesn't hold for what is measured."""
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         per_token: dict[int, float] = {}
@@ -51,24 +58,30 @@ class CostModel:
                 per_token[width] = max(0.0, _time(model, tree, far, repeats) - seconds[width]) / far
             if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
                 break
-        return cls(seconds, per_token)
+        found = cls(seconds, per_token)
+        if time.perf_counter() - began <= PATIENCE:
+            near, behind = (_time(model, TokenTree(0), context, repeats, MANY) for context in (0, far))
+            found._per_sequence = max(0.0, near - found.alone(MANY)) / (MANY - 1)
+            if per_token[1] > 0:
+                found._beside = min(1.0, max(0.0, behind - near) / (MANY * far * per_token[1]))
+        return found
 
     def seconds(self, rows: int, context: int = 0) -> float:
         """Expected time of a pass over one tree of `rows` nodes behind `context` tokens."""
         return self.alone(rows) + self.reading(rows, context)
 
-    def alone(self, rows: int) -> float:
-        """Of a pass over `rows` rows, nothing before them."""
-        return interpolate(self._seconds, rows)
+    def alone(self, rows: int, sequences: int = 1) -> float:
+        """Of a pass over `rows` rows of so many sequences, nothing before them."""
+        return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
 
-    def reading(self, nodes: int, context: int) -> float:
-        """What `context` tokens before a tree of `nodes` add."""
-        return context * interpolate(self._per_token, nodes)
+    def reading(self, nodes: int, context: int, sequences: int = 1) -> float:
+        """What `context` tokens before a tree of `nodes` add, in a pass over so many trees."""
+        return context * interpolate(self._per_token, nodes) * float(self._beside ** (1 - 1 / sequences))
 
-    def observe(self, rows: int, seconds: float, reading: float = 0.0) -> None:
-        """A pass took so long, `reading` seconds of which are expected of what stands before its trees. A single slow one (the machine was
-        busy) changes little."""
-        ratio = min(2.0, max(0.5, seconds / (self.alone(rows) + reading)))
+    def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
+        """A pass over trees of so many sequences took so long, `reading` seconds of which are expected of what stands before them. A single
+        slow one (the machine was busy) changes little."""
+        ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         for width in set(_bracket(self._seconds, rows)[:2]):
             self._seconds[width] *= 1 + self.RATE * (ratio - 1)
 
@@ -77,6 +90,8 @@ class CallCost:
     """Seconds of one call of the drafter and what growing from it takes, by how many sequences it serves."""
 
     CALLS = 16  # of late that tell what a call costs
+    ENOUGH = 4  # calls that tell what one for so many sequences costs,
+    ALIKE = 1.5  # or for so many times as many
     GUESS = 0.25  # of a plain pass, before one was seen
     MORE = 0.15  # of a call for one, what each further sequence is taken to add before that was seen
 
@@ -85,30 +100,43 @@ class CallCost:
         self._seen: dict[int, deque[float]] = {}
 
     def seconds(self, sequences: int) -> float:
-        """The lower quartile of late. Some are slow (new shapes, a busy machine), and what looks cheap gets tried."""
+        """The lower quartile of late, of calls for about as many sequences where there were `ENOUGH`; else the least that calls for other
+        numbers make of it. Some are slow (new shapes, a busy machine). What looks cheap gets tried, and is known then; what looks dear
+        never would be."""
         if not self._seen:
-            return self.GUESS * self._plain * (1 + self.MORE * (sequences - 1))
-        near = min(self._seen, key=lambda count: abs(math.log(count / sequences)))
-        known = sorted(self._seen[near])[len(self._seen[near]) // 4]
-        return known * (1 + self.MORE * (sequences - 1)) / (1 + self.MORE * (near - 1))
+            return self.GUESS * self._plain * self._more(sequences)
+        found = {count: sorted(seen)[len(seen) // 4] * self._more(sequences) / self._more(count) for count, seen in self._seen.items()}
+        near = min(found, key=lambda count: abs(math.log(count / sequences)))
+        if len(self._seen[near]) >= self.ENOUGH and max(near, sequences) <= self.ALIKE * min(near, sequences):
+            return found[near]
+        return min(found.values())
+
+    def _more(self, sequences: int) -> float:
+        return 1 + self.MORE * (sequences - 1)
 
     def observe(self, sequences: int, seconds: float) -> None:
         """A call for so many took so long."""
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
 
-def _time(model: Model, tree: TokenTree, context: int, repeats: int) -> float:
-    cache, times = model.pool.new(), list[float]()
+@torch.inference_mode()
+def _time(model: Model, tree: TokenTree, context: int, repeats: int, sequences: int = 1) -> float:
+    """Seconds of a pass over `tree`, behind `context` tokens, in each of so many sequences."""
+    caches = [model.pool.new()]
+    times: list[float] = []
     with model.pool.unbounded():
         try:
-            cache.reserve(context + len(tree) + 2)
-            cache.length = context
+            caches[0].reserve(context + len(tree) + 2)
+            caches[0].length = context
+            for _ in range(sequences - 1):
+                caches.append(caches[0].fork())
             for _ in range(1 + repeats):
                 start = time.perf_counter()
-                model.forward(Batch([Draft(cache, tree)]))[0].logits[0, 0].item()
+                model.forward(Batch([Draft(cache, tree) for cache in caches]))[0].logits[0, 0].item()
                 times.append(time.perf_counter() - start)
         finally:
-            cache.release()
+            for cache in caches:
+                cache.release()
     return median(times[1:])
 
 

@@ -342,8 +342,9 @@ class Engine:
         growing = [one for one in ready if one.growing is not None]
         if self._budget is None or not growing:
             return
-        reading = sum(self._budget.cost.reading(one.part.rows, load.contexts[one.sequence.arrival]) for one in growing)
-        self._budget.cost.observe(sum(one.part.rows for one in ready), passing, reading)
+        cost, many = self._budget.cost, len(growing)
+        reading = sum(cost.reading(one.part.rows, load.contexts[one.sequence.arrival], many) for one in growing)
+        cost.observe(sum(one.part.rows for one in ready), passing, reading, many)
         if not load.prompts:
             self._budget.observe([one.sequence.request.setting for one in growing], load, emitted, seconds)
 

@@ -158,7 +158,7 @@ class Grower:
             return
         fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
         values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
-        rate = self.budget().row_rate(priced[0].sequence.request.setting, self.load)
+        rate = self.budget().best_rate(priced[0].sequence.request.setting, self.load)
         kept = self.budget().share(values, self.load.prompts + fixed + len(priced), rate)
         for one, nodes in zip(priced, kept, strict=True):
             if one.grown is not None and nodes + 1 < len(one.grown.tree):

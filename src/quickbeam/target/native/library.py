@@ -16,7 +16,7 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 4
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 
@@ -63,10 +63,16 @@ class Call(Structure):
     _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
 
 
+class Luck(Structure):
+    """`Luck` of noise.h."""
+
+    _fields_ = (("peak", c_void_p), ("owner", c_void_p), ("position", c_int64), ("choice", c_int64), ("key0", c_uint32), ("key1", c_uint32))
+
+
 class Place(Structure):
     """`Place` of noise.h."""
 
-    _fields_ = (("peak", c_void_p), ("owner", c_void_p), ("position", c_int64), ("least", c_double), ("floor", c_double))
+    _fields_ = (("luck", Luck), ("least", c_double), ("floor", c_double))
 
 
 class Kernels:
@@ -99,11 +105,13 @@ class Kernels:
         self.read.argtypes, self.read.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p), None
         self.philox = library.qb_philox
         self.philox.argtypes, self.philox.restype = (c_void_p, c_int64, c_uint32, c_uint32, c_void_p), None
+        self.peaks = library.qb_peaks
+        self.peaks.argtypes, self.peaks.restype = (c_int64, c_int64, c_uint32, c_uint32, c_int64, c_void_p, c_void_p), None
+        self.largest = library.qb_largest
+        self.largest.argtypes, self.largest.restype = (c_void_p, c_int64, POINTER(Luck), c_double), c_int64
         self.perturb = library.qb_perturb
-        self.perturb.argtypes = (
-            *(c_void_p, c_int64, c_void_p, c_int64, POINTER(Place), c_double, c_double, c_int64, c_uint32, c_uint32, c_int64),
-            *(c_void_p, c_void_p),
-        )
+        places = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Place))
+        self.perturb.argtypes = (*places, c_double, c_double, c_int64, c_void_p, c_void_p)
         self.perturb.restype = c_int64
 
 

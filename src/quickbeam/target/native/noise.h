@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
 namespace qb {
@@ -26,13 +27,86 @@ inline void philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t k
   }
 }
 
-// One row of probabilities at one place, as `Loops.perturb` in noise.py has it: gives the columns of the `wanted` largest chances above
-// `floor`, the largest first, and how many. `token`: of each column, or null where column i is token i; `peak`, `owner`: of each chunk of
-// 64 tokens its largest number, and whose it is.
-struct Place {
+inline double uniform(const uint64_t* words) { return (double(words[0] << 20 | words[1] >> 12) + 0.5) * 0x1p-52; }
+
+// Of each chunk of 64 tokens at a position its largest number, and whose it is.
+inline void peaks(int64_t position, int64_t choice, uint32_t key0, uint32_t key1, int64_t chunks, double* peak, int64_t* owner) {
+  for (int64_t c = 0; c < chunks; ++c) {
+    const uint64_t counter[4] = {uint64_t(c), uint64_t(position), uint64_t(choice), 0};
+    uint64_t words[4];
+    philox(counter, 1, key0, key1, words);
+    peak[c] = -std::log(-std::log1p(-uniform(words)) / 64);
+    owner[c] = 64 * c + int64_t(words[2] >> 26);
+  }
+}
+
+// What a number of a token is made of: `peak`, `owner`: of each chunk of 64 tokens its largest number, and whose it is.
+struct Luck {
   const double* peak;
   const int64_t* owner;
-  int64_t position;
+  int64_t position, choice;
+  uint32_t key0, key1;
+
+  double of(int64_t token) const {
+    const int64_t chunk = token / 64;
+    if (owner[chunk] == token) return peak[chunk];
+    const uint64_t counter[4] = {uint64_t(token), uint64_t(position), uint64_t(choice), 1};
+    uint64_t words[4];
+    philox(counter, 1, key0, key1, words);
+    return -std::log(std::exp(-peak[chunk]) - std::log1p(-uniform(words)));
+  }
+};
+
+// The largest of `count` numbers; no order of comparisons changes it. NaN where there is one.
+inline float top_of(const float* row, int64_t count) {
+  float lanes[16];
+  for (float& lane : lanes) lane = row[0];
+  int bad = 0;
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16)
+    for (int64_t j = 0; j < 16; ++j) {
+      lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
+      bad |= row[i + j] != row[i + j];
+    }
+  for (; i < count; ++i) {
+    lanes[0] = row[i] > lanes[0] ? row[i] : lanes[0];
+    bad |= row[i] != row[i];
+  }
+  if (bad) return std::numeric_limits<float>::quiet_NaN();
+  return *std::max_element(lanes, lanes + 16);
+}
+
+// The token with the largest scale * score + number, as `Loops.largest` in noise.py has it; -1 where a score is NaN or the largest infinite.
+inline int64_t largest(const float* row, int64_t vocab, const Luck& luck, double scale) {
+  static thread_local std::vector<double> bound;
+  const int64_t chunks = (vocab + 63) / 64;
+  bound.resize(size_t(chunks));
+  float top = -std::numeric_limits<float>::infinity();
+  for (int64_t c = 0; c < chunks; ++c) {
+    const float here = top_of(row + 64 * c, std::min<int64_t>(64, vocab - 64 * c));
+    if (here != here) return -1;
+    top = std::max(top, here);
+    bound[size_t(c)] = double(here) * scale + luck.peak[c];
+  }
+  if (!std::isfinite(top)) return -1;
+  double best = -std::numeric_limits<double>::infinity();
+  int64_t token = -1;
+  while (true) {
+    const int64_t c = std::max_element(bound.begin(), bound.end()) - bound.begin();
+    if (!(bound[size_t(c)] > best)) return token;
+    bound[size_t(c)] = -std::numeric_limits<double>::infinity();
+    for (int64_t i = 64 * c; i < std::min(vocab, 64 * c + 64); ++i) {
+      if (double(row[i]) * scale + luck.peak[c] <= best) continue;
+      const double sum = double(row[i]) * scale + luck.of(i);
+      if (sum > best || (sum == best && i < token)) best = sum, token = i;
+    }
+  }
+}
+
+// One row of probabilities at one place, as `Loops.perturb` in noise.py has it: gives the columns of the `wanted` largest chances above
+// `floor`, the largest first, and how many. `token`: of each column, or null where column i is token i.
+struct Place {
+  Luck luck;
   double least, floor;
 };
 
@@ -42,31 +116,18 @@ struct Candidate {
 };
 
 inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const Place& place, double temperature,
-                       double cut, int64_t choice, uint32_t key0, uint32_t key1, int64_t wanted, int64_t* column, double* chance) {
+                       double cut, int64_t wanted, int64_t* column, double* chance) {
   static thread_local std::vector<float> lift;
   static thread_local std::vector<Candidate> found;
-  float lanes[16] = {};
-  for (int64_t i = 0; i + 16 <= columns; i += 16)
-    for (int64_t j = 0; j < 16; ++j) lanes[j] = row[i + j] > lanes[j] ? row[i + j] : lanes[j];
-  float top = 0;
-  for (int64_t i = columns / 16 * 16; i < columns; ++i) top = std::max(top, row[i]);
-  for (float lane : lanes) top = std::max(top, lane);
+  const float top = columns ? top_of(row, columns) : 0;
   const float bar = float(std::max(cut * top, 0x1p-120)), least = float(place.least);
   lift.resize(size_t(chunks));
-  for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = std::exp(float(temperature * place.peak[c]));
+  for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = std::exp(float(temperature * place.luck.peak[c]));
 
   found.clear();
   double seen = 0, sum = 0;
   const auto look = [&](int64_t i, int64_t name) {
-    const int64_t chunk = name / 64;
-    double number = place.peak[chunk];
-    if (place.owner[chunk] != name) {
-      const uint64_t counter[4] = {uint64_t(name), uint64_t(place.position), uint64_t(choice), 1};
-      uint64_t words[4];
-      philox(counter, 1, key0, key1, words);
-      const double uniform = (double(words[0] << 20 | words[1] >> 12) + 0.5) * 0x1p-52;
-      number = -std::log(std::exp(-number) - std::log1p(-uniform));
-    }
+    const double number = place.luck.of(name);
     const double chance_of = double(row[i]) * std::exp(temperature * number);
     seen += double(row[i]), sum += chance_of;
     found.push_back({chance_of, i});

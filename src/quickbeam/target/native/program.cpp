@@ -387,7 +387,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 2; }
+int64_t qb_version() { return 4; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -483,9 +483,15 @@ void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1,
   qb::philox(counter, n, key0, key1, words);
 }
 
+void qb_peaks(int64_t position, int64_t choice, uint32_t key0, uint32_t key1, int64_t chunks, double* peak, int64_t* owner) {
+  qb::peaks(position, choice, key0, key1, chunks, peak, owner);
+}
+
+int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
+
 int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Place* place, double temperature,
-                   double cut, int64_t choice, uint32_t key0, uint32_t key1, int64_t wanted, int64_t* column, double* chance) {
-  return qb::perturb(row, columns, token, chunks, *place, temperature, cut, choice, key0, key1, wanted, column, chance);
+                   double cut, int64_t wanted, int64_t* column, double* chance) {
+  return qb::perturb(row, columns, token, chunks, *place, temperature, cut, wanted, column, chance);
 }
 
 }  // extern "C"
