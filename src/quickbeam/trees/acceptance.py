@@ -80,9 +80,12 @@ class Measured(Chances):
 
 
 class Likeliest(Measured):
-    """Of certain children, the likeliest by the drafter and the noise of their place (`trees/perturbed.py`). What the drafter says is spread
-    wider than its errors are, so that the first child is right more often than it is likely: on our own questions one of 0.37 was right in
-    0.55 at temperature 0, 0.52 at 0.6 and 0.42 at 1, later children about as often as they are likely. Corrected as `Measured` is."""
+    """Of certain children, the likeliest by the drafter and the noise of their place (`trees/perturbed.py`).
+
+    What the drafter says is spread wider than its errors are, so that the first child is right more often than it is likely. On our own
+    questions one of 0.37 was right in 0.55 at temperature 0, 0.52 at 0.6 and 0.42 at 1; later children are right about as often as they are
+    likely. Corrected as `Measured` is.
+    """
 
     LIFT = 1.4
 
