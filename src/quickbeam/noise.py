@@ -61,7 +61,7 @@ def uniform(high: Array, low: Array) -> Array:
 
 Peaks = tuple[Array, Array]  # of each chunk its largest number, and whose it is
 Row = tuple[list[int], list[float]]  # columns, and their chances
-CUT = 0.02  # of about the likeliest token: what is less likely than that, or than a quarter of the floor, is not looked at
+CUT = 0.02  # of the likeliest token known unseen: what is less likely than that, or than a quarter of the floor, is left out
 USUAL = 2.3  # exp(-g) is below that 9 times in 10
 TINY = 2.0**-120
 
@@ -118,9 +118,13 @@ class Loops:
         """See `Noise.perturb`."""
         spots, sizes = list[Array](), list[int]()
         for q, position, least, floor in zip(rows, *places, strict=True):
-            lifts = np.exp(wanted.temperature * noise.peaks(position)[0]).astype(np.float32)  # no token's is larger than its chunk's
+            peaks, owners = noise.peaks(position)
+            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)  # no token's is larger than its chunk's
             lifted = q * (np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK])
-            bar = max(float(max(CUT, floor / 4) * USUAL**-wanted.temperature * q.max(initial=0.0)), TINY)
+            likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
+            if tokens is None:  # of a token that has its chunk's largest number, the chance is known
+                likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
+            bar = max(max(CUT, floor / 4) * likeliest, TINY)
             spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
             sizes.append(len(spots[-1]))
         columns = np.concatenate(spots)

@@ -120,9 +120,14 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
   static thread_local std::vector<float> lift;
   static thread_local std::vector<Candidate> found;
   const float top = columns ? top_of(row, columns) : 0;
-  const float bar = float(std::max(cut * top, 0x1p-120)), least = float(place.least);
   lift.resize(size_t(chunks));
-  for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = std::exp(float(temperature * place.luck.peak[c]));
+  float likeliest = top * float(std::pow(2.3, -temperature));  // USUAL of noise.py
+  for (int64_t c = 0; c < chunks; ++c) {
+    lift[size_t(c)] = std::exp(float(temperature * place.luck.peak[c]));
+    const int64_t owner = place.luck.owner[c];  // whose chance needs no look, where it is a column of its own
+    if (token == nullptr && owner < columns) likeliest = std::max(likeliest, row[owner] * lift[size_t(c)]);
+  }
+  const float bar = float(std::max(cut * likeliest, 0x1p-120)), least = float(place.least);
 
   found.clear();
   double seen = 0, sum = 0;

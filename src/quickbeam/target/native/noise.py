@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from quickbeam.noise import CHUNK, CUT, USUAL, Array, Loops, Noise, Peaks, Places, Row, Wanted
+from quickbeam.noise import CHUNK, CUT, Array, Loops, Noise, Peaks, Places, Row, Wanted
 from quickbeam.target.native.library import Kernels, Luck, Place
 
 
@@ -40,8 +40,7 @@ class NativeLoops(Loops):
         size, names, chunks = rows.shape[1], None if tokens is None else tokens.ctypes.data, -(-noise.vocab // CHUNK)
         start, step = rows.ctypes.data, rows.strides[0]
         for i, (position, least, floor) in enumerate(zip(*places, strict=True)):
-            cut = max(CUT, floor / 4) * USUAL**-wanted.temperature
-            law = Place(self._luck(noise, position), least, floor), wanted.temperature, cut, wanted.most
+            law = Place(self._luck(noise, position), least, floor), wanted.temperature, max(CUT, floor / 4), wanted.most
             kept = self._kernels.perturb(start + i * step, size, names, chunks, *law, column.ctypes.data, chance.ctypes.data)
             found.append((column[:kept].tolist(), chance[:kept].tolist()))
         return found
