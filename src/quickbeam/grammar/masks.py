@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -13,6 +14,8 @@ from quickbeam.errors import InvalidInput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
+
+T = TypeVar("T")
 
 
 class DeadEnd(InvalidInput):
@@ -54,12 +57,14 @@ class Masks:
         self._path: list[int] = []  # what the matcher has read beyond it
         self._over = False
         self._places: dict[tuple[int, ...], Place] = {}
-        self._bits = np.zeros((compiled.size + 31) // 32, dtype=np.int32)
+        self._forced: dict[tuple[int, ...], int | None] = {}
+        self._reason = ""
         self._matcher = self._begun()
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Tokens became output."""
         self._places.clear()
+        self._forced.clear()
         for token in tokens:
             self._over = self._over or token in self._ends
             if not self._over:
@@ -91,17 +96,47 @@ class Masks:
             )
         return scores
 
+    def find(self, path: Sequence[int] = ()) -> Place | None:
+        """`place` for drafting: None where nothing can follow, too."""
+        try:
+            return self.place(path)
+        except DeadEnd:
+            return None
+
+    def forces(self, place: Place) -> bool:
+        """Whether only one token may come there, and the answer goes on after it."""
+        return place.left == 1 and place.first not in self._ends
+
+    def forced(self, path: Sequence[int] = ()) -> int | None:
+        """That token. Where there is none, a mask is seldom made."""
+        key = tuple(path)
+        if key not in self._forced:
+            place = self.find(key) if key in self._places or self._is_written(key) else None
+            self._forced[key] = place.first if place is not None and self.forces(place) else None
+        return self._forced[key]
+
+    def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow `path`, for drafting: one that ends the answer doesn't count. No mask is made."""
+        if self._over or not self._ends.isdisjoint(path):
+            return 0
+        before_end = list(takewhile(lambda token: token not in self._ends, tokens))
+        return self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0 if before_end else 0
+
+    def _is_written(self, path: tuple[int, ...]) -> bool:
+        """Whether llguidance knows the next token by the text alone."""
+        if self._over or not self._ends.isdisjoint(path):
+            return False
+        return bool(self._ask(path, lambda matcher: matcher.compute_ff_tokens()))
+
     def _look(self, path: tuple[int, ...]) -> Place:
-        if not self._read(path):
-            # A limit that many drafts used up, or a grammar that can't be read backwards, is none to a matcher that comes the straight way.
-            self._matcher = self._begun()
-            if not self._read(path):
-                reason = str(self._matcher.get_error()).splitlines()[0]
-                self._matcher = self._begun()
-                raise DeadEnd(f"grammar: no token can follow the {len(self._text) + len(path)} tokens of the answer ({reason})")
-        allowed = np.unpackbits(self._bits.view(np.uint8), count=self._compiled.size, bitorder="little").view(bool)
-        may_end = bool(allowed[list(self._compiled.ends)].any())
-        allowed[list(self._compiled.ends)] &= np.isin(self._compiled.ends, self._closing)
+        bits = self._ask(path, lambda matcher: matcher.compute_bitmask())
+        if bits is None:
+            where = f"after {len(self._text) + len(path)} tokens of the answer"
+            raise DeadEnd(f"grammar: no token can come {where} ({self._reason})")
+        allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little").view(bool)
+        marks = list(self._compiled.ends)
+        may_end = bool(allowed[marks].any())
+        allowed[marks] = False
         banned = np.ones(self._vocab, dtype=bool)
         shared = min(self._vocab, self._compiled.size)
         np.logical_not(allowed[:shared], out=banned[:shared])
@@ -109,12 +144,18 @@ class Masks:
             banned[self._closing] = False
         return Place(torch.from_numpy(banned), self._vocab - int(np.count_nonzero(banned)), int(banned.argmin()))
 
-    def _read(self, path: Sequence[int]) -> bool:
-        """Have the matcher say what may follow `path`, in `_bits`; whether it could."""
-        self._go(path)
-        if not self._matcher.is_error():
-            self._matcher.unsafe_compute_mask_ptr(self._bits.ctypes.data, self._bits.nbytes)
-        return not self._matcher.is_error()
+    def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
+        """What a matcher that has read `path` says; None where it fails, for `_reason`."""
+        for _ in range(2):
+            self._go(path)
+            if not self._matcher.is_error():
+                answer = question(self._matcher)
+                if not self._matcher.is_error():
+                    return answer
+            # Limits that many drafts used up, and grammars that can't be read backwards, don't stop one that comes the straight way.
+            self._reason = str(self._matcher.get_error()).partition("\n")[0]
+            self._matcher = self._begun()
+        return None
 
     def _go(self, path: Sequence[int]) -> None:
         """Move the matcher to where `path` ends."""
