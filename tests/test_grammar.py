@@ -105,13 +105,14 @@ def answers(llm: LLM, params: SamplingParams, method: str) -> list[Completion]:
 
 @pytest.mark.parametrize("method", ["pld", "dyspec"])
 def test_an_answer_outlasts_a_set_back(llm: LLM, method: str) -> None:
-    params = [asked("schema", temperature=0.8, seed=seed) for seed in range(4)]
-    expected = [llm.generate("abc" * 30, one, method="ar").token_ids for one in params]
+    long = SamplingParams(max_tokens=180, temperature=0.8, grammar=Grammar.regex("[a-f]{75} [a-f]{70,90}!"))
+    params = [replace(long, seed=seed) for seed in range(3)]
+    expected = [llm.generate("abc", one, method="ar").token_ids for one in params]
     pool, limit = llm.model.pool, llm.model.pool.limit
     llm.reset()
     try:
-        pool.limit = pool.used + -(-260 // pool.page) + 2
-        found = llm.generate(["abc" * 30] * 4, params, method=method, budget=4)
+        pool.limit = -(-320 // pool.page)
+        found = llm.generate(["abc"] * 3, params, method=method, budget=4)
     finally:
         pool.limit = limit
     assert [one.token_ids for one in found] == expected
@@ -152,7 +153,9 @@ def test_forced_tokens_come_many_a_step(llm: LLM, method: str, budget: int) -> N
     answer = llm.generate("xyz", SamplingParams(grammar=Grammar.regex(LONG), temperature=0.7, seed=1), method=method, budget=budget)
     s = answer.statistics
     assert (answer.text, answer.finish_reason) == (LONG, "stop")
-    assert s.sources["grammar"].accepted == s.sources["grammar"].drafted == s.new_tokens - 1 - s.steps
+    drafted = [(one.drafted, one.accepted) for one in s.sources.values()]  # n-grams and last logits, too, name forced tokens only
+    assert sum(accepted for _, accepted in drafted) == s.new_tokens - 1 - s.steps == sum(count for count, _ in drafted)
+    assert s.sources["grammar"].accepted > s.new_tokens / 2
     assert s.drafter_calls == 0 and s.steps < s.new_tokens / (4 if budget else 2)
 
 
@@ -219,7 +222,7 @@ def test_min_tokens_beyond_the_grammar_is_an_error(llm: LLM) -> None:
         (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "json_schema: Unsatisfiable schema"),
         (Grammar.json_schema({"not": {"type": "string"}}), r"json_schema: Unimplemented keys: \[\"not\"\]"),
         (Grammar.json_schema({"$ref": "https://example.com/x.json"}), "json_schema: Resource"),
-        (Grammar.json_schema("[1]"), "json_schema: schema must be an object"),
+        (Grammar.json_schema("[1]"), "json_schema: .*object"),
         (Grammar.regex("a("), "regex: .*unclosed group"),
         (Grammar.regex("a(?=b)"), "regex: .*look-around"),
         (Grammar.lark("start: nothing"), "lark: .*unknown name"),
