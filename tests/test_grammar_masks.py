@@ -13,11 +13,12 @@ import torch
 
 from cases import few
 from drafters import KnownDrafter
-from grammars import LETTERS, allowed, compiler, masks
+from grammars import LETTERS, allowed, compiler, letters, masks
 from quickbeam.draft.base import GRAMMAR, Context, DraftRequest, Laws
 from quickbeam.draft.ngram import Ngram
 from quickbeam.engine.accept import Chance, accept
 from quickbeam.grammar import Grammar
+from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler, SamplingParams
@@ -114,6 +115,30 @@ def test_after_the_end_nothing_is_asked() -> None:
     found.extend([0, V - 1])
     assert found.place() is None and found.place([3]) is None
     assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
+
+
+def test_all_ids_that_are_no_text_end_it_where_it_may_end() -> None:
+    """Two end-of-sequence ids, a special token and a letter that are stop ids; the logits are wider than the tokenizer, or narrower."""
+    tokenizer = letters(5, "<pause>", "<stop>")
+    end, pause, stop = 5, 6, 7
+    for vocab, expected in ((10, {1, end, pause, stop}), (7, {1, end, pause})):
+        found = Compiler(tokenizer, vocab, [end, pause]).begin(Grammar.regex("ab?c?"), [end, pause, stop, 1])
+        place = found.place([0])
+        assert place is not None and {token for token in range(vocab) if not place.banned[token]} == expected | {2}
+        assert found.place([0, 1]) is None  # the letter ends it where the grammar has one
+    ignored = Compiler(tokenizer, 10, [end, pause]).begin(Grammar.regex("ab?"), [stop])
+    for path, expected in (([], {0}), ([0], {1, stop}), ([0, 1], {stop})):
+        place = ignored.place(path)
+        assert place is not None and {token for token in range(10) if not place.banned[token]} == expected
+    assert ignored.forced([]) == 0 and ignored.forced([0, 1]) is None  # the end is the target's to say
+
+
+def test_no_shortcut_goes_around_a_mask() -> None:
+    assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits  # what `accept` asks before it takes one
+    with pytest.raises(ValueError, match="grammar"):
+        Sampler(SamplingParams(grammar=Grammar.regex("a")), [0], V)
+    with pytest.raises(ValueError, match="grammar"):
+        Sampler(SamplingParams(), [0], V, grammar=masks("a", V - 1))
 
 
 # --- what is sampled -----------------------------------------------------------------------------------------------------------------

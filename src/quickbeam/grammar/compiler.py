@@ -73,14 +73,11 @@ class Compiler:
                 text = make(grammar.text)
         except ValueError as error:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
-        wrong, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
-        if wrong:
-            raise InvalidInput(f"{grammar.kind}: {messages[0].strip()}")
-        for message in messages:
-            logger.warning("%s: %s", grammar.kind, message)
         matcher = LLMatcher(self._tokenizer, text, log_level=0)
         if matcher.is_error():
-            raise InvalidInput(f"{grammar.kind}: {matcher.get_error()}")
+            raise InvalidInput(f"{grammar.kind}: {matcher.get_error().strip()}")
+        for warning in matcher.get_grammar_warnings():
+            logger.warning("%s: %s", grammar.kind, warning)
         return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _prepared(self) -> LLTokenizer:
