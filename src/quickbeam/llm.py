@@ -144,7 +144,8 @@ class LLM:
         memory for keys and values; 0 or less where there is none."""
         name, limit = stand_in(method or self.method, self._drafter_name is not None), self.model.pool.limit
         drafter = (self._drafter or self.prepare(name)) if DRAFTER in preset(name).sources else None
-        limits = [self.model.context_length, drafter and drafter.context_length, limit and limit * self.model.pool.page - 1]
+        read = None if drafter is None else drafter.context_length
+        limits = [self.model.context_length, read, None if limit is None else limit * self.model.pool.page - 1]
         return min(most for most in limits if most is not None) - prompt
 
     def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
