@@ -275,10 +275,12 @@ class LLM:
         *,
         method: str | None = None,
         observer: Observer | None = None,
+        choice: int = 0,
         **options: Unpack[Options],
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. `observer` is told of every step."""
-        return self._begin(self._ids(prompt), params, method, options, observer)
+        """`generate` for one prompt, piece by piece. `observer` is told of every step. `choice`: which of the `n` answers it is that the
+        seed of `params` gives, from 0 on."""
+        return self._begin(self._ids(prompt), params, method, options, observer, choice)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
