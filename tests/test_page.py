@@ -24,7 +24,7 @@ if not CHROMIUM.exists():
     pytest.skip("there is no Chromium", allow_module_level=True)
 ARGUMENTS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
 ARGUMENTS += ["disable-background-networking", "disable-component-update", "disable-sync"]
-REFUSED = re.compile(r"Failed to load resource: the server responded with a status of 4\d\d")
+REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
 ROWAN = TEXT
 WAIT = 8000  # milliseconds, for a loaded machine
 
@@ -491,3 +491,37 @@ def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, sta
     page.press("#method-text", "Tab")
     answered(page, "rowans")
     assert stand.asked[-1]["speculation"] == {"method": "pld"} and stand.asked[-1]["model"] == "other"
+
+
+def test_server_that_is_loading_is_waited_for(open_page: Open):
+    page = open_page()
+    page.clock.install()
+    refusals = iter([503])
+
+    def answer(route: Any) -> None:
+        status = next(refusals, None)
+        route.continue_() if status is None else route.fulfill(status=status, body=json.dumps({"error": {"message": "it loads"}}))
+
+    page.route("**/v1/models", answer)
+    page.reload()
+    page.get_by_text("The server is not ready. it loads").wait_for()
+    page.clock.run_for(4000)
+    page.locator("#model:not(:empty)").wait_for()
+    assert "not ready" not in text(page, "#now")
+
+
+def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open):
+    page = open_page()
+    page.route("**/v1/models", lambda route: route.fulfill(status=401, body=json.dumps({"error": {"message": "give a key"}})))
+    page.reload()
+    page.locator("#settings[open]").wait_for()
+    assert page.evaluate("document.activeElement.id") == "key"
+    with page.expect_response("**/v1/models"):
+        page.keyboard.press("Escape")
+    page.get_by_text("The server wants an API key. give a key").wait_for()
+    assert not page.locator("#settings").is_visible()
+    page.unroute("**/v1/models")
+    page.click("#open-settings")
+    page.fill("#key", "rowan")
+    page.keyboard.press("Enter")
+    page.locator("#model:not(:empty)").wait_for()
