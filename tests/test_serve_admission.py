@@ -86,9 +86,8 @@ def test_more_than_may_wait_are_turned_away():
 
 def test_more_tokens_than_may_wait_are_turned_away():
     one = gate(places=9, max_waiting_tokens=100)
-    with one.enter(1000):  # more than all may be: its turn would never come
-        with pytest.raises(Busy, match="about 1000 tokens wait"):
-            one.enter(1)
+    with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):  # its turn would never come if they were too many
+        one.enter(1)
     first = one.enter(60)
     with pytest.raises(Busy, match="this one has about 41"):
         one.enter(41)
