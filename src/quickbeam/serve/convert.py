@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -51,10 +52,12 @@ async def begin(
     """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once there is a place in the queue for texts
     of `size` characters (`tokens`, where that is known). Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
     check_model(runner, request.model)
+    asked = request.speculation or Speculation()
+    if asked.method not in (None, *(methods := runner.llm.methods)):
+        raise Refused(f"unknown method {asked.method!r}; this server runs {', '.join(methods)}", "speculation.method")
     params = sampling(request, wanted, runner.settings.default_temperature)
     with runner.enter(size, prompts * params.n, tokens) as ticket:
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
-        asked = request.speculation or Speculation()
         # Prompts that share a drawn seed would share its noise: the same prompt twice would have the same answer.
         seeds = [secrets.randbits(SEED_BITS) if params.seed is None and not params.greedy else params.seed for _ in every]
         jobs = [
@@ -62,7 +65,19 @@ async def begin(
             for (ids, length), seed in zip(every, seeds, strict=True)
             for choice in range(params.n)
         ]
-        return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
+        try:
+            return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
+        except InvalidInput as error:
+            raise _named(error, request, wanted) from error
+
+
+def _named(error: InvalidInput, request: Request, wanted: Wanted) -> InvalidInput:
+    """The error with the field of the request that it is about, where the engine has another name for it."""
+    if str(error).startswith("budget="):
+        return Refused(str(error), "speculation.budget")
+    if re.match(r"(json_schema|regex|lark): ", str(error)):
+        return Refused(str(error), "tools" if wanted.grammar is not None else request.grammars[0])
+    return error
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -127,12 +142,12 @@ def _grammar(request: Request) -> Any:
         return None
     from quickbeam.grammar import Grammar
 
-    asked = getattr(request, request.grammars[0])
+    asked = getattr(request, "response_format", None)
     if isinstance(asked, JsonSchema):
         return Grammar.json_schema(asked.json_schema.schema_)
     if isinstance(asked, JsonObject):
         return Grammar.json_object()
-    return Grammar.regex(asked) if request.regex is not None else Grammar.lark(asked)
+    return Grammar.regex(request.regex) if request.regex is not None else Grammar.lark(request.lark)
 
 
 def encode_conversation(llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None) -> list[int]:
