@@ -10,11 +10,12 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 if TYPE_CHECKING:
     from quickbeam.aio import AsyncLLM
     from quickbeam.engine.result import Completion
+    from quickbeam.grammar.spec import Grammar
     from quickbeam.llm import LLM
     from quickbeam.sampling import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
 
 # Imported when first asked for: torch and transformers take seconds, `quickbeam --help` should not.
 _HOME = {
@@ -22,6 +23,7 @@ _HOME = {
     "AsyncLLM": "quickbeam.aio",
     "SamplingParams": "quickbeam.sampling",
     "Completion": "quickbeam.engine.result",
+    "Grammar": "quickbeam.grammar.spec",
 }
 
 

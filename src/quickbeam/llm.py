@@ -20,6 +20,7 @@ from quickbeam.engine.sequence import Request
 from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.compiler import Compiler
 from quickbeam.options import Options, Setting, check_options, warmth
 from quickbeam.presets import PRESETS, ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import COUPLED, Sampler, SamplingParams, bad_word_ids
@@ -106,6 +107,7 @@ class LLM:
         )
         self.eos_ids = eos_ids(loaded, self.tokenizer)
         self.model = Model(loaded, fast=fast, exact=exact)
+        self._grammars = Compiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
         self.engine = Engine(self.model, most=max_running, share=share_prefixes)
         self._policies: dict[Setting, TreePolicy] = {}  # what was learned in earlier answers holds in the next
         self._shortlists: Shortlists | None = None
@@ -305,19 +307,21 @@ class LLM:
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
         drafter = self.prepare(name, options.get("vocab"), options.get("shortlist"))
-        setting = self._setting(name, options.get("vocab"), options.get("shortlist"))._replace(warmth=warmth(params))
+        setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
+        setting = setting._replace(warmth=warmth(params), constrained=params.grammar is not None)
         policy = make_policy(chosen.sources, chosen.tree, drafter)
         if params.seed is None or params.greedy or params.coupling == COUPLED:
             policy = self._policies.setdefault(setting, policy)
         output = Output(self.tokenizer, params, self.eos_ids)
         bad = bad_word_ids(self.tokenizer, params.bad_words)
+        masks = None if params.grammar is None else self._grammars.begin(params.grammar, output.ends)
         sequence = self.engine.add(
             Request(
                 ids,
                 params,
                 policy,
                 output,
-                Sampler(params, ids, self.model.vocab_size, ends=output.ends, bad=bad),
+                Sampler(params, ids, self.model.vocab_size, ends=output.ends, bad=bad, grammar=masks),
                 self._choose_budget(name, options.get("budget")),
                 setting,
                 self._shortlist(setting) if drafter is not None else None,

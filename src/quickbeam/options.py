@@ -20,12 +20,13 @@ class Options(TypedDict, total=False):
 
 class Setting(NamedTuple):
     """What an answer is made with, but for its budget. What drafts are worth is learned for each apart. `warmth`: a class of temperatures,
-    below 0 where children are drawn."""
+    below 0 where children are drawn. `constrained`: by a grammar."""
 
     method: str
     vocab: str
     shortlist: int | None
     warmth: int = 0
+    constrained: bool = False
 
 
 def check_options(options: Mapping[str, Any]) -> None:

@@ -6,13 +6,17 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.grammar.spec import Grammar
 from quickbeam.noise import CHUNK, LIKELY, Noise
+
+if TYPE_CHECKING:
+    from quickbeam.grammar.masks import Masks
 
 COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
@@ -23,8 +27,8 @@ class SamplingParams:
 
     Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
     CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
-    occurrence), the bans of `min_tokens` and `bad_words`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes the most
-    probable token.
+    occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes
+    the most probable token.
     `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
     `skip_special_tokens`: the text does not show them.
     `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
@@ -35,6 +39,8 @@ class SamplingParams:
     then are left alone.
     `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
     `include_stop_str_in_output` cuts the text after the stop string, and not before it.
+    `grammar`: a language that the answer is of, unless `max_tokens` or a stop cuts it; end-of-sequence ids are allowed where it may end.
+    A place where these parameters leave no token ends the answer with an error.
     """
 
     max_tokens: int = 256
@@ -57,6 +63,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     coupling: str = COUPLED
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
@@ -81,6 +88,7 @@ class SamplingParams:
             "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
             "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
             "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
+            "grammar": (self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, as Grammar.json_schema(…) makes one"),
             "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
         }
         for name, (good, accepted) in checks.items():
@@ -110,7 +118,7 @@ class SamplingParams:
     @property
     def adjusts_logits(self) -> bool:
         """Whether logits are changed before temperature: with `greedy` and without this, the model's own argmax decides."""
-        return bool(self.logit_bias) or self.penalises or self.bans
+        return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
 class TokenCounts:
@@ -177,8 +185,8 @@ class Sampler:
     `extend` it with every emitted token, the next root included; the `path` of a node is then the tokens below the root down to the
     node itself, empty for the root. `vocab_size` is the width of the logits. `ends` are the ids that end the answer, banned before
     `min_tokens`; `bad` are the token sequences of `bad_words`, as `bad_word_ids` gives them. Ids outside the vocabulary are never
-    generated and need no ban. Raises `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that leave no token,
-    `ValueError` where `bad` is missing or not asked for.
+    generated and need no ban. `grammar`: the masks of the parameters' grammar. Raises `InvalidInput` for a `logit_bias` that does not fit
+    the vocabulary and for bans that leave no token, `ValueError` where `bad` or `grammar` is missing or not asked for.
     """
 
     def __init__(
@@ -189,6 +197,7 @@ class Sampler:
         *,
         ends: Collection[int] = (),
         bad: Sequence[Sequence[int]] = (),
+        grammar: Masks | None = None,
     ) -> None:
         outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
         if outside:
@@ -197,6 +206,9 @@ class Sampler:
             raise InvalidInput(f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one")
         if bool(bad) != bool(params.bad_words):
             raise ValueError(f"bad={bad!r} with bad_words={params.bad_words!r}: give bad=bad_word_ids(tokenizer, params.bad_words)")
+        if (grammar is None) != (params.grammar is None):
+            raise ValueError(f"grammar={grammar!r} with params.grammar={params.grammar!r}: give what Compiler.begin makes of it")
+        self.grammar = grammar
         self._bans: Bans | None = None
         if params.bans:
             self._bans = Bans(
@@ -218,9 +230,13 @@ class Sampler:
             self._counts.extend(tokens)
         if self._bans is not None:
             self._bans.extend(tokens)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
 
     def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans in; `logits` stay as they are."""
+        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans in; `logits` stay as they are.
+
+        Raises `DeadEnd` where the grammar and the other bans leave no token."""
         params = self.params
         if not params.adjusts_logits:
             return logits.float()
@@ -236,7 +252,7 @@ class Sampler:
             scores[tokens] = seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
         if self._bans is not None and (banned := self._bans.after(path)):
             scores[torch.tensor(banned, device=scores.device)] = -math.inf
-        return scores
+        return scores if self.grammar is None else self.grammar.ban(scores, path)
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
         """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits. Raises `QuickbeamError` for NaN logits."""

@@ -69,6 +69,10 @@ class TokenTree:
             nodes.append(node)
         return nodes[::-1]
 
+    def tokens(self, node: int) -> list[int]:
+        """Tokens below the root, down to `node`."""
+        return [self.token[i] for i in self.path(node)[1:]]
+
     @property
     def is_chain(self) -> bool:
         """Whether every node but the last has one child."""

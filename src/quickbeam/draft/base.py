@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -16,10 +17,12 @@ from quickbeam.sampling import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:
+    from quickbeam.grammar.masks import Masks
     from quickbeam.shortlist.shortlist import Shortlist
     from quickbeam.target.kv_cache import Pool
 
 logger = logging.getLogger(__name__)
+GRAMMAR = "grammar"  # the source of tokens that a grammar leaves alone at their place
 
 
 @dataclass
@@ -30,7 +33,7 @@ class Context:
     was chosen from, on the target's device. `temperature`: the request's; 0 is greedy. `noise`: what the answer is drawn with, where drafts
     may look at it (`noise.py`); `filters`: the request's parameters, where they rule unlikely tokens out; `generator`: what children are
     drawn with where they may not look at the noise (CPU). `states`: what the sources keep of this sequence, by their names. `prices`: what
-    nodes are worth, where that is measured; see `TreePolicy.priced`.
+    nodes are worth, where that is measured; see `TreePolicy.priced`. `grammar`: what the answer has to follow, if anything.
     """
 
     ids: list[int]
@@ -41,6 +44,7 @@ class Context:
     prices: Prices | None = None
     noise: Noise | None = None
     filters: SamplingParams | None = None
+    grammar: Masks | None = None
 
     @property
     def draws(self) -> bool:
@@ -51,6 +55,14 @@ class Context:
     def draft_temperature(self) -> float:
         """Of the distributions that drafters give: 1 where the noise takes care of the request's (`trees/perturbed.py`)."""
         return self.temperature if self.draws else 1.0
+
+    def within(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        """As many of `tokens` as the grammar lets follow the `path` below the root."""
+        return tokens if self.grammar is None else tokens[: self.grammar.follows(path, tokens)]
+
+    def forced(self, path: Sequence[int]) -> int | None:
+        """The only token that the grammar lets follow `path`, where that is so."""
+        return None if self.grammar is None else self.grammar.forced(path)
 
     def begin(self, sources: Sequence[Source]) -> Context:
         """Have sources read the text so far; gives itself."""
@@ -106,11 +118,12 @@ class SourceState:
 class Laws(NamedTuple):
     """Laws over the same s tokens. `values` `[m, s]` float32, each row sums to 1; `tokens` `[s]` int64: what the columns are, `None`
     where column i is token i. Tokens without a column have probability 0; one that has several has it in one of them. `vocab`: how many
-    tokens there are."""
+    tokens there are. `forced`: by row, the only token that a grammar allows there; the row's values say nothing then."""
 
     values: torch.Tensor
     tokens: torch.Tensor | None = None
     vocab: int = 0
+    forced: Mapping[int, int] = MappingProxyType({})
 
     def names(self, columns: Sequence[int]) -> list[int]:
         """The tokens of these columns."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+
+import torch
 
 from quickbeam.draft.base import Context, Source, SourceState
 from quickbeam.noise import Places, Wanted
@@ -23,18 +26,23 @@ class LastLogits(Source):
         """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best first, the root left out.
 
         Where the noise of the next place is known, they are perturbed by it (`trees/perturbed.py`). Rank 0 is the argmax. Greedy decoding
-        makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere.
+        makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere. Under a grammar only tokens that it allows
+        after the root are ranked.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
             return []
-        root = context.ids[-1]
+        root, logits = context.ids[-1], context.logits
+        if context.grammar is not None:
+            logits = context.grammar.ban(logits.to(torch.float32, copy=True))
         if context.noise is not None:  # the place that they guess has its noise, as drafters' children have theirs
-            rows = context.logits.float().softmax(-1)[None].cpu().numpy()
+            rows = logits.float().softmax(-1)[None].cpu().numpy()
             places, wanted = Places([len(context.ids)], [0.0], [0.0]), Wanted(context.temperature, k)
             ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
             return [(rank, token) for rank, token in enumerate(tokens) if token != root]
-        return [(rank, token) for rank, token in enumerate(context.logits.topk(k).indices.tolist()) if token != root]
+        top = logits.topk(k)
+        found = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        return [(rank, token) for rank, (token, value) in enumerate(found) if token != root and value > -math.inf]
 
     def candidates(self, context: Context, k: int) -> list[int]:
         """The tokens of `ranked`: at most `k` ids in order of rank."""

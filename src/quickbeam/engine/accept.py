@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
+from quickbeam.grammar.masks import DeadEnd
 from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler, draw, most_probable
 from quickbeam.target.batch import Passed
@@ -30,12 +32,29 @@ def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position
 
 
 def accept(sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int) -> Verdict:
-    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Laws are made for the nodes it visits only."""
-    logits, noise = passed.logits, chance.noise
+    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Laws are made for the nodes it visits only.
+
+    Raises `DeadEnd` where no token may come after the root. Below it, the path ends before: the answer may be over by then.
+    """
+    reached = 0
 
     def below_root(node: int) -> list[int]:
-        return [tree.token[i] for i in tree.path(node)[1:]]
+        nonlocal reached
+        reached = node
+        return tree.tokens(node)
 
+    try:
+        return _verdict(sampler, tree, passed, chance, position, below_root)
+    except DeadEnd:
+        if not reached:
+            raise
+        return Verdict(tree.path(reached)[:-1], tree.token[reached])
+
+
+def _verdict(
+    sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int, below_root: Callable[[int], list[int]]
+) -> Verdict:
+    logits, noise = passed.logits, chance.noise
     if not sampler.params.greedy:
         if noise is None:
             return verify_residual(tree, lambda node: sampler.law(logits[node], below_root(node)), chance.generator)

@@ -13,6 +13,7 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Grown, Growth
+from quickbeam.trees.constrained import constrained, situation
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,10 @@ class Grower:
                 sequence.context.prices = plan.prices
                 remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
                 depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
-                one = Growing(sequence, plan, sequence.policy.grow(sequence.context, plan.nodes, depth))
+                growth = sequence.policy.grow(sequence.context, plan.nodes, depth)
+                if (grammar := sequence.context.grammar) is not None:
+                    growth = constrained(growth, grammar, plan.nodes, depth)
+                one = Growing(sequence, plan, growth)
                 self._send(one, None)
                 growing.append(one)
             except Exception as error:
@@ -98,7 +102,7 @@ class Grower:
         if policy.priced and not sequence.context.draws:
             plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
-        plan = self.budget().nodes(sequence.arrival, request.setting, self.load, policy.situation(sequence.context))
+        plan = self.budget().nodes(sequence.arrival, request.setting, self.load, situation(policy, sequence.context))
         self.load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
         return plan
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter, DrafterState
+from quickbeam.draft.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.engine.accept import Chance
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
@@ -74,7 +74,10 @@ class SequenceState:
     def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
         self.request, self.params, self.policy, self.output = request, request.params, request.policy, request.output
         self.arrival = next(_arrivals)
-        self.statistics = Statistics(sources={source.name: SourceCount() for source in request.policy.sources})
+        sources = [source.name for source in request.policy.sources]
+        if sources and request.sampler.grammar is not None:
+            sources.append(GRAMMAR)
+        self.statistics = Statistics(sources={name: SourceCount() for name in sources})
         self.logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
         self.error: BaseException | None = None
         self.cancelled = False
@@ -136,6 +139,7 @@ class SequenceState:
         self.times.began = self.times.began or time.perf_counter()
         self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise)
         self.context.filters = self.params if self.params.filters else None
+        self.context.grammar = self.request.sampler.grammar
         for source in self.policy.sources:
             if isinstance(source, Drafter):
                 self.context.states[source.name] = source.begin(self.ids, self.request.shortlist)

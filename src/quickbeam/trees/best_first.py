@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from quickbeam.draft.base import Context, DraftRequest, Laws, Prices
+from quickbeam.draft.base import GRAMMAR, Context, DraftRequest, Laws, Prices
 from quickbeam.tree import TokenTree
 from quickbeam.trees.acceptance import Chances, Printed
 from quickbeam.trees.drafted import DraftedPolicy
@@ -27,6 +27,7 @@ class Candidate(NamedTuple):
     token: int
     depth: int
     source: str
+    path: tuple[int, ...] = ()  # the tokens below the root that lead to it, its own included
 
 
 class Search:
@@ -34,7 +35,7 @@ class Search:
 
     `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. `chances`: how
     likely a child is, by its place among the likeliest and its probability. `floor`: a path that is no likelier has no place of its own,
-    but can take that of one that is less likely still.
+    but can take that of one that is less likely still. A token that a grammar forces is as likely as what it follows.
     """
 
     def __init__(self, policy: DraftedPolicy, context: Context, size: int, chances: Chances = PLAIN) -> None:
@@ -64,8 +65,11 @@ class Search:
         if laws is None:
             return False
         rows = proposals(self._context, laws, [one.depth for one in due], min(width or self._size, self._size), least)
-        for one, row in zip(due, rows, strict=True):
-            self.take(one, row, worst)
+        for i, (one, row) in enumerate(zip(due, rows, strict=True)):
+            if (token := laws.forced.get(i)) is not None:
+                self.force(one, token, worst)
+            else:
+                self.take(one, row, worst)
         self.best = sorted(self.best)[: self._size]
         return True
 
@@ -78,8 +82,13 @@ class Search:
         return last if len(self.best) == self._size else max(last, -self.floor)
 
     def worth(self, one: Candidate) -> float:
-        """The probability that asking about `one` tells something: that it is reached."""
-        return -one.cost
+        """The probability that asking about `one` tells something: that it is reached, unless what follows is known."""
+        return -one.cost if self._context.forced(one.path) is None else 0.0
+
+    def force(self, one: Candidate, token: int, worst: float) -> None:
+        """Only this token may come after `one`."""
+        if one.cost < worst:
+            self.best.append(self.new(one, token, 1.0, GRAMMAR))
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
         """The drafter gives these tokens after `one`, the likeliest first. So much of their chances counts (`share`); `known` is there."""
@@ -96,7 +105,8 @@ class Search:
     def new(self, parent: Candidate, token: int, chance: float, source: str) -> Candidate:
         """A candidate with the next number."""
         self._numbers += 1
-        return Candidate(parent.cost * chance, self._numbers - 1, parent.number, token, parent.depth + 1, source)
+        path = (*parent.path, token)
+        return Candidate(parent.cost * chance, self._numbers - 1, parent.number, token, parent.depth + 1, source, path)
 
     def tree(self) -> TokenTree:
         """The root and `best`, in order of worth; `place` then says which node a candidate is."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws
+from quickbeam.draft.base import GRAMMAR, Context, Drafter, DraftRequest, Laws
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import TreePolicy
 from quickbeam.trees.draws import Draws, drawn, ranked
@@ -33,7 +33,7 @@ class DraftedPolicy(TreePolicy):
         assert laws is not None
         if context.draws and self.draws:
             return drawn(laws, context.generator)
-        return ranked(proposals(context, laws, [tree.depth[node] for node in nodes], count, least))
+        return ranked(proposals(context, laws, [tree.depth[node] for node in nodes], count, least), laws.forced)
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
         """Fill slot i of `node`; the new node, or `None` where the law gives no further token."""
@@ -41,4 +41,5 @@ class DraftedPolicy(TreePolicy):
         if draw is None:
             return None
         token, probability = draw
-        return tree.add(node, token, self.drafter.name, tree.value[node] * probability, draws.law, probability)
+        source = GRAMMAR if draws.forced else self.drafter.name
+        return tree.add(node, token, source, tree.value[node] * probability, draws.law, probability)

@@ -8,7 +8,7 @@ times the cost of the running sum used here.) A *certain* child i is the i-th mo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, cached_property, partial
 from itertools import accumulate
 
@@ -30,7 +30,7 @@ class Draws:
 
     `tokens` and their `probabilities`: certain proposals, the most probable first. Where tokens are drawn, there are none yet. `stream`:
     the draws, each with its probability, repeats to be left out; `law` makes the `[vocab]` law that they are from, and `generator` more of
-    them. `tops`: gives the law's largest probabilities, largest first.
+    them. `tops`: gives the law's largest probabilities, largest first. `forced`: the one token is all that a grammar allows.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class Draws:
         law: Callable[[], torch.Tensor] | None = None,
         generator: torch.Generator | None = None,
         tops: Callable[[], list[float]] = list,
+        forced: bool = False,
     ) -> None:
+        self.forced = forced
         self._tokens, self._probabilities = list(tokens), list(probabilities)
         self._stream: Stream = stream or iter(())
         self._make_law, self._generator, self._tops = law, generator, tops
@@ -107,15 +109,18 @@ class Draws:
 
 
 def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
-    """Draws from each law; more are made when asked for."""
+    """Draws from each law; more are made when asked for. A forced token is a certain child."""
     tops = cache(lambda: peaks(laws.values, TOP))  # by those who want them
     streams = laws.named(distinct(laws.values, ROUND, generator))
-    return [
+    found = [
         Draws(stream=stream, law=partial(laws.dense, i), generator=generator, tops=lambda i=i: tops()[i])  # type: ignore[misc]
         for i, stream in enumerate(streams)
     ]
+    for i, token in laws.forced.items():
+        found[i] = Draws([token], [1.0], forced=True)
+    return found
 
 
-def ranked(rows: Sequence[Row]) -> list[Draws]:
-    """The likeliest tokens of each law as certain children, the likeliest first."""
-    return [Draws(*row) for row in rows]
+def ranked(rows: Sequence[Row], forced: Collection[int] = ()) -> list[Draws]:
+    """The likeliest tokens of each law as certain children, the likeliest first; of those rows that are `forced`, the only one."""
+    return [Draws(*row, forced=i in forced) for i, row in enumerate(rows)]

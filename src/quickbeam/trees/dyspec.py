@@ -85,6 +85,8 @@ class Slots:
         new = self._policy.add(self.tree, slot.node, draws, slot.place)
         if new is None:
             return
+        if draws.forced:  # nothing is learned of it
+            return self._open(new)
         probability = draws.chance(slot.place)
         chance = self._chances.child(slot.place, probability)
         self.tree.value[new] = -slot.missed * chance
@@ -94,8 +96,9 @@ class Slots:
 
     def _slot(self, reached: float, node: int, place: int) -> Slot:
         """That of a draw of `node`, which is reached with probability `reached`."""
-        peak = self._draws[node].peak(place)
-        return Slot(-reached * self._chances.slot(place, peak), -reached, node, place)
+        draws = self._draws[node]
+        chance = 1.0 if draws.forced else self._chances.slot(place, draws.peak(place))
+        return Slot(-reached * chance, -reached, node, place)
 
 
 class Promises:
@@ -184,8 +187,8 @@ class DySpec(DraftedPolicy):
             gain = float("inf") if trial else self._gain(search, due)
             if not (yield from search.expand(due, gain=gain)):
                 break
-            trial = False
-            asked += sum(search.worth(one) for one in due)
+            worth = sum(search.worth(one) for one in due)
+            asked, trial = asked + worth, trial and not worth  # what is forced takes no call
             keep_worthwhile(search, prices, truth)
             due = open_ends(search, size, max_depth)
         return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
@@ -206,8 +209,8 @@ class DySpec(DraftedPolicy):
                 if child in said:
                     self.likeliest.observe(*said[child], child == accepted)
         if asked:
-            promised = sum(tree.value[node] for node in self._drafted(search, range(1, len(tree))))  # by what was verified of it
-            self.promises.observe(len(self._drafted(search, path[1:])), promised, asked)
+            promised = sum(tree.value[node] for node in self._drafted(tree, range(1, len(tree))))  # by what was verified of it
+            self.promises.observe(len(self._drafted(tree, path[1:])), promised, asked)
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
         """From a tree of draws; siblings after the accepted one had no turn."""
@@ -218,6 +221,6 @@ class DySpec(DraftedPolicy):
                 if child == accepted:
                     break
 
-    def _drafted(self, search: Search, nodes: Sequence[int]) -> list[int]:
+    def _drafted(self, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
         """Those of these nodes that are the drafter's."""
-        return list(nodes)
+        return [node for node in nodes if tree.source[node] == self.drafter.name]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws
+from quickbeam.draft.base import GRAMMAR, Context, Drafter, DraftRequest, Laws
 from quickbeam.draft.ngram import Ngram, NgramIndex
 from quickbeam.tree import TokenTree
 from quickbeam.trees.best_first import Candidate, Search
@@ -56,9 +56,9 @@ class HybridSearch(Search):
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
         self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
-        self._tails = {0: tuple(context.ids[-ngram.max_n :])}
         self._ngram, self._repeats, self._max_depth = ngram, repeats, max_depth
-        if match := ngram.match(self._tails[0]):
+        self._matched = {0}  # by number: candidates whose continuation was looked for, or that are one
+        if match := ngram.match(self._tail(self.root)):
             self._continue(self.root, ngram.continuation(match, LONGEST), ngram.extent(match, LONGEST))
 
     def expand(
@@ -66,8 +66,9 @@ class HybridSearch(Search):
     ) -> Generator[DraftRequest, Laws | None, bool]:
         if not (yield from super().expand(due, width, gain)):
             return False
-        for one in [one for one in self.best if one.number not in self._tails]:
-            tail = self._tails[one.number] = (*self._tails[one.parent], one.token)[-self._ngram.max_n :]
+        for one in [one for one in self.best if one.number not in self._matched]:
+            self._matched.add(one.number)
+            tail = self._tail(one)
             match = self._ngram.match(tail)
             if match and match.length >= SURE:
                 guessed = tail[-min(one.depth, len(tail)) :]
@@ -75,7 +76,11 @@ class HybridSearch(Search):
         return True
 
     def worth(self, one: Candidate) -> float:
-        return -one.cost * (1 - self.chances.get(one.number, 0.0))
+        return super().worth(one) * (1 - self.chances.get(one.number, 0.0))
+
+    def force(self, one: Candidate, token: int, worst: float) -> None:
+        if not self._continued(one):
+            super().force(one, token, worst)
 
     @property
     def repeating(self) -> dict[int, int]:
@@ -83,8 +88,8 @@ class HybridSearch(Search):
         return {self.place[number]: length for number, length in self.lengths.items() if number in self.place}
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
-        chain = self._chains.get(one.number)
-        if chain is None or not any(found.number == chain[0].number for found in self.best):  # it may have lost its place
+        chain = self._continued(one)
+        if not chain:
             return super().take(one, row, worst)
         repeats, known = self.chances[one.number], chain[0].token
         tokens, probabilities = row
@@ -98,17 +103,29 @@ class HybridSearch(Search):
         self.best = [found._replace(cost=found.cost * both / repeats) if found.number in below else found for found in self.best]
         super().take(one, row, worst, (1 - both) / (1 - said), known)
 
+    def _tail(self, one: Candidate) -> tuple[int, ...]:
+        """The last tokens of the text that ends with `one`, as many as an n-gram has."""
+        most = self._ngram.max_n
+        return (*self._context.ids[-most:], *one.path)[-most:]
+
+    def _continued(self, one: Candidate) -> list[Candidate]:
+        """The continuation below `one`; it may have lost its place."""
+        chain = self._chains.get(one.number, [])
+        return chain if chain and any(found.number == chain[0].number for found in self.best) else []
+
     def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
         """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may get in."""
         worst, chain, above = self.worst, list[Candidate](), one
-        for i, token in enumerate(tokens[: self._max_depth - one.depth]):
-            chance = self._repeats.chance(length + i)
+        for i, token in enumerate(self._context.within(one.path, tokens[: self._max_depth - one.depth])):
+            forced = self._context.forced(above.path) == token
+            chance = 1.0 if forced else self._repeats.chance(length + i)
             if above.cost * chance >= worst:
                 break
             self.chances[above.number] = chance
-            above = self.new(above, token, chance, Ngram.name)
-            self.lengths[above.number] = length + i
-            self._tails[above.number] = (*self._tails[above.parent], token)[-self._ngram.max_n :]
+            above = self.new(above, token, chance, GRAMMAR if forced else Ngram.name)
+            if not forced:
+                self.lengths[above.number] = length + i
+            self._matched.add(above.number)
             chain.append(above)
         for i, candidate in enumerate(chain):
             self._chains[candidate.parent] = chain[i:]
@@ -140,11 +157,6 @@ class Hybrid(DySpec):
         assert isinstance(search, HybridSearch)
         _observe(self.repeats, search.repeating, tree, path)
         super()._learn(search, tree, path, asked)
-
-    def _drafted(self, search: Search, nodes: Sequence[int]) -> list[int]:
-        assert isinstance(search, HybridSearch)
-        repeating = search.repeating
-        return [node for node in nodes if node not in repeating]
 
 
 def _observe(repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]) -> None:

@@ -63,10 +63,11 @@ class LogitSpec(Undrafted):
         chain: Iterator[int] = iter(())
         tip = 0
         if index and matches:
-            chain = iter(index.continuation(matches[0], CHAIN))
+            chain = iter(context.within((), index.continuation(matches[0], CHAIN)))
             tip = graft(tree, 0, islice(chain, LEAD * matches[0].length), Ngram.name, budget, max_depth)
             for match in matches[1:]:
-                graft(tree, 0, index.continuation(match, OTHER * match.length), Ngram.name, budget, max_depth)
+                other = context.within((), index.continuation(match, OTHER * match.length))
+                graft(tree, 0, other, Ngram.name, budget, max_depth)
 
         # Each guess adds a node, unless it is the root or the chain begins with it: two more than the budget's free nodes are enough.
         guesses = self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
@@ -76,7 +77,7 @@ class LogitSpec(Undrafted):
             size = len(tree)
             node = graft(tree, 0, [guess], LastLogits.name, budget, max_depth)
             if index and (known := index.match([*tail, guess])):
-                rest = index.continuation(known, branch_length(rank) - 1, [guess])
+                rest = context.within((guess,), index.continuation(known, branch_length(rank) - 1, [guess]))
                 graft(tree, node, rest, Ngram.name, budget, max_depth)
             tip = graft(tree, tip, islice(chain, len(tree) - size), Ngram.name, budget, max_depth)
         graft(tree, tip, chain, Ngram.name, budget, max_depth)

@@ -28,7 +28,7 @@ MARGIN = 0.5  # of what the filters leave by the drafter: the target may see it 
 
 def proposals(context: Context, laws: Laws, depths: Sequence[int], count: int, least: Sequence[float] | None = None) -> list[Row]:
     """The `count` likeliest children after nodes of these depths, the likeliest first: by `laws`, and by the noise of their places where
-    there is any. `least`: for each node, what a probability must be above for the token to count."""
+    there is any. `least`: for each node, what a probability must be above for the token to count. A forced token has all of it."""
     if context.noise is None:
         rows = likeliest(laws.values, count, least)
     else:
@@ -38,7 +38,10 @@ def proposals(context: Context, laws: Laws, depths: Sequence[int], count: int, l
         positions = [len(context.ids) + depth for depth in depths]
         places = Places(positions, unlikely, least or [0.0] * len(values))
         rows = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
-    return [(laws.names(columns), chances) for columns, chances in rows]
+    found = [(laws.names(columns), chances) for columns, chances in rows]
+    for i, token in laws.forced.items():
+        found[i] = [token], [1.0]
+    return found
 
 
 def ruled_out_below(q: Array, filters: SamplingParams) -> float:

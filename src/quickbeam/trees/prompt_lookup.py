@@ -52,5 +52,5 @@ class PromptLookup(Undrafted):
         match = index.match(context.ids[-index.max_n :])
         wanted = min(self.length, budget - 1, max_depth)
         if match and wanted > 0:
-            graft(tree, 0, index.continuation(match, wanted), Ngram.name, budget, max_depth)
+            graft(tree, 0, context.within((), index.continuation(match, wanted)), Ngram.name, budget, max_depth)
         return tree

@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from quickbeam.draft.base import Context, Drafter
+from quickbeam.draft.base import GRAMMAR, Context, Drafter
 from quickbeam.errors import InvalidInput
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Grown, Growth
@@ -116,6 +116,8 @@ class Sequoia(DraftedPolicy):
             return
         for node, accepted in zip_longest(path, path[1:]):
             for i, child in enumerate(tree.children[node].values()):
+                if tree.source[child] == GRAMMAR:
+                    continue
                 self._tried[i] += 1
                 self._accepted[i] += child == accepted
         if self._tried[0] >= self._due:

@@ -1,0 +1,96 @@
+"""Grammars made ready for one model's tokenizer, by llguidance."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from quickbeam.errors import InvalidInput
+from quickbeam.grammar.masks import Compiled, Masks
+from quickbeam.grammar.spec import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+logger = logging.getLogger(__name__)
+KEPT = 64  # compiled grammars
+LIKE_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class Compiler:
+    """Compiles grammars for a tokenizer of transformers, and keeps those used last. `eos`: the model's end-of-sequence ids.
+
+    The tokenizer's own form for llguidance is made with the first grammar: it takes a second for a large vocabulary. Calls may come from
+    several threads.
+    """
+
+    def __init__(self, tokenizer: Any, vocab: int, eos: Collection[int]) -> None:
+        self._hf, self._vocab, self._eos = tokenizer, vocab, sorted(eos)
+        self._tokenizer: LLTokenizer | None = None
+        self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
+        """The masks of an answer that `ends` end.
+
+        Raises `InvalidInput` where llguidance is missing or can't take the tokenizer or the grammar, and where no id is left by which the
+        answer could end."""
+        with self._lock:
+            compiled = self._compile(grammar)
+            assert self._tokenizer is not None
+            known, special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
+            closing = [token for token in ends if token in self._eos or (token < known and special(token))]
+            if not closing:
+                raise InvalidInput(
+                    "grammar with ignore_eos: nothing could end the answer where the grammar ends; leave ignore_eos out, "
+                    "or give a special token in stop_token_ids"
+                )
+            return Masks(compiled, self._vocab, ends, closing)
+
+    def _compile(self, grammar: Grammar) -> Compiled:
+        if grammar not in self._kept:
+            self._kept[grammar] = self._compiled(grammar)
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+        return self._kept[grammar]
+
+    def _compiled(self, grammar: Grammar) -> Compiled:
+        try:
+            from llguidance import LLMatcher
+        except ImportError as error:
+            raise InvalidInput("grammar: needs llguidance: pip install 'quickbeam[grammar]'") from error
+        if self._tokenizer is None:
+            self._tokenizer = self._prepared()
+        try:
+            if grammar.kind == "json_schema":
+                text = LLMatcher.grammar_from_json_schema(grammar.text, defaults=None if grammar.any_whitespace else LIKE_PYTHON)  # type: ignore[arg-type]
+            else:
+                make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[grammar.kind]
+                text = make(grammar.text)
+        except ValueError as error:
+            raise InvalidInput(f"{grammar.kind}: {error}") from error
+        wrong, messages = LLMatcher.validate_grammar_with_warnings(text, self._tokenizer)
+        if wrong:
+            raise InvalidInput(f"{grammar.kind}: {messages[0].strip()}")
+        for message in messages:
+            logger.warning("%s: %s", grammar.kind, message)
+        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidInput(f"{grammar.kind}: {matcher.get_error()}")
+        return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
+
+    def _prepared(self) -> LLTokenizer:
+        """The tokenizer in llguidance's own form."""
+        import llguidance.hf
+
+        known = [token for token in self._eos if token < len(self._hf)]
+        if not known:
+            raise InvalidInput("grammar: this model has no end-of-sequence token, by which an answer would end")
+        try:
+            return llguidance.hf.from_tokenizer(self._hf, n_vocab=max(self._vocab, len(self._hf)), eos_token=known)
+        except Exception as error:  # it raises what it likes
+            raise InvalidInput(f"grammar: llguidance can't take this model's tokenizer ({error})") from error

@@ -1,0 +1,177 @@
+"""Which tokens a grammar allows after any path of a draft tree. Knows nothing of models, and of sampling only which ids end an answer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from itertools import takewhile
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from quickbeam.errors import InvalidInput
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+T = TypeVar("T")
+
+
+class DeadEnd(InvalidInput):
+    """No token may come next."""
+
+
+class Place(NamedTuple):
+    """What may follow a path. `banned`: `[vocab]` bool; `left`: how many tokens are not; `first`: the lowest of them."""
+
+    banned: torch.Tensor
+    left: int
+    first: int
+
+
+class Compiled(NamedTuple):
+    """A grammar for one tokenizer. `matcher`: has read nothing yet; `ends`: the ids by which it tells that the text may end; `size`: how
+    many tokens its masks have."""
+
+    matcher: LLMatcher
+    ends: Sequence[int]
+    size: int
+
+
+class Masks:
+    """Where one answer stands in its grammar, and what may follow, for any path below it.
+
+    `vocab`: width of the logits; tokens that the tokenizer doesn't know are never allowed. `ends`: ids that end the answer; after one of
+    them nothing is asked of the text any more. `closing`: those of them that are no text: they are allowed where the grammar may end, and
+    nothing else is where it must.
+
+    One matcher walks from path to path: it goes back to where two of them part and reads the rest. What is allowed is a function of the
+    tokens alone. Places are kept until the answer grows.
+    """
+
+    def __init__(self, compiled: Compiled, vocab: int, ends: Collection[int], closing: Collection[int]) -> None:
+        self._compiled, self._vocab, self._ends = compiled, vocab, frozenset(ends)
+        self._closing = [token for token in closing if token < vocab]
+        self._text: list[int] = []  # the answer so far
+        self._path: list[int] = []  # what the matcher has read beyond it
+        self._over = False
+        self._places: dict[tuple[int, ...], Place] = {}
+        self._forced: dict[tuple[int, ...], int | None] = {}
+        self._reason = ""
+        self._matcher = self._begun()
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Tokens became output."""
+        self._places.clear()
+        self._forced.clear()
+        for token in tokens:
+            self._over = self._over or token in self._ends
+            if not self._over:
+                self._go([token])
+                self._text.append(token)
+                self._path = self._path[1:]
+
+    def place(self, path: Sequence[int] = ()) -> Place | None:
+        """What may follow output and `path`; None where the answer is over by then. Raises `DeadEnd` where nothing can."""
+        if self._over or not self._ends.isdisjoint(path):
+            return None
+        key = tuple(path)
+        if key not in self._places:
+            self._places[key] = self._look(key)
+        return self._places[key]
+
+    def ban(self, scores: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+        """Scores `[vocab]` of what follows `path`, changed in place: minus infinity where a token may not.
+
+        Raises `DeadEnd` where none is left."""
+        place = self.place(path)
+        if place is None:
+            return scores
+        scores.masked_fill_(place.banned.to(scores.device), -math.inf)
+        if scores.max() == -math.inf:
+            where = f"after {len(self._text) + len(path)} tokens of the answer"
+            raise DeadEnd(
+                f"grammar: it allows {place.left} tokens {where}, which min_tokens, bad_words and logit_bias ban: relax one of them"
+            )
+        return scores
+
+    def find(self, path: Sequence[int] = ()) -> Place | None:
+        """`place` for drafting: None where nothing can follow, too."""
+        try:
+            return self.place(path)
+        except DeadEnd:
+            return None
+
+    def forces(self, place: Place) -> bool:
+        """Whether only one token may come there, and the answer goes on after it."""
+        return place.left == 1 and place.first not in self._ends
+
+    def forced(self, path: Sequence[int] = ()) -> int | None:
+        """That token. Where there is none, a mask is seldom made."""
+        key = tuple(path)
+        if key not in self._forced:
+            place = self.find(key) if key in self._places or self._is_written(key) else None
+            self._forced[key] = place.first if place is not None and self.forces(place) else None
+        return self._forced[key]
+
+    def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
+        """How many of `tokens` may follow `path`, for drafting: one that ends the answer doesn't count. No mask is made."""
+        if self._over or not self._ends.isdisjoint(path):
+            return 0
+        before_end = list(takewhile(lambda token: token not in self._ends, tokens))
+        return self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0 if before_end else 0
+
+    def _is_written(self, path: tuple[int, ...]) -> bool:
+        """Whether llguidance knows the next token by the text alone."""
+        if self._over or not self._ends.isdisjoint(path):
+            return False
+        return bool(self._ask(path, lambda matcher: matcher.compute_ff_tokens()))
+
+    def _look(self, path: tuple[int, ...]) -> Place:
+        bits = self._ask(path, lambda matcher: matcher.compute_bitmask())
+        if bits is None:
+            where = f"after {len(self._text) + len(path)} tokens of the answer"
+            raise DeadEnd(f"grammar: no token can come {where} ({self._reason})")
+        allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little").view(bool)
+        marks = list(self._compiled.ends)
+        may_end = bool(allowed[marks].any())
+        allowed[marks] = False
+        banned = np.ones(self._vocab, dtype=bool)
+        shared = min(self._vocab, self._compiled.size)
+        np.logical_not(allowed[:shared], out=banned[:shared])
+        if may_end:
+            banned[self._closing] = False
+        return Place(torch.from_numpy(banned), self._vocab - int(np.count_nonzero(banned)), int(banned.argmin()))
+
+    def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
+        """What a matcher that has read `path` says; None where it fails, for `_reason`."""
+        for _ in range(2):
+            self._go(path)
+            if not self._matcher.is_error():
+                answer = question(self._matcher)
+                if not self._matcher.is_error():
+                    return answer
+            # Limits that many drafts used up, and grammars that can't be read backwards, don't stop one that comes the straight way.
+            self._reason = str(self._matcher.get_error()).partition("\n")[0]
+            self._matcher = self._begun()
+        return None
+
+    def _go(self, path: Sequence[int]) -> None:
+        """Move the matcher to where `path` ends."""
+        shared = 0
+        while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
+            shared += 1
+        if behind := len(self._path) - shared:
+            self._matcher.rollback(behind)
+        if ahead := list(path[shared:]):
+            self._matcher.consume_tokens(ahead)
+        self._path = list(path)
+
+    def _begun(self) -> LLMatcher:
+        """A matcher that has read the output only."""
+        matcher = self._compiled.matcher.deep_copy()
+        if self._text:
+            matcher.consume_tokens(self._text)
+        self._path = []
+        return matcher
