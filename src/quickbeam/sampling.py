@@ -33,7 +33,7 @@ class SamplingParams:
     `min_tokens`: the first so many tokens do not end the answer. Ids that would are banned there, and stop strings that are complete by
     then are left alone.
     `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
-    `include_stop_str_in_output` cuts the text after the stop string, and not before it.
+    `include_stop_str_in_output` cuts the text after the stop string, and not before it. `skip_special_tokens`: they are not in the text.
     """
 
     max_tokens: int = 256
@@ -54,6 +54,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     coupling: str = COUPLED
 
     def __post_init__(self) -> None:
@@ -78,6 +79,7 @@ class SamplingParams:
             "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
             "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
             "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
+            "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
             "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
         }
         for name, (good, accepted) in checks.items():

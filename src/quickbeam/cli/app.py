@@ -20,6 +20,7 @@ from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
+from quickbeam.cli.serve import serve
 from quickbeam.cli.throughput import throughput
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
@@ -77,7 +78,7 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, inspect, pull, models, demo):
+for command in (generate, chat, serve, inspect, pull, models, demo):
     app.command()(command)
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)

@@ -1,0 +1,73 @@
+"""The server's application: what stands at which path, and what each request passes before it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from quickbeam import __version__
+from quickbeam.serve import errors
+from quickbeam.serve.page import page
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.security import OPEN, BodyLimit, Keys
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def create_app(runner: Runner) -> FastAPI:
+    """What answers HTTP for a runner, which is closed when the application ends. Handlers find it as `request.app.state.runner`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await runner.close()
+
+    app = FastAPI(title="quickbeam", version=__version__, lifespan=lifespan)
+    app.state.runner = runner
+    errors.install(app)
+    for name in ("chat", "completions", "responses", "tokens"):
+        with suppress(ModuleNotFoundError):
+            app.include_router(import_module(f"quickbeam.serve.{name}").router)
+    app.add_api_route("/", index, include_in_schema=False)
+    app.add_api_route("/health", health)
+    app.add_api_route("/metrics", metrics)
+    protect(app, runner)
+    return app
+
+
+def protect(app: FastAPI, runner: Runner) -> None:
+    """Put what is asked for before the application. The last one added comes first."""
+    settings = runner.settings
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(Keys, keys=settings.api_keys, open=OPEN if settings.protect_metrics else (*OPEN, "/metrics"))
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    if settings.loopback and not settings.api_keys:
+        hosts = [*LOOPBACK, settings.host, *settings.allowed_hosts]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+
+
+def index() -> Response:
+    html, policy = page()
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return Response(html, media_type="text/html; charset=utf-8", headers=headers)
+
+
+async def health(request: Request) -> Response:
+    """200 where requests are answered, else 503 with the reason."""
+    ailment = request.app.state.runner.ailment
+    if ailment is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": ailment}, 503, {"Retry-After": "5"})
+
+
+async def metrics(request: Request) -> Response:
+    content, kind = request.app.state.runner.metrics.expose(request.headers.get("accept", ""))
+    return Response(content, media_type=kind)
