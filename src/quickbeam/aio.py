@@ -154,7 +154,7 @@ class AsyncLLM:
         self._wake = threading.Condition()
         self._followed: dict[Answer, None] = {}
         self._dropped: deque[Answer] = deque()
-        self._closing = False
+        self._closing = self._broken = False
         self._texts: dict[int, str] = {}  # of tokens, for traces
         self._thread = threading.Thread(target=self._run, name="quickbeam-engine", daemon=True)
         self._thread.start()
@@ -180,6 +180,8 @@ class AsyncLLM:
     ) -> AsyncStream:
         if self._closing:
             raise QuickbeamError("this AsyncLLM is closed: make another one")
+        if not self.alive:
+            raise QuickbeamError("the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM")
         kept = Trace() if trace else None
         stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)  # it may load a drafter
         answer = Answer(stream, kept, self._text)
@@ -194,8 +196,8 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """Whether the thread that takes steps runs."""
-        return self._thread.is_alive()
+        """False: the thread that takes steps has ended by a fault of its own."""
+        return not self._broken
 
     def close(self) -> None:
         """End all answers that are under way, and the thread."""
@@ -228,14 +230,22 @@ class AsyncLLM:
         self._dropped.append(answer)
 
     def _run(self) -> None:
-        engine = self.llm.engine
-        while self._wait():
-            while self._dropped:
-                self._dropped.popleft().stream.close()
-            if engine.busy:
-                with suppress(Exception):  # each sequence has it as its own error
-                    engine.step()
-            self._deliver()
+        try:
+            while self._wait():
+                self._take_step()
+                self._deliver()
+        except BaseException as error:  # no request's fault: all who wait must hear of it
+            self._broken = True
+            self._tell([(answer, News(NOTHING, True, True, error)) for answer in self._followed])
+            raise
+
+    def _take_step(self) -> None:
+        """Of the engine, where there is something to do; first let go of what nobody waits for."""
+        while self._dropped:
+            self._dropped.popleft().stream.close()
+        if self.llm.engine.busy:
+            with suppress(Exception):  # each sequence has it as its own error
+                self.llm.engine.step()
 
     def _wait(self) -> bool:
         """Wait for something to do; False: it is to end."""
@@ -247,13 +257,18 @@ class AsyncLLM:
             return not self._closing
 
     def _deliver(self) -> None:
-        """Hand on what is new, all of it in one call of an event loop: each call wakes it up."""
+        """Hand on what is new."""
+        found = [(answer, news) for answer in list(self._followed) if (news := answer.look()) is not None]
+        for answer, news in found:
+            if news.over:
+                self._followed.pop(answer, None)
+        self._tell(found)
+
+    def _tell(self, every: Sequence[tuple[Answer, News]]) -> None:
+        """All of an event loop's in one call: each call wakes it up."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Answer, News]]] = {}
-        for answer in list(self._followed):
-            if (news := answer.look()) is not None:
-                batches.setdefault(answer.loop, []).append((answer, news))
-                if news.over:
-                    self._followed.pop(answer, None)
+        for answer, news in every:
+            batches.setdefault(answer.loop, []).append((answer, news))
         for loop, batch in batches.items():
             try:
                 loop.call_soon_threadsafe(_hear_all, batch)

@@ -112,6 +112,7 @@ class LLM:
         self._drafter_name, self._fast, self._progress, self._trusted = drafter, fast, progress, trust_remote_code
         self._drafter: Drafter | None = None
         self._routed = False  # it comes with a router
+        self._prepared = set[tuple[str, str | None, int | None]]()  # what `prepare` was asked for
         self._bound_memory()
         self.prepare(method)
 
@@ -153,6 +154,9 @@ class LLM:
         and there is one."""
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
+        asked = method, vocab, shortlist
+        if asked in self._prepared:  # without the lock, which a step may hold for long
+            return self._drafter
         with self.engine.lock:
             if self._drafter is None:
                 self._drafter = load_drafter(
@@ -166,6 +170,7 @@ class LLM:
                 self._routed, self._shortlists = is_routed(self._drafter), Shortlists(self._drafter, self.model)
                 self._bound_memory()
             self._shortlist(self._setting(method, vocab, shortlist))
+            self._prepared.add(asked)
         return self._drafter
 
     def shortlist_of(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Shortlist | None:

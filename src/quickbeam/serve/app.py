@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
-from importlib import import_module
+from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -12,7 +11,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from quickbeam import __version__
-from quickbeam.serve import errors
+from quickbeam.serve import chat, completions, errors, responses, tokens
+from quickbeam.serve.disconnect import Gone
 from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import OPEN, BodyLimit, Keys
@@ -28,12 +28,12 @@ def create_app(runner: Runner) -> FastAPI:
         yield
         await runner.close()
 
-    app = FastAPI(title="quickbeam", version=__version__, lifespan=lifespan)
+    app = FastAPI(title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # their pages load scripts
     app.state.runner = runner
     errors.install(app)
-    for name in ("chat", "completions", "responses", "tokens"):
-        with suppress(ModuleNotFoundError):
-            app.include_router(import_module(f"quickbeam.serve.{name}").router)
+    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
+    for module in (chat, completions, responses, tokens):
+        app.include_router(module.router)
     app.add_api_route("/", index, include_in_schema=False)
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
@@ -54,7 +54,7 @@ def protect(app: FastAPI, runner: Runner) -> None:
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
 
 
-def index() -> Response:
+async def index() -> Response:
     html, policy = page()
     headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
@@ -68,6 +68,6 @@ async def health(request: Request) -> Response:
     return JSONResponse({"status": ailment}, 503, {"Retry-After": "5"})
 
 
-async def metrics(request: Request) -> Response:
+def metrics(request: Request) -> Response:
     content, kind = request.app.state.runner.metrics.expose(request.headers.get("accept", ""))
     return Response(content, media_type=kind)

@@ -17,7 +17,7 @@ from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Times
 from quickbeam.engine.trace import StepRecord
 from quickbeam.sampling import SamplingParams
-from quickbeam.serve.admission import Gate
+from quickbeam.serve.admission import Gate, TurnedAway
 
 DEEPEST = 16  # places below the root that are counted apart; those below count as the last
 REASONS = {"interrupted": "abort"}  # our words for how an answer ends, where vLLM has others
@@ -60,11 +60,15 @@ class Metrics:
         self.most_tokens = self._histogram("vllm:request_params_max_tokens", "What max_tokens was.", TOKENS)
         self.nodes = self._histogram("quickbeam:nodes_per_step", "Nodes of a draft tree, the root included.", NODES)
         self.set_back = self._counter("quickbeam:set_back", "Answers that were set back for lack of memory.")
+        self._refused = self._family(
+            Counter, "quickbeam:refused_requests", "Requests turned away: busy (429), unavailable (503).", "reason"
+        )
         self._drafted_by = self._family(Counter, "quickbeam:drafted_tokens", "Tokens of draft trees by who proposed them.", "source")
         self._accepted_by = self._family(Counter, "quickbeam:accepted_tokens", "Accepted tokens by who proposed them.", "source")
 
-    def watch(self, engine: Engine) -> None:
+    def watch(self, engine: Engine, heartbeat: Callable[[], float]) -> None:
         """Show an engine's state, too."""
+        self._gauge("quickbeam:heartbeat_age_seconds", "Since the engine's thread last gave a sign of life.", heartbeat)
         self._gauge("vllm:num_requests_running", "Answers that are being read or made.", lambda: len(engine.scheduler.active))
         self._gauge("vllm:kv_cache_usage_perc", "Share of the memory for keys and values that is in use (1 is all).", lambda: engine.used)
         self._gauge("quickbeam:budget_nodes", "Nodes of the last draft tree, over the answers under way.", lambda: engine.nodes)
@@ -80,6 +84,10 @@ class Metrics:
     def ended(self, reason: str) -> None:
         """An answer is over."""
         self._success.labels(self._name, REASONS.get(reason, reason)).inc()
+
+    def refused(self, error: TurnedAway) -> None:
+        """A request was turned away."""
+        self._refused.labels(self._name, type(error).__name__.lower()).inc()
 
     def expose(self, accept: str) -> tuple[bytes, str]:
         """The text that Prometheus reads, and its content type."""

@@ -15,7 +15,7 @@ from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.sampling import SamplingParams
-from quickbeam.serve.admission import BYTES_A_TOKEN, Gate, Phase, Ticket, Unavailable
+from quickbeam.serve.admission import BYTES_A_TOKEN, Gate, Phase, Ticket, TurnedAway, Unavailable
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics
 from quickbeam.serve.settings import ServeSettings
@@ -51,7 +51,7 @@ class Runner:
         """Begin to answer."""
         self._aio, self.fingerprint = AsyncLLM(llm=llm), fingerprint
         self.gate.places = llm.engine.scheduler.most
-        self.metrics.watch(llm.engine)
+        self.metrics.watch(llm.engine, lambda: self.heartbeat)
         self.gate.phase = Phase.ready
 
     @property
@@ -69,7 +69,11 @@ class Runner:
     def enter(self, text_size: int, choices: int = 1, tokens: int | None = None) -> Ticket:
         """A place in the queue for a request, before anything is computed for it; a context manager. `text_size`: of its prompts, in bytes
         or characters; `tokens`: how many there are, where that is known. Raises `Busy` and `Unavailable`."""
-        return self.gate.enter(tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices)
+        try:
+            return self.gate.enter(tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices)
+        except TurnedAway as error:
+            self.metrics.refused(error)
+            raise
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Streams of their answers, as soon as the engine has taken up the first. Raises `InvalidInput` for what it refuses, `Unavailable`
@@ -88,7 +92,9 @@ class Runner:
                 stream.close()
             if isinstance(error, asyncio.TimeoutError):
                 message = f"the request has waited for {self.settings.queue_timeout:g} seconds without its turn: come back later"
-                raise Unavailable(message, self.gate.retry_after()) from None
+                late = Unavailable(message, self.gate.retry_after())
+                self.metrics.refused(late)
+                raise late from None
             raise
         return streams
 
@@ -124,6 +130,16 @@ class Runner:
         return stream
 
     @property
+    def alive(self) -> bool:
+        """False: the engine's thread has ended by a fault of its own."""
+        return self._aio is None or self._aio.alive
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds since the engine's thread last gave a sign of life."""
+        return 0.0 if self._aio is None else time.monotonic() - self._aio.beat
+
+    @property
     def healthy(self) -> bool:
         """Whether requests are answered."""
         return self.ailment is None
@@ -133,10 +149,10 @@ class Runner:
         """Why requests are not answered; None: they are."""
         if self.gate.phase is not Phase.ready:
             return str(self.gate.phase.value)
-        if not self._engine.alive:
+        if not self.alive:
             return "the engine's thread has ended"
-        silent, limit = time.monotonic() - self._engine.beat, self.settings.heartbeat_limit
-        return f"the engine has been silent for {silent:.0f} s (limit {limit:g})" if silent > limit else None
+        silent, limit = self.heartbeat, self.settings.heartbeat_limit
+        return f"the engine has been silent for {silent:.1f} s (limit {limit:g})" if silent > limit else None
 
     async def drain(self) -> bool:
         """Take nothing new, and wait for what is under way, up to `drain_timeout`; whether all of it could end."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import uvicorn
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.sampling import SamplingParams
 from quickbeam.serve.app import create_app
@@ -43,6 +43,9 @@ class Server(uvicorn.Server):
             os._exit(128 + sig)
         self._draining = self._loop.create_task(self._drain())
 
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or not self._runner.alive
+
     async def _drain(self) -> None:
         if not await self._runner.drain():
             await self._runner.close()
@@ -50,8 +53,10 @@ class Server(uvicorn.Server):
 
 
 def run(runner: Runner, load: Callable[[], LLM], *, warm: bool = True, ready: Callable[[str], None] = lambda address: None) -> None:
-    """Serve until a signal ends it. The model is loaded, and with `warm` its costs are measured, while the server listens already, and
-    `ready` is told the address then. Raises `InvalidInput` for an address that can't be had, and what loading raises."""
+    """Serve until a signal ends it. The server listens while the model is being loaded and, with `warm`, its costs are measured; `ready` is
+    told the address then. Raises `InvalidInput` for an address that can't be had, what loading raises, and `QuickbeamError` where the
+    engine's thread ends by itself, so that a supervisor starts another server.
+    """
     listener = listen(runner.settings.host, runner.settings.port)
     config = uvicorn.Config(
         create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
@@ -84,6 +89,8 @@ async def _serve(
         server.should_exit = True
     await serving
     loading.result()
+    if not runner.alive:
+        raise QuickbeamError("the engine's thread has ended, by a fault of quickbeam's")
     return True
 
 
