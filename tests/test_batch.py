@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from quickbeam import InvalidInput, QuickbeamError
+from batches import echo, go, lines, records
+from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.journal import Journal
-from quickbeam.batch.requests import CHAT, COMPLETIONS, parse, read
-from quickbeam.batch.run import Reply, check, run
+from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES, parse, read
+from quickbeam.batch.run import Reply, run
+from quickbeam.cli.app import app
 
 LINES = [
     {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": "hello"}], "seed": 7}},
@@ -28,30 +31,6 @@ LINES = [
     {"custom_id": "c", "messages": [{"role": "user", "content": "hi"}]},
     *({"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"text {i}"}} for i in range(20)),
 ]
-
-
-async def echo(url: str, body: dict[str, Any]) -> Reply:
-    """An answer that is the request's own, after a moment of any length."""
-    await asyncio.sleep(random.random() / 500)
-    return Reply(200, {"url": url, "echo": body})
-
-
-def lines(path: Path, requests: list[Any]) -> Path:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in requests))
-    return path
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def go(source: Path, output: Path, answer: Any = echo, window: int = 4) -> tuple[int, int]:
-    """Requests in the file, and those answered now."""
-    told: list[None] = []
-    with Journal(output) as journal:
-        total = check(source, journal)
-        asyncio.run(run(read(source), answer, journal, window, lambda: told.append(None)))
-    return total, len(told)
 
 
 @pytest.fixture
@@ -226,10 +205,10 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source: Path, t
 def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
     source, output, chance = tmp_path / "in.jsonl", tmp_path / "out.jsonl", random.Random(0)
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_batch as t; from pathlib import Path; "
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as t; from pathlib import Path; "
     program += f"t.go(Path({str(source)!r}), Path({str(output)!r}))"
     kills = 0
-    for _ in range(8):
+    for _ in range(6):
         before = output.stat().st_size if output.exists() else 0
         child = subprocess.Popen([sys.executable, "-c", program])
         while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
@@ -241,3 +220,93 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
     go(source, output)
     whole(source, output)
     assert kills > 2
+
+
+USER = [{"role": "user", "content": "abc abc"}]
+ASKED = [
+    {"custom_id": "chat", "url": CHAT, "body": {"messages": USER, "max_completion_tokens": 9, "temperature": 0}},
+    {"custom_id": "drawn", "messages": USER, "max_tokens": 9, "n": 2},
+    {"custom_id": "seeded", "prompt": "abc", "max_tokens": 9, "seed": 5, "temperature": 0.8},
+    {"custom_id": "response", "url": RESPONSES, "body": {"input": "abc abc", "max_output_tokens": 9, "temperature": 0}},
+    {"custom_id": "field", "messages": USER, "tokens": 3},
+    {"custom_id": "long", "prompt": "abc " * 500},
+    "not json",
+]
+
+
+def told(llm: LLM, custom_id: str, body: dict[str, Any]) -> list[str]:
+    """What plain decoding alone says to a request of `ASKED`."""
+    params = SamplingParams(max_tokens=9, temperature=body.get("temperature", 1.0), seed=body["seed"], n=body.get("n", 1))
+    found = llm.generate(body["prompt"], params, method="ar") if "prompt" in body else llm.chat(USER, params, method="ar")
+    return [one.text for one in (found if isinstance(found, list) else [found])]
+
+
+def said(body: dict[str, Any]) -> list[str]:
+    """What a response says."""
+    if "output" in body:
+        return [body["output"][0]["content"][0]["text"]]
+    return [one.get("text") or one["message"]["content"] for one in body["choices"]]
+
+
+def answered(llm: LLM, source: Path, output: Path) -> None:
+    """All of `ASKED` has the answers of plain decoding alone, each once."""
+    bodies = {one.custom_id: one.body for one in read(source)}
+    found = {one["custom_id"]: one for one in records(output)}
+    assert found.keys() == bodies.keys() and len(records(output)) == len(found)
+    for name in ("chat", "drawn", "seeded", "response"):
+        assert said(found[name]["response"]["body"]) == told(llm, name, bodies[name])
+    assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
+    assert found["field"]["response"]["body"]["error"]["param"] == "tokens" and found["line-7"]["error"]["code"] == "invalid_request"
+
+
+def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
+    command = ["batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32", "--max-running", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
+    answered(LLM(toy_folder, dtype="float32"), source, output)
+    before = output.read_bytes()
+    assert CliRunner().invoke(app, [*command, "--model", "/nowhere"]).exit_code == 1  # nothing is left to do, so no model is needed
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(("arguments", "why"), [
+    (["nowhere.jsonl", "out.jsonl"], "no such file"), (["in.jsonl", "in.jsonl"], "another output"),
+    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"), (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
+])  # fmt: skip
+def test_commands_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "in.jsonl", LINES)
+    done = CliRunner().invoke(app, ["batch", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
+
+
+@pytest.mark.long
+def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    output, chance = tmp_path / "out.jsonl", random.Random(0)
+    requests = [{"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "max_tokens": 30, "temperature": 0.7 * (i % 2)} for i in range(40)]
+    source = lines(tmp_path / "in.jsonl", requests)
+    command = [sys.executable, "-m", "quickbeam", "batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32"]
+    codes = []
+    while not codes or codes[-1] != 0:
+        before = output.stat().st_size if output.exists() else 0
+        child = subprocess.Popen([*command, "--max-running", "4"], stderr=subprocess.PIPE, text=True)
+        while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
+            time.sleep(0.01)
+        time.sleep(chance.random() / 3)
+        for end in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL)[len(codes) : len(codes) + 1]:
+            child.send_signal(end)
+        said_last = child.communicate()[1].splitlines()[-1:]
+        codes.append(child.returncode)
+        if child.returncode == 130:
+            assert "of 40 answers are in" in said_last[0] and "goes on" in said_last[0]
+    assert set(codes[:-1]) <= {-9, 130} and len(codes) > 1
+    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
+    assert len(records(output)) == len(found) == 40
+    llm = LLM(toy_folder, dtype="float32")
+    for request in read(source):
+        params = SamplingParams(max_tokens=30, temperature=request.body["temperature"], seed=request.body["seed"])
+        assert said(found[request.custom_id]) == [llm.generate(request.body["prompt"], params, method="ar").text]
