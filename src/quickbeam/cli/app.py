@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from quickbeam.cli import bench, train
 from quickbeam.cli.acceptance import acceptance
+from quickbeam.cli.batch import batch
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.drafting import drafting
@@ -78,7 +79,7 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, serve, inspect, pull, models, demo):
+for command in (generate, chat, serve, batch, inspect, pull, models, demo):
     app.command()(command)
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)
