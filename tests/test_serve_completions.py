@@ -144,6 +144,9 @@ REFUSED = {
     "negative ids": ({"prompt": [-1]}, None),
     "ids beyond the vocabulary": ({"prompt": [100000]}, None),
     "logprobs of a chat": ({"logprobs": True}, "logprobs"),
+    "a bias beyond the vocabulary": ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    "a word without tokens": ({"bad_words": [""]}, "bad_words"),
+    "more than there may be": ({"min_tokens": 21}, "min_tokens"),
     "many answers": ({"n": 129}, "n"),
     "messages": ({"messages": []}, "messages"),
 }
