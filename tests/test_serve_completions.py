@@ -232,7 +232,7 @@ JSON = st.recursive(
 KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_tokens", "n", "regex", "lark", "response_format")]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 300), max_size=3),
     path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),
