@@ -87,14 +87,14 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 class ScriptedStream:
-    """An answer that is known, in pieces of so many characters, with how it ends."""
+    """An answer that is known, in pieces of so many characters, with a pause in seconds before each, and how it ends."""
 
-    def __init__(self, text: str, piece: int, end: str | Exception) -> None:
-        self.text, self.piece, self.end, self.closed, self.given = text, piece, end, False, ""
+    def __init__(self, text: str, piece: int, pause: float, end: str | Exception) -> None:
+        self.text, self.piece, self.pause, self.end, self.closed, self.given = text, piece, pause, end, False, ""
 
     async def deltas(self) -> AsyncIterator[Delta]:
         for i in range(0, len(self.text), self.piece):
-            await asyncio.sleep(0)
+            await asyncio.sleep(self.pause)
             self.given += self.text[i : i + self.piece]
             yield Delta(self.text[i : i + self.piece], [i], [], [])
         if isinstance(self.end, Exception):
@@ -112,10 +112,10 @@ class ScriptedStream:
 class ScriptedRunner(Runner):
     """Answers what `script` says, whatever it is asked; keeps the `jobs`."""
 
-    script, piece = "", 3
+    script, piece, pause = "", 3, 0.0
     end: str | Exception = "stop"
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         self.jobs = list(jobs)
-        self.streams = [ScriptedStream(self.script, self.piece, self.end) for _ in jobs]
+        self.streams = [ScriptedStream(self.script, self.piece, self.pause, self.end) for _ in jobs]
         return self.streams  # type: ignore[return-value]

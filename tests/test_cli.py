@@ -19,6 +19,7 @@ from quickbeam import __version__, hub
 from quickbeam.cli.app import app
 from quickbeam.cli.common import statistics_line
 from quickbeam.engine.result import Completion, Statistics
+from quickbeam.grammar import Grammar
 from quickbeam.presets import PRESETS
 
 
@@ -110,7 +111,24 @@ def test_every_option_arrives(run):
         "bad_words": (),
         "include_stop_str_in_output": False,
         "coupling": "residual",
+        "grammar": None,
     }
+
+
+def test_a_grammar_arrives(run, tmp_path):
+    schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "integer"}')
+    lark.write_text('start: "a"')
+    for arguments, grammar in (
+        (["--json-schema", '{"type": "integer"}'], Grammar.json_schema({"type": "integer"})),
+        (["--json-schema", str(schema)], Grammar.json_schema({"type": "integer"})),
+        (["--json-object"], Grammar.json_object()),
+        (["--regex", "a+"], Grammar.regex("a+")),
+        (["--lark", str(lark)], Grammar.lark('start: "a"')),
+        ([], None),
+    ):
+        assert run("generate", "hello", *arguments).exit_code == 0
+        assert fake_llm.CALLS[-1][2].grammar == grammar
 
 
 @pytest.mark.parametrize(("given", "budget"), [(["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)])
@@ -154,6 +172,11 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--budget", "lots"], ["--budget 'lots'", "auto"]),
         (["generate", "hi", "--raw", "--system", "x"], ["--system", "--raw"]),
         (["generate", "hi", "--logprobs", "2"], ["--logprobs", "--json"]),
+        (["generate", "hi", "--regex", "a", "--json-object"], ["--json-object and --regex", "one"]),
+        (["generate", "hi", "--json-schema", "{nope"], ["json_schema", "not JSON"]),
+        (["generate", "hi", "--json-schema", "missing.json"], ["--json-schema missing.json", "No such file"]),
+        (["generate", "hi", "--lark", "."], ["--lark .", "directory"]),
+        (["generate", "hi", "--regex", "a", "--method", "hf"], ["--regex", "hf"]),
         (["generate", ""], ["prompt is empty"]),
         (["generate", "\udcff"], ["not UTF-8"]),
         (["generate", "too long"], ["longer than the context"]),

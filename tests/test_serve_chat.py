@@ -324,6 +324,71 @@ def test_what_goes_wrong_is_told_for_that_request(llm):
     asyncio.run(scripted.close())
 
 
+def test_a_comment_keeps_a_silent_stream_open(llm):
+    scripted = ScriptedRunner(ServeSettings(keep_alive=0.02), llm)
+    scripted.script, scripted.piece, scripted.pause = "one two", 7, 0.2
+    response = ask(scripted, PATH, body(stream=True))
+    assert ": keep-alive\n\n" in response.text and len(chunks(response)) == 3
+    asyncio.run(scripted.close())
+
+
+def test_a_stream_that_is_left_gives_everything_back(runner, llm):
+    async def go():
+        asked = ChatRequest.model_validate(body(temperature=0, max_tokens=400, ignore_eos=True, stream=True, n=2))
+        stream = await chat.stream(runner, asked)
+        for _ in range(4):
+            await anext(stream)
+        assert runner.gate.inside == 2
+        await stream.aclose()
+        for _ in range(200):
+            if not runner.gate.inside:
+                return
+            await asyncio.sleep(0.02)
+
+    asyncio.run(go())
+    assert runner.gate.inside == 0 and not llm.engine.busy
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    "regex": {"regex": "(yes|no), (ab)+!"},
+    "lark": {"lark": 'start: "<" NUMBER ">"\nNUMBER: /[0-9]{1,3}/'},
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_answers_follow_grammars_as_they_do_alone(runner, llm, name, stream):
+    pytest.importorskip("llguidance")
+    grammar = pytest.importorskip("quickbeam.grammar").Grammar
+    made = grammar.json_schema(SCHEMA) if name == "json_schema" else getattr(grammar, name)(GRAMMARS[name][name])
+    right = alone(llm, SamplingParams(max_tokens=60, temperature=0.8, seed=5, grammar=made))[0]
+    response = ask(runner, PATH, body(max_tokens=60, temperature=0.8, seed=5, stream=stream, **GRAMMARS[name]))
+    if stream:
+        assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks(response)) == right.text
+    else:
+        assert good(response)["choices"][0]["message"]["content"] == right.text
+    if name == "json_schema":
+        assert 0 <= json.loads(right.text)["x"] <= 99
+
+
+def test_bad_grammars_are_refused_with_the_reason(runner):
+    pytest.importorskip("llguidance")
+    pytest.importorskip("quickbeam.grammar")
+    bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "thing"}}}
+    assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
+    refused(ask(runner, PATH, body(regex="(")), "regex")
+    refused(ask(runner, PATH, body(lark="begin: x")), "lark")
+    found = good(ask(runner, PATH, body(response_format={"type": "json_object"}, max_tokens=5, temperature=0)))
+    assert found["choices"][0]["message"]["content"].startswith("{")
+
+
 def test_answers_without_http(runner):
     async def go():
         return await chat.answer(runner, ChatRequest.model_validate(body(temperature=0)))
@@ -355,7 +420,7 @@ KNOWN = [
 NUMBERS = st.integers(-3, 3) | st.floats(-3, 3) | st.none()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(KNOWN), JSON | NUMBERS | st.sampled_from([[], {}, "auto", True]), max_size=4),
     messages=st.lists(MESSAGE, max_size=3) | JSON,
@@ -368,8 +433,21 @@ def test_junk_is_never_the_servers_fault(runner, fields, messages):
         assert response.json()["error"]["message"]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(KNOWN), value=JSON | NUMBERS)
 def test_junk_in_one_field_is_never_the_servers_fault(runner, name, value):
     response = ask_raw(runner, PATH, json.dumps(body(max_tokens=1, **{name: value})))
     assert response.status_code in (200, 400, 404), (name, value, response.text)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_the_embedded_models_answers_are_those_given_alone(smollm2):
+    messages = [{"role": "user", "content": "Name three trees."}]
+    with LLM(str(smollm2)) as llm:
+        real = Runner(ServeSettings(), llm)
+        for fields in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 2, "n": 2}):
+            right = alone(llm, SamplingParams(max_tokens=24, **fields), messages)
+            found = good(ask(real, PATH, {"messages": messages, "max_tokens": 24, **fields}))
+            assert [one["message"]["content"] for one in found["choices"]] == [one.text for one in right]
+        asyncio.run(real.close())

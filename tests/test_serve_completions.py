@@ -144,6 +144,9 @@ REFUSED = {
     "negative ids": ({"prompt": [-1]}, None),
     "ids beyond the vocabulary": ({"prompt": [100000]}, None),
     "logprobs of a chat": ({"logprobs": True}, "logprobs"),
+    "a bias beyond the vocabulary": ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    "a word without tokens": ({"bad_words": [""]}, "bad_words"),
+    "more than there may be": ({"min_tokens": 21}, "min_tokens"),
     "many answers": ({"n": 129}, "n"),
     "messages": ({"messages": []}, "messages"),
 }
@@ -229,7 +232,7 @@ JSON = st.recursive(
 KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_tokens", "n", "regex", "lark", "response_format")]
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 300), max_size=3),
     path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),

@@ -35,6 +35,10 @@ def generate(
     ignore_eos: options.IgnoreEos = False,
     logprobs: options.Logprobs = None,
     seed: options.Seed = None,
+    json_schema: options.JsonSchema = None,
+    json_object: options.JsonObject = False,
+    regex: options.Regex = None,
+    lark: options.Lark = None,
     coupling: options.CouplingOption = None,
     budget: options.Budget = None,
     drafter: options.Drafter = None,
@@ -72,6 +76,7 @@ def generate(
         logprobs=logprobs,
         seed=seed,
         coupling=options.coupling(coupling),
+        grammar=options.grammar(json_schema, json_object, regex, lark),
     )
     nodes = options.nodes(budget)
     text = read(prompt)
@@ -79,7 +84,7 @@ def generate(
     messages.append({"role": "user", "content": text})
     if method in PEERS:
         ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
-        ours["coupling"] = coupling
+        ours |= {"coupling": coupling, "json-schema": json_schema, "json-object": json_object or None, "regex": regex, "lark": lark}
         ours["trust-remote-code"] = trust_remote_code or None
         ours["kv-memory"] = kv_memory
         place = device.value if device else None

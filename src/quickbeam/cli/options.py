@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from enum import Enum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from quickbeam.bench.methods import PEERS
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar import Grammar
 from quickbeam.hub import DEFAULT
 from quickbeam.presets import PRESETS, VOCABS
 from quickbeam.sampling import COUPLED, RESIDUAL
@@ -89,6 +91,39 @@ CouplingOption = Annotated[
         "Default: coupled.",
     ),
 ]
+JsonSchema = Annotated[
+    str | None, typer.Option("--json-schema", metavar="FILE|JSON", help="The answer is JSON that fits this schema, in a file or as it is.")
+]
+JsonObject = Annotated[bool, typer.Option("--json-object", help="The answer is a JSON object.")]
+Regex = Annotated[str | None, typer.Option("--regex", metavar="PATTERN", help="The answer is what this regular expression matches.")]
+Lark = Annotated[
+    Path | None, typer.Option("--lark", metavar="FILE", help="The answer follows this Lark grammar, whose first rule is start.")
+]
+
+
+def grammar(json_schema: str | None, json_object: bool, regex: str | None, lark: Path | None) -> Grammar | None:
+    """What `SamplingParams` takes for these options. Raises `InvalidInput` for more than one, and for files that can't be read."""
+    given = {"--json-schema": json_schema, "--json-object": json_object or None, "--regex": regex, "--lark": lark}
+    names = [name for name, value in given.items() if value is not None]
+    if len(names) > 1:
+        raise InvalidInput(f"{' and '.join(names)}: an answer follows one grammar; give one of them")
+    if json_schema is not None:
+        inline = json_schema.lstrip().startswith("{")
+        return Grammar.json_schema(json_schema if inline else _text("--json-schema", Path(json_schema)))
+    if regex is not None:
+        return Grammar.regex(regex)
+    if lark is not None:
+        return Grammar.lark(_text("--lark", lark))
+    return Grammar.json_object() if json_object else None
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidInput(f"{option} {path}: can't be read ({error.strerror})") from error
+    except UnicodeError as error:
+        raise InvalidInput(f"{option} {path}: not UTF-8 text ({error})") from error
 
 
 def coupling(given: Coupling | None) -> str:

@@ -37,16 +37,15 @@ class Grammar:
 
         It is written as Python's `json.dumps` writes it: `": "` after keys and `", "` between items. So what stands between two values is
         forced, and needs no thought of the model. `any_whitespace` leaves that to the model, which may then indent, or write blanks for
-        ever. What the schema has as its own `x-guidance` goes before that. Raises `InvalidInput` for a mapping that is not JSON.
+        ever. What the schema has as its own `x-guidance` goes before that. Raises `InvalidInput` for what is not JSON.
         """
-        if not isinstance(schema, str):
-            if not isinstance(schema, Mapping):
-                raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")
-            try:
-                schema = json.dumps(dict(schema))
-            except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidInput(f"json_schema: not JSON ({error})") from error
-        return cls("json_schema", schema, any_whitespace)
+        if not isinstance(schema, str | Mapping):
+            raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")
+        try:
+            text = json.dumps(json.loads(schema) if isinstance(schema, str) else dict(schema))
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidInput(f"json_schema: not JSON ({error})") from error
+        return cls("json_schema", text, any_whitespace)
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> Grammar:

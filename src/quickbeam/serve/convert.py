@@ -51,6 +51,22 @@ async def begin(
 ) -> Answers:
     """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once there is a place in the queue for texts
     of `size` characters (`tokens`, where that is known). Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
+    try:
+        return await _begun(runner, request, encode, wanted, size, prompts, tokens, trace)
+    except InvalidInput as error:
+        raise _named(error, request, wanted) from error
+
+
+async def _begun(
+    runner: Runner,
+    request: Request,
+    encode: Callable[[], list[list[int]]],
+    wanted: Wanted,
+    size: int,
+    prompts: int,
+    tokens: int | None,
+    trace: bool,
+) -> Answers:
     check_model(runner, request.model)
     asked = request.speculation or Speculation()
     if asked.method not in (None, *(methods := runner.llm.methods)):
@@ -65,19 +81,21 @@ async def begin(
             for (ids, length), seed in zip(every, seeds, strict=True)
             for choice in range(params.n)
         ]
-        try:
-            return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
-        except InvalidInput as error:
-            raise _named(error, request, wanted) from error
+        return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
 
 
-def _named(error: InvalidInput, request: Request, wanted: Wanted) -> InvalidInput:
-    """The error with the field of the request that it is about, where the engine has another name for it."""
-    if str(error).startswith("budget="):
-        return Refused(str(error), "speculation.budget")
-    if re.match(r"(json_schema|regex|lark): ", str(error)):
-        return Refused(str(error), "tools" if wanted.grammar is not None else request.grammars[0])
-    return error
+def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
+    """The error with the field of the request that it is about: mostly the word that its message begins with."""
+    if isinstance(error, Refused):
+        return error
+    message = str(error).replace("max_tokens", _length(wanted)[0])
+    words = re.match(r"\w*", message)
+    word = words[0] if words else ""
+    if word in ("json_schema", "regex", "lark", "grammar"):
+        return Refused(message, "tools" if wanted.grammar is not None else next(iter(request.grammars), None))
+    if word == "budget":
+        return Refused(message, "speculation.budget")
+    return Refused(message, word if word in type(request).model_fields else None)
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -99,12 +117,8 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
         given["skip_special_tokens"] = False
     if (grammar := wanted.grammar or _grammar(request)) is not None:
         given["grammar"] = grammar
-    # min_tokens is held against the length, which is not known yet where it is what there is room for
-    name, length = _length(wanted)
-    try:
-        return SamplingParams(max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given)
-    except InvalidInput as error:
-        raise InvalidInput(str(error).replace("max_tokens", name)) from error
+    length = _length(wanted)[1]  # min_tokens is held against it; where it is what there is room for, that comes later
+    return SamplingParams(max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given)
 
 
 def _length(wanted: Wanted) -> tuple[str, int | None]:
@@ -147,7 +161,7 @@ def _grammar(request: Request) -> Any:
         return Grammar.json_schema(asked.json_schema.schema_)
     if isinstance(asked, JsonObject):
         return Grammar.json_object()
-    return Grammar.regex(request.regex) if request.regex is not None else Grammar.lark(request.lark)
+    return Grammar.regex(request.regex) if request.regex is not None else Grammar.lark(request.lark or "")
 
 
 def encode_conversation(llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None) -> list[int]:
