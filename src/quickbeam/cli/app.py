@@ -22,6 +22,7 @@ from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
 from quickbeam.cli.serve import serve
+from quickbeam.cli.structured import structured
 from quickbeam.cli.throughput import throughput
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
@@ -84,6 +85,7 @@ for command in (generate, chat, serve, batch, inspect, pull, models, demo):
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)
 bench.commands.command()(throughput)
+bench.commands.command()(structured)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)
 app.add_typer(bench.commands, name="bench")
