@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
-from quickbeam.batch.run import Reply
+from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.serve import chat, completions, responses
@@ -45,3 +47,13 @@ class Answering:
     async def close(self) -> None:
         """End what is under way."""
         await self._runner.close()
+
+
+@asynccontextmanager
+async def answering(llm: LLM, name: str | None = None) -> AsyncIterator[Answer]:
+    """Answers by a model in this process, which calls itself `name`."""
+    made = Answering(llm, name)
+    try:
+        yield made.answer
+    finally:
+        await made.close()

@@ -44,7 +44,7 @@ def check(source: Path, journal: Journal) -> int:
     return len(seen)
 
 
-async def run(requests: Iterable[Request], answer: Answer, journal: Journal, window: int, told: Callable[[], None]) -> None:
+async def run(requests: Iterable[Request], answer: Answer, journal: Journal, window: int, told: Callable[[], object]) -> None:
     """Have all requests answered that are not `done`, `window` at a time, in order of the file; write answers as they come. `told` hears of
     each. What `answer` raises ends the run: those that were written stay, and the next run goes on."""
     asked = dict[asyncio.Future[Reply], Request]()

@@ -5,21 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.requests import read
-from quickbeam.batch.run import check, run
+from quickbeam.batch.run import Answer, check, run
 from quickbeam.cli import options
 from quickbeam.cli.common import load
 from quickbeam.errors import InvalidInput
-
-if TYPE_CHECKING:
-    from quickbeam.batch.answers import Answering
 
 AHEAD = 2  # requests that are asked, for each that is answered at a time
 
@@ -59,19 +57,27 @@ def batch(
     if not source.is_file():
         raise InvalidInput(f"{source}: there is no such file")
 
-    try:
-        from quickbeam.batch.answers import Answering
-    except ImportError as error:
-        raise InvalidInput(f"answering requests needs {error.name}: pip install 'quickbeam[serve]'") from error
-
+    wanted: dict[str, Any] = {
+        "model": model,
+        "method": method,
+        "dtype": dtype,
+        "device": device,
+        "budget": options.nodes(budget),
+        "exact": exact,
+        "drafter": drafter,
+        "vocab": vocab,
+        "shortlist": shortlist,
+        "trust_remote_code": trust_remote_code,
+        "kv_memory": kv_memory,
+        "max_running": max_running,
+    }
     with Journal(output) as journal:
         total = check(source, journal)
         try:
             if len(journal.done) < total:
-                arguments = (model, method, dtype, device, options.nodes(budget), exact, drafter, vocab, shortlist)
-                llm = load(*arguments, trust_remote_code, kv_memory, max_running=max_running)
+                answers = on_ray(replicas, threads, served_name, wanted) if ray else here(served_name, wanted)
                 with tqdm(total=total, initial=len(journal.done), unit="answer", disable=not sys.stderr.isatty()) as bar:
-                    asyncio.run(here(lambda: Answering(llm, served_name), source, journal, AHEAD * max_running, bar.update))
+                    asyncio.run(follow(answers, source, journal, AHEAD * max_running * replicas, bar.update))
         except KeyboardInterrupt:
             print(f"stopped: {len(journal.done)} of {total} answers are in {output}; the same command goes on", file=sys.stderr)
             raise typer.Exit(130) from None
@@ -81,10 +87,28 @@ def batch(
             raise typer.Exit(1)
 
 
-async def here(begin: Callable[[], Answering], source: Path, journal: Journal, window: int, told: Callable[[], Any]) -> None:
-    """Answer by a model in this process. What `begin` makes belongs to the event loop."""
-    answering = begin()
+async def follow(
+    answers: AbstractAsyncContextManager[Answer], source: Path, journal: Journal, window: int, told: Callable[[], object]
+) -> None:
+    """Answer all that is left."""
+    async with answers as answer:
+        await run(read(source), answer, journal, window, told)
+
+
+def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManager[Answer]:
+    """Answers by a model in this process."""
     try:
-        await run(read(source), answering.answer, journal, window, told)
-    finally:
-        await answering.close()
+        from quickbeam.batch.answers import answering
+    except ImportError as error:
+        raise InvalidInput(f"answering requests needs {error.name}: pip install 'quickbeam[serve]'") from error
+    return answering(load(**wanted), name)
+
+
+def on_ray(count: int, threads: int, name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManager[Answer]:
+    """Answers by models on Ray."""
+    try:
+        from quickbeam.batch.ray import replicas
+    except ImportError as error:
+        raise InvalidInput(f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'") from error
+    place = wanted["device"].value if wanted["device"] else None
+    return replicas(count, name, {**wanted, "dtype": wanted["dtype"].value, "device": place}, threads)
