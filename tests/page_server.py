@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,9 @@ from starlette.routing import Mount, Route
 
 from quickbeam.serve.page import page
 
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
+SWITCHES += ["disable-background-networking", "disable-component-update", "disable-sync"]
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
 ANSWERS = {
     "evil": [EVIL, " and", " ", EVIL, " again", "</span>", " &amp;", " &lt;b>"],
@@ -68,6 +72,7 @@ class Stand:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
         self.open = 0
         self.busy = 0  # how many requests are refused before one is taken
         routes = [
@@ -82,10 +87,12 @@ class Stand:
         return Response(html, media_type="text/html", headers={"Content-Security-Policy": policy})
 
     async def models(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
         methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
         return JSONResponse({"object": "list", "data": [{"id": "rowan-135m", "object": "model", "quickbeam": methods}]})
 
     async def chat(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
         body = await request.json()
         self.asked.append(body | {"authorization": request.headers.get("authorization")})
         prompt = body["messages"][-1]["content"]
@@ -161,6 +168,11 @@ def serving(app: Any) -> Iterator[str]:
         finally:
             server.should_exit = True
             thread.join(10)
+
+
+def chromium(playwright: Any) -> Any:
+    """A headless browser that asks nobody for anything."""
+    return playwright.chromium.launch(executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES])
 
 
 if __name__ == "__main__":

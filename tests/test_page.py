@@ -16,14 +16,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 sync_api = pytest.importorskip("playwright.sync_api")
 
-from page_server import DEFAULT, EVIL, TEXT, TEXTS, Stand, serving, steps_of, words  # noqa: E402
+from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, TEXTS, Stand, chromium, serving, steps_of, words  # noqa: E402
 from quickbeam.serve.page import page as page_file  # noqa: E402
 
-CHROMIUM = Path("/usr/bin/chromium")
 if not CHROMIUM.exists():
     pytest.skip("there is no Chromium", allow_module_level=True)
-ARGUMENTS = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
-ARGUMENTS += ["disable-background-networking", "disable-component-update", "disable-sync"]
 REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
 ROWAN = TEXT
 WAIT = 8000  # milliseconds, for a loaded machine
@@ -33,10 +30,8 @@ Open = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=[f"--{argument}" for argument in ARGUMENTS])
+    with sync_api.sync_playwright() as playwright, chromium(playwright) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -49,15 +44,16 @@ def served() -> Iterator[tuple[Stand, str]]:
 @pytest.fixture
 def stand(served: tuple[Stand, str]) -> Stand:
     served[0].asked.clear()
+    served[0].paths.clear()
     return served[0]
 
 
 @pytest.fixture
 def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
     """Opens the page in a context of its own. In the end: no error on any console, no request to anywhere but the server."""
-    address, contexts, complaints, requests = served[1], [], [], []
+    address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
 
-    def open_it(path: str = "/", width: int = 1280, **options: Any) -> Any:
+    def open_it(path: str = "/", width: int = 1280, at: str = address, **options: Any) -> Any:
         context = browser.new_context(viewport={"width": width, "height": 800}, **options)
         contexts.append(context)
         page = context.new_page()
@@ -65,7 +61,8 @@ def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
         page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
-        page.goto(address + path)
+        addresses.add(at)
+        page.goto(at + path)
         page.locator("#model:not(:empty)").wait_for(state="attached")  # the page has met the server
         return page
 
@@ -73,7 +70,7 @@ def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert [complaint for complaint in complaints if not REFUSED.match(complaint)] == []
-    assert [url for url in requests if not url.startswith((address + "/", "data:"))] == []
+    assert [url for url in requests if not url.startswith(("data:", *(one + "/" for one in addresses)))] == []
 
 
 def ask(page: Any, prompt: str) -> None:
@@ -85,7 +82,7 @@ def answered(page: Any, prompt: str) -> Any:
     """Ask, and wait for the end of the answer; gives its element."""
     before = page.locator(".turn").count()
     ask(page, prompt)
-    page.locator(".turn:not(.busy)").nth(before).locator(".meta span").first.wait_for()
+    page.locator(".turn:not(.busy)").nth(before).wait_for()
     return page.locator(".turn").last
 
 
@@ -119,7 +116,7 @@ def test_answer_is_coloured_by_source(open_page: Open, stand: Stand):
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
     tokens = page.eval_on_selector_all(".token", "spans => spans.map(span => [span.textContent, span.classList[1]])")
-    assert [piece for piece, _ in tokens] == words("rowans")
+    assert [piece for piece, _ in tokens] == [word.strip() for word in words("rowans")]
     names = {"target": "s-target", "drafter": "s-drafter", "ngram": "s-ngram", "last_logits": "s-last-logits", "grammar": "s-grammar"}
     wanted = ["target"]  # the first, from reading the prompt
     for step in steps_of(words("rowans"), "auto"):
@@ -285,7 +282,7 @@ def test_half_characters_and_the_text_agree(open_page: Open):
     answered(page, "cut")
     assert text(page, ".text") == TEXTS["cut"]
     pieces = page.locator(".token").all_text_contents()
-    assert pieces == ["A", " tree", " 🌳", " of", " rowan", "."]
+    assert pieces == ["A", "tree", "🌳", "of", "rowan", "."]
 
 
 def test_busy_server_is_told_and_tried_again(open_page: Open, stand: Stand):
@@ -354,10 +351,11 @@ def test_new_chat(open_page: Open, stand: Stand):
     assert len(stand.asked[-1]["messages"]) == 1
 
 
-def test_works_behind_a_path_prefix(open_page: Open):
+def test_works_behind_a_path_prefix(open_page: Open, stand: Stand):
     page = open_page("/some/prefix/")
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
+    assert stand.paths == ["/some/prefix/v1/models", "/some/prefix/v1/chat/completions"]
 
 
 CONTRAST = """() => {
@@ -525,3 +523,46 @@ def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open)
     page.fill("#key", "rowan")
     page.keyboard.press("Enter")
     page.locator("#model:not(:empty)").wait_for()
+
+
+def serve_and_ask(open_page: Open, model: Path | str, questions: list[str], **fields: str) -> list[tuple[str, list[str], int]]:
+    """The real server behind the page, each question asked plainly, too, and found to be the same. Gives for each answer its text, its
+    tokens' texts as they are coloured, and how many steps it took."""
+    pytest.importorskip("fastapi")
+    from quickbeam import LLM
+    from quickbeam.serve.app import create_app
+    from quickbeam.serve.runner import Runner
+    from quickbeam.serve.settings import ServeSettings
+
+    answers = []
+    with serving(create_app(Runner(ServeSettings(), LLM(str(model))))) as address:
+        page = open_page(at=address)
+        page.set_default_timeout(120_000)
+        page.click("#open-settings")
+        for name, value in fields.items():
+            page.fill(f"#{name}", value)
+        page.keyboard.press("Enter")
+        page.check("#beside")
+        for number, question in enumerate(questions):
+            turn = answered(page, question)
+            turn.locator(".verdict.same").wait_for()
+            steps = page.locator("#timeline [role=option]").count()
+            assert page.locator("#tree .node[data-node]").count() >= 1
+            answers.append((str(page.locator(".text").nth(number).text_content()), turn.locator(".token").all_text_contents(), steps))
+            assert answers[-1][0] == page.evaluate(f"turns[{number}].answer.text")
+    return answers
+
+
+def test_real_server(open_page: Open, toy_folder: str):
+    questions = ["abcabcabc", "abcabcabc again"]
+    for answer, tokens, steps in serve_and_ask(open_page, toy_folder, questions, max_tokens="40", temperature="0.9"):
+        assert answer and steps > 0
+        assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_real_server_with_the_embedded_model(open_page: Open, smollm2: Path):
+    ((answer, tokens, steps),) = serve_and_ask(open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60")
+    assert 40 < len(tokens) <= 60 and steps < len(tokens)  # drafts were accepted
+    assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")

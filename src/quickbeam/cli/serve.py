@@ -113,8 +113,6 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     if log_prompts:
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
-    if not settings.loopback and not settings.api_keys:
-        say(f"warning: whoever reaches {host} may ask, and see what is asked for: add --api-key, or {KEY}")
 
     def begin() -> LLM:
         return load(
@@ -146,7 +144,9 @@ def greeting(runner: Runner, address: str) -> str:
     """Where the server is, what it serves, and how to ask it."""
     body = json.dumps({"model": runner.name, "messages": [{"role": "user", "content": "Hello"}]})
     key = f' -H "Authorization: Bearer ${KEY}"' if runner.settings.api_keys else ""
+    warning = f"warning: everybody who can reach {runner.settings.host} may use it: add --api-key, or set {KEY}\n"
     return (
+        f"{'' if key or runner.settings.loopback else warning}"
         f"{runner.name} at {address} (method {runner.llm.method}, kernels: {runner.llm.kernels})\n"
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )

@@ -63,7 +63,7 @@ class Place:
         if self._inside:
             self._inside = False
             self._stop_waiting()
-            self._ticket.gate.left()
+            self._ticket.left()
 
     def _stop_waiting(self) -> None:
         if self._waits:
@@ -79,12 +79,11 @@ class Ticket:
         self.gate, self.tokens = gate, tokens
         self.entered = time.perf_counter()
         self._free = [Place(self) for _ in range(choices)]
-        self._given = list[Place]()
+        self._inside = choices  # places that are not over
 
     def place(self) -> Place:
         """One of its places; whoever takes it ends it. Raises `IndexError` for more answers than were asked for."""
-        self._given.append(self._free.pop())
-        return self._given[-1]
+        return self._free.pop()
 
     def weigh(self, tokens: int) -> None:
         """How many tokens its prompts really have."""
@@ -97,12 +96,17 @@ class Ticket:
         self.gate.waiting_tokens -= self.tokens
         self.tokens = 0
 
+    def left(self) -> None:
+        """One of its answers is over."""
+        self._inside -= 1
+        if not self._inside:
+            self.lighten()
+        self.gate.left()
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if not self._given:
-            self.lighten()
         while self._free:
             self._free.pop().end()
 

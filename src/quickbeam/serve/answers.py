@@ -142,5 +142,5 @@ def event_stream(runner: Runner, chunks: AsyncIterator[dict[str, Any]]) -> Event
 def sse(runner: Runner, events: AsyncIterator[dict[str, str]]) -> EventSourceResponse:
     """The response that streams server-sent events."""
     return EventSourceResponse(
-        events, sep="\n", ping=runner.settings.keep_alive, ping_message_factory=lambda: ServerSentEvent(comment="keep-alive")
+        events, sep="\n", ping=runner.settings.keep_alive, ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n")
     )

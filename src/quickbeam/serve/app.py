@@ -17,7 +17,7 @@ from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import OPEN, BodyLimit, Keys
 
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as a Host header names this machine
 
 
 def create_app(runner: Runner) -> FastAPI:
@@ -50,7 +50,7 @@ def protect(app: FastAPI, runner: Runner) -> None:
     if settings.cors_origins:
         app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
     if settings.loopback and not settings.api_keys:
-        hosts = [*LOOPBACK, settings.host, *settings.allowed_hosts]
+        hosts = [*LOOPBACK, f"[{settings.host}]" if ":" in settings.host else settings.host, *settings.allowed_hosts]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
 
 

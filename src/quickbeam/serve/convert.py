@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -50,11 +51,29 @@ async def begin(
 ) -> Answers:
     """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once there is a place in the queue for texts
     of `size` characters (`tokens`, where that is known). Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
+    try:
+        return await _begun(runner, request, encode, wanted, size, prompts, tokens, trace)
+    except InvalidInput as error:
+        raise _named(error, request, wanted) from error
+
+
+async def _begun(
+    runner: Runner,
+    request: Request,
+    encode: Callable[[], list[list[int]]],
+    wanted: Wanted,
+    size: int,
+    prompts: int,
+    tokens: int | None,
+    trace: bool,
+) -> Answers:
     check_model(runner, request.model)
+    asked = request.speculation or Speculation()
+    if asked.method not in (None, *(methods := runner.llm.methods)):
+        raise Refused(f"unknown method {asked.method!r}; this server runs {', '.join(methods)}", "speculation.method")
     params = sampling(request, wanted, runner.settings.default_temperature)
     with runner.enter(size, prompts * params.n, tokens) as ticket:
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
-        asked = request.speculation or Speculation()
         # Prompts that share a drawn seed would share its noise: the same prompt twice would have the same answer.
         seeds = [secrets.randbits(SEED_BITS) if params.seed is None and not params.greedy else params.seed for _ in every]
         jobs = [
@@ -63,6 +82,20 @@ async def begin(
             for choice in range(params.n)
         ]
         return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
+
+
+def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
+    """The error with the field of the request that it is about: mostly the word that its message begins with."""
+    if isinstance(error, Refused):
+        return error
+    message = str(error).replace("max_tokens", _length(wanted)[0])
+    words = re.match(r"\w*", message)
+    word = words[0] if words else ""
+    if word in ("json_schema", "regex", "lark", "grammar"):
+        return Refused(message, "tools" if wanted.grammar is not None else next(iter(request.grammars), None))
+    if word == "budget":
+        return Refused(message, "speculation.budget")
+    return Refused(message, word if word in type(request).model_fields else None)
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -84,12 +117,8 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
         given["skip_special_tokens"] = False
     if (grammar := wanted.grammar or _grammar(request)) is not None:
         given["grammar"] = grammar
-    # min_tokens is held against the length, which is not known yet where it is what there is room for
-    name, length = _length(wanted)
-    try:
-        return SamplingParams(max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given)
-    except InvalidInput as error:
-        raise InvalidInput(str(error).replace("max_tokens", name)) from error
+    length = _length(wanted)[1]  # min_tokens is held against it; where it is what there is room for, that comes later
+    return SamplingParams(max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given)
 
 
 def _length(wanted: Wanted) -> tuple[str, int | None]:
@@ -127,12 +156,12 @@ def _grammar(request: Request) -> Any:
         return None
     from quickbeam.grammar import Grammar
 
-    asked = getattr(request, request.grammars[0])
+    asked = getattr(request, "response_format", None)
     if isinstance(asked, JsonSchema):
         return Grammar.json_schema(asked.json_schema.schema_)
     if isinstance(asked, JsonObject):
         return Grammar.json_object()
-    return Grammar.regex(asked) if request.regex is not None else Grammar.lark(asked)
+    return Grammar.regex(request.regex) if request.regex is not None else Grammar.lark(request.lark or "")
 
 
 def encode_conversation(llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None) -> list[int]:

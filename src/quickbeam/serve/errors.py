@@ -6,7 +6,6 @@ What a request can't have is a 400 that names the field. What goes wrong in one 
 from __future__ import annotations
 
 import logging
-import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,7 +27,6 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
-GRAMMARS = {"json_schema": "response_format"}  # kinds of grammars, and the fields that ask for them
 _log = logging.getLogger(__name__)
 
 
@@ -68,8 +66,7 @@ def problem(error: BaseException, body: Any = None) -> Problem:
     if isinstance(error, ValidationError | RequestValidationError):
         return _invalid(error.errors(), getattr(error, "body", body))
     if isinstance(error, InvalidInput):
-        found = re.match(r"(\w+)=|(json_schema|regex|lark): ", str(error))
-        return Problem(400, str(error), INVALID, (found[1] or GRAMMARS.get(found[2], found[2])) if found else None)
+        return Problem(400, str(error))
     if isinstance(error, HTTPException):
         return Problem(error.status_code, str(error.detail), TYPES.get(error.status_code, INVALID), headers=dict(error.headers or {}))
     if isinstance(error, Interrupted):

@@ -144,7 +144,7 @@ class ResponsesRequest(Request):
 
     @property
     def grammars(self) -> list[str]:
-        return [*(["text"] if self.response_format is not None else []), *super().grammars]
+        return ["text" if name == "response_format" else name for name in super().grammars]
 
     @property
     def response_format(self) -> JsonObject | JsonSchema | None:

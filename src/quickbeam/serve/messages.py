@@ -45,12 +45,6 @@ def check_tools(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, g
         raise refuse(f"{choice.function.name!r} is not among the tools", "tool_choice")
     if names and choice != "none" and grammars:
         raise refuse("an answer that keeps to a grammar can't call tools: leave it out, or give tool_choice none", grammars[0])
-    for number, tool in enumerate(tools or []):
-        if tool.function.strict and choice in (None, "auto"):
-            raise refuse(
-                "arguments are held to the schema only where a call is forced: leave it out, or give tool_choice required or a function",
-                f"tools[{number}].function.strict",
-            )
 
 
 class TextPart(Body):

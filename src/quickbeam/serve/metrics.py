@@ -50,6 +50,9 @@ class Metrics:
         self._success = self._family(Counter, "vllm:request_success", "Answers by how they ended.", "finished_reason")
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From the request to its first token.", SECONDS)
         self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens; those of a step share its time.", A_TOKEN)
+        self.between_before = self._histogram(
+            "vllm:time_per_output_token_seconds", "As inter_token_latency_seconds, its later name.", A_TOKEN
+        )
         self.a_token = self._histogram("vllm:request_time_per_output_token_seconds", "Mean time of a token, by request.", A_TOKEN)
         self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "From the request to its end.", A_REQUEST)
         self.queue = self._histogram("vllm:request_queue_time_seconds", "Until the engine takes a request up.", A_REQUEST)
@@ -127,6 +130,7 @@ class RequestMetrics:
             gap = (now - (self._last or now - record.seconds)) / emitted
             for _ in range(emitted):
                 metrics.between.observe(gap)
+                metrics.between_before.observe(gap)
         self._last = now
         metrics.nodes.observe(drafted + 1)
         if not drafted:

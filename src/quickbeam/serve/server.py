@@ -29,9 +29,13 @@ WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 class Server(uvicorn.Server):
     """uvicorn's, but that a signal first lets answers come to their ends, while new requests get a 503; a second one ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, runner: Runner) -> None:
-        super().__init__(config)
-        self._runner = runner
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        super().__init__(
+            uvicorn.Config(
+                create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
+            )
+        )
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -44,11 +48,11 @@ class Server(uvicorn.Server):
         self._draining = self._loop.create_task(self._drain())
 
     async def on_tick(self, counter: int) -> bool:
-        return await super().on_tick(counter) or not self._runner.alive
+        return await super().on_tick(counter) or not self.runner.alive
 
     async def _drain(self) -> None:
-        if not await self._runner.drain():
-            await self._runner.close()
+        if not await self.runner.drain():
+            await self.runner.close()
         self.should_exit = True
 
 
@@ -58,24 +62,16 @@ def run(runner: Runner, load: Callable[[], LLM], *, warm: bool = True, ready: Ca
     engine's thread ends by itself, so that a supervisor starts another server.
     """
     listener = listen(runner.settings.host, runner.settings.port)
-    config = uvicorn.Config(
-        create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
-    )
-    server = Server(config, runner)
-    if not asyncio.run(_serve(server, runner, listener, lambda: prepare(load, warm), ready)):
+    if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
         sys.stderr.flush()
         os._exit(0)  # a thread is still loading, and can't be told to end
 
 
-async def _serve(
-    server: Server,
-    runner: Runner,
-    listener: socket.socket,
-    load: Callable[[], tuple[LLM, str]],
-    ready: Callable[[str], None],
+async def serve(
+    server: Server, listener: socket.socket, load: Callable[[], tuple[LLM, str]], ready: Callable[[str], None] = lambda address: None
 ) -> bool:
-    """Whether loading was over when it ended."""
-    address = url(listener)
+    """`run`, on an event loop and a socket; False where it was ended while `load`, in a thread, was under way. `load`: see `prepare`."""
+    address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
     loading = asyncio.wrap_future(_in_thread(load))
     await asyncio.wait(list[asyncio.Future[Any]]((serving, loading)), return_when=asyncio.FIRST_COMPLETED)

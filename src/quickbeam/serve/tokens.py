@@ -13,7 +13,7 @@ from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import TokenizeChat
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import Detokenize, TokenizeText
-from quickbeam.serve.tools import tool_format
+from quickbeam.serve.tool_formats import tool_format
 
 router = APIRouter()
 

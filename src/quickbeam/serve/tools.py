@@ -1,13 +1,8 @@
-"""Tool calls: how a model's chat template writes them, found in its answers as they come, or forced by a grammar.
-
-What a call looks like is the tokenizer's own `response_template` of transformers, or known from the words of the chat template. A template
-that says neither is refused. Knows nothing of HTTP.
-"""
+"""Tool calls of a request: which tools a model is shown, and calls found in its answers as they come. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import string
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,26 +10,9 @@ from typing import Any, NamedTuple
 
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import NamedTool, Tool, ToolMode
+from quickbeam.serve.tool_formats import ToolFormat, forcing_grammar, strict_grammar, tool_format
 
 CALLS, CONTENT = "tool_calls", "content"  # fields of a response template
-
-
-class Writing(NamedTuple):
-    """The text around calls: `before`, a call, `between`, a call, …, `after`. A call: its name and its arguments between three `parts`."""
-
-    before: str
-    parts: tuple[str, str, str]
-    between: str | None  # None: an answer holds one call at most
-    after: str
-
-
-class ToolFormat(NamedTuple):
-    """How calls are read (a field of a response template of transformers) and written (None: not known)."""
-
-    field: dict[str, Any]
-    writing: Writing | None
-    marker: str  # the first text of a call
-    short_ids: bool = False  # ids of nine letters and digits, which the template insists on
 
 
 class Call(NamedTuple):
@@ -45,66 +23,13 @@ class Call(NamedTuple):
     arguments: str  # JSON
 
 
-NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
-FUNCTION = {"type": "function", "function": "{content}"}
-HERMES = ToolFormat(
-    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": FUNCTION},
-    Writing("", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", ""),
-    "<tool_call>",
-)
-LLAMA3 = ToolFormat(
-    {
-        "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",  # the whole answer is a call, or it holds none
-        "content": "json",
-        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
-    },
-    Writing("", ('{"name": "', '", "parameters": ', "}"), None, ""),
-    "<|python_tag|>",
-)
-MISTRAL = ToolFormat(
-    {
-        "open_pattern": r"\s*\[TOOL_CALLS\]",
-        "content": "json",
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
-        "transform_each": True,
-    },
-    Writing("[TOOL_CALLS] [", ('{"name": "', '", "arguments": ', "}"), ", ", "]"),
-    "[TOOL_CALLS]",
-    short_ids=True,
-)
-
-
-def tool_format(tokenizer: Any) -> ToolFormat:
-    """How calls are written with this tokenizer's chat template. Raises `Refused` where that is not known."""
-    template = _chat_template(tokenizer)
-    if not re.search(r"\btools\b", template):
-        raise Refused(
-            "tools: this model's chat template does not take tools; ask without, or serve a model that was trained to call them", "tools"
-        )
-    known = _known(template)
-    if (spec := getattr(tokenizer, "response_template", None)) and (field := spec["fields"].get(CALLS)):
-        return ToolFormat(
-            field,
-            known and known.writing,
-            str(field.get("open") or field.get("open_pattern", "").replace("\\", "")),
-            bool(known and known.short_ids),
-        )
-    if known is None:
-        raise Refused(
-            "tools: this server does not know how this model's chat template writes calls; it knows Hermes and Qwen, Llama 3, Mistral, and "
-            "tokenizers with a response_template",
-            "tools",
-        )
-    return known
-
-
 class Calling(NamedTuple):
     """What a request asks of calls."""
 
     form: ToolFormat
     tools: list[Tool]
     several: bool
-    grammar: Any  # that forces calls, or None
+    grammar: Any  # that forces calls or holds them to schemas, or None
     keeps_special: bool  # special tokens have to stay in the text for calls to be found in it
 
     def reader(self) -> CallReader:
@@ -120,54 +45,32 @@ def calling(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, sever
     form, several = tool_format(tokenizer), several is not False
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
-        return Calling(form, tools, several, None, special)
-    forced = [tool for tool in tools if choice == "required" or tool.function.name == choice.function.name]  # type: ignore[union-attr]
+        lark = _strict(form, tools, several, tokenizer)
+    else:
+        forced = [tool for tool in tools if choice == "required" or tool.function.name == choice.function.name]  # type: ignore[union-attr]
+        lark = forcing_grammar(form, forced, several and choice == "required", tokenizer)
+    return Calling(form, tools, several, _grammar(lark), special)
+
+
+def _strict(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str | None:
+    """The grammar of an answer that may hold calls; None: no tool is strict."""
+    strict = [number for number, tool in enumerate(tools) if tool.function.strict]
+    if not strict:
+        return None
+    if (lark := strict_grammar(form, tools, several, tokenizer)) is None:
+        where = f"tools[{strict[0]}].function.strict"
+        raise Refused(
+            f"{where}: this model's calls keep to a schema only where they are forced: leave it out, or force one by tool_choice", where
+        )
+    return lark
+
+
+def _grammar(lark: str | None) -> Any:
+    if lark is None:
+        return None
     from quickbeam.grammar import Grammar
 
-    lark = forcing_grammar(form, forced, several and choice == "required", tokenizer)
-    return Calling(form, tools, several, Grammar.lark(lark), special)
-
-
-def _chat_template(tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.get_chat_template(tools=[{}]))
-    except ValueError:  # there is none
-        return ""
-
-
-def _known(template: str) -> ToolFormat | None:
-    """What a chat template's own words say."""
-    if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
-        return HERMES
-    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
-        return MISTRAL
-    if "<|start_header_id|>" in template and '"parameters"' in template:
-        return LLAMA3
-    return None
-
-
-def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
-    """A Lark grammar, as llguidance reads it, of one or more calls of these tools, with arguments by their schemas. Raises `Refused` for a
-    format that is not known well enough."""
-    if (writing := form.writing) is None:
-        raise Refused("tool_choice: this server reads this model's calls but can't force them: give auto or none", "tool_choice")
-    begin, middle, end = writing.parts
-    calls = [
-        f"call{i}: {_terminals(begin + tool.function.name + middle, tokenizer)} arguments{i} {_terminals(end, tokenizer)}\n"
-        f"arguments{i}: %json {json.dumps({'type': 'object', **(tool.function.parameters or NO_ARGUMENTS)})}"
-        for i, tool in enumerate(tools)
-    ]
-    more = f" ({_terminals(writing.between, tokenizer)} call)*" if several and writing.between is not None else ""
-    start = f"start: {_terminals(writing.before, tokenizer)} call{more} {_terminals(writing.after, tokenizer)}"
-    return "\n".join([start, f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}", *calls, ""])
-
-
-def _terminals(text: str, tokenizer: Any) -> str:
-    """Text as terminals of a grammar. Tokens that were added to a vocabulary stand by their ids: their letters alone are not them."""
-    added: dict[str, int] = tokenizer.get_added_vocab()
-    pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
-    parts = re.split(f"({pattern})", text) if added else [text]
-    return " ".join(f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part)
+    return Grammar.lark(lark)
 
 
 class CallReader:
