@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import re
 import weakref
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     DynamicCache,
+    GenerationMixin,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
@@ -42,6 +44,7 @@ PAD, END = 0, 2
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
 ROWS = torch.tensor([TEXT, [PAD] * 5 + [11, 12, 13, 11, 12, 13, 11], [PAD] * 9 + [40, 41, 42]])
 MASK = (ROWS != PAD).long()
+COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)  # not in older versions of transformers
 GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
 
 
@@ -102,6 +105,12 @@ def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama: Pr
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
 def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
     wanted = {**GREEDY, **asked}
+    if "repetition_penalty" in asked and not COUNTS_NO_PADDING:
+        with pytest.raises(InvalidInput, match="rows of one length"):
+            llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate)
+        expected, found = (llama.generate(ROWS[:1], **wanted, **how) for how in ({}, {"custom_generate": generate}))
+        assert torch.equal(found, expected)
+        return
     if "max_length" in asked:
         del wanted["max_new_tokens"]
     if "min_length" in asked or "min_new_tokens" in asked:

@@ -38,6 +38,7 @@ class Loaded(LLM):
         self.model = Model(model, fast=options.fast, exact=options.exact)
         self.engine = Engine(self.model)
         self._policies, self._shortlists, self._drafter, self._routed = {}, None, None, False
+        self._prepared = set()
         self._drafter_name, self._fast, self._progress, self._trusted = options.drafter, options.fast, None, False
         self._kv_memory = None
         self._bound_memory()

@@ -63,7 +63,10 @@ def params_of(
         if getattr(processor, "min_tokens_to_keep", 1) > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf:
             raise InvalidInput(f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out")
         if "repetition_penalty" in said and not _ignores(processor.prompt_ignore_length, padding):
-            raise InvalidInput(f"{name}: quickbeam counts all of a prompt but its padding; leave prompt_ignore_length out")
+            raise InvalidInput(
+                f"{name}: quickbeam counts all of a prompt, and no padding; leave prompt_ignore_length out"
+                + (", or give rows of one length, as this version of transformers counts padding" if any(padding) else "")
+            )
         if said.keys() & {"min_length", "min_tokens"} and set(processor.eos_token_id.tolist()) != ends:
             raise InvalidInput(f"{name}: its eos_token_id is not the one that ends the answer ({sorted(ends)}); give both the same")
         if said.keys() & found.keys() - {"min_tokens"}:
