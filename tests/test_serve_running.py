@@ -107,6 +107,27 @@ def test_it_listens_while_it_loads(llm):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("loaded", (False, True))
+def test_a_signal_while_it_loads_ends_it(llm, loaded):
+    """Also where the model comes just then: it is not begun with."""
+    go, ready = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with listening(llm, load=lambda: (go.wait(), ready.set(), llm)[2]) as (one, client):
+            if loaded:
+                one.server.on_tick = lambda counter: asyncio.sleep(0, one.server.should_exit and one.runner._aio is not None)
+            one.stop()
+            await until(lambda: one.runner.ailment == "draining")
+            if loaded:
+                go.set()
+                await until(lambda: one.runner._aio is not None)
+                assert (await client.get("/health")).json() == {"status": "draining"}
+            assert await one.serving is loaded
+            go.set()
+
+    asyncio.run(main())
+
+
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
     def load() -> LLM:
         raise InvalidInput("no such model")
@@ -321,7 +342,7 @@ def test_a_stream_that_nobody_holds_ends(llm):
 
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "cache_folder", lambda: tmp_path / "cache")
     read, digest = list[Path](), fingerprint._digest
     monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file) or digest(file))
     first = fingerprint.fingerprint_of(llm)
