@@ -111,6 +111,8 @@ def test_how_long_to_wait_comes_from_the_rate_of_late(monkeypatch):
     assert one.retry_after() == 22  # the last one was two seconds ago, too
     one.waiting = 99
     assert one.retry_after() == LONGEST_WAIT
+    now += 1000.0  # that was long ago
+    assert one.retry_after() == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import configparser
+import contextlib
 import gc
 import json
 import os
@@ -107,6 +108,27 @@ def test_it_listens_while_it_loads(llm):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("loaded", (False, True))
+def test_a_signal_while_it_loads_ends_it(llm, loaded):
+    """Also where the model comes just then: it is not begun with."""
+    go, ready = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with listening(llm, load=lambda: (go.wait(), ready.set(), llm)[2]) as (one, client):
+            if loaded:
+                one.server.on_tick = lambda counter: asyncio.sleep(0, one.server.should_exit and one.runner._aio is not None)
+            one.stop()
+            await until(lambda: one.runner.ailment == "draining")
+            if loaded:
+                go.set()
+                await until(lambda: one.runner._aio is not None)
+                assert (await client.get("/health")).json() == {"status": "draining"}
+            assert await one.serving is loaded
+            go.set()
+
+    asyncio.run(main())
+
+
 def test_a_model_that_can_not_be_loaded_ends_it(llm):
     def load() -> LLM:
         raise InvalidInput("no such model")
@@ -192,6 +214,58 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
             assert llm.model.pool.used == 0
 
     asyncio.run(main())
+
+
+def test_under_load_every_answer_is_the_one_given_alone(toy_folder):
+    """Little memory, few places, clients that come again when they are turned away, others that leave: nothing is left behind."""
+    prompts = ["the cat sat on the mat and the cat", "one two three one two", "a b a b a b a b " * 6, "rain, rain, go away"]
+    page = LLM(toy_folder, "ar").model.pool.page_bytes
+
+    def body(i: int) -> dict[str, Any]:
+        sampled = {"temperature": 0.8, "seed": i % 5, "n": 1 + i % 3} if i % 2 else {"temperature": 0}
+        more = {"stream": i % 4 > 1, "max_tokens": 20 + i % 7 * 12, "speculation": {"method": ("pld", "logitspec", "ar")[i % 3]}}
+        return {"model": "tiny", "prompt": prompts[i % 4], "ignore_eos": True, **sampled, **more}
+
+    async def ask(client: httpx.AsyncClient, i: int) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        async with client.stream("POST", "/v1/completions", json=body(i)) as response:
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) >= 1
+                await asyncio.sleep(0.02)
+                return await ask(client, i)
+            assert response.status_code == 200
+            parts = [part async for part in lines(response)][:-1] if body(i)["stream"] else [await response.aread()]
+            for choice in (choice for part in parts for choice in json.loads(part)["choices"]):
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts
+
+    async def leave(client: httpx.AsyncClient, i: int) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ask(client, i), 0.01 * (i % 9))
+
+    async def main() -> dict[int, dict[int, str]]:
+        async with listening(llm, max_waiting=14) as (one, client):
+            turns = asyncio.Semaphore(24)
+
+            async def go(i: int) -> dict[int, str]:
+                async with turns:
+                    return await (leave(client, i) if i % 3 == 0 else ask(client, i)) or {}
+
+            found = await asyncio.gather(*map(go, range(90)))
+            await until(lambda: idle(one.runner))
+            assert not llm.engine._nodes and not one.runner._aio._followed
+        llm.reset()
+        assert llm.model.pool.used == 0
+        return {i: texts for i, texts in enumerate(found) if i % 3}
+
+    with LLM(toy_folder, "pld", max_running=4, kv_memory=10 * page) as llm:
+        found = asyncio.run(main())
+    with LLM(toy_folder, "ar") as plain:
+        for i, texts in found.items():
+            asked = body(i)
+            params = SamplingParams(asked["max_tokens"], asked["temperature"], seed=asked.get("seed"), n=asked.get("n", 1), ignore_eos=True)
+            alone = plain.generate([asked["prompt"]], params)
+            assert [texts[index] for index in sorted(texts)] == [answer.text for answer in alone]
 
 
 def test_health_fails_when_the_engine_is_silent(llm):
@@ -321,7 +395,7 @@ def test_a_stream_that_nobody_holds_ends(llm):
 
 
 def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
-    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "cache_folder", lambda: tmp_path / "cache")
     read, digest = list[Path](), fingerprint._digest
     monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file) or digest(file))
     first = fingerprint.fingerprint_of(llm)

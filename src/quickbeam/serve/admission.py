@@ -158,9 +158,11 @@ class Gate:
 
     def retry_after(self, choices: int = 1) -> int:
         """Seconds until as many answers as wait now will have been taken up, by the rate of late."""
-        if len(self._began) < 2:
+        now = time.perf_counter()
+        recent = [at for at in self._began if now - at < LONGEST_WAIT]
+        if len(recent) < 2:
             return 1
-        pace = (time.perf_counter() - self._began[0]) / (len(self._began) - 1)
+        pace = (now - recent[0]) / (len(recent) - 1)
         return max(1, min(LONGEST_WAIT, math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting))))
 
     def began(self) -> None:

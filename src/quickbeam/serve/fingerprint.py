@@ -10,7 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from quickbeam import __version__, hub
+from quickbeam import __version__
+from quickbeam.hub import cache_folder
 from quickbeam.llm import LLM
 
 DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")  # endings of files that answers depend on
@@ -33,7 +34,7 @@ def digest_of(model: str) -> str:
         except Exception:  # it may live elsewhere, in ways that only its loader knows
             return model
     files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in DECIDES)
-    cache = hub.cache_folder() / KNOWN
+    cache = cache_folder() / KNOWN
     known = _read(cache)
     found = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
     if not found.keys() <= known.keys():

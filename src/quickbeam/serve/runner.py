@@ -48,11 +48,12 @@ class Runner:
             self.attach(llm, fingerprint_of(llm))
 
     def attach(self, llm: LLM, fingerprint: str) -> None:
-        """Begin to answer."""
+        """Begin to answer, unless the server was told to end in the meantime."""
         self._aio, self.fingerprint = AsyncLLM(llm=llm), fingerprint
         self.gate.places = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
-        self.gate.phase = Phase.ready
+        if self.gate.phase is Phase.starting:
+            self.gate.phase = Phase.ready
 
     @property
     def llm(self) -> LLM:

@@ -36,6 +36,7 @@ class Server(uvicorn.Server):
                 create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
             )
         )
+        self._told = False  # to end
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -43,12 +44,16 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._draining is not None:
+        if self._told:
             os._exit(128 + sig)
-        self._draining = self._loop.create_task(self._drain())
+        self._told = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self.runner.alive
+
+    def _begin_to_drain(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
 
     async def _drain(self) -> None:
         if not await self.runner.drain():
@@ -80,7 +85,8 @@ async def serve(
         return False
     if loading.exception() is None and not serving.done():
         runner.attach(*loading.result())
-        ready(address)
+        if runner.healthy:
+            ready(address)
     else:
         server.should_exit = True
     await serving
