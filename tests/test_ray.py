@@ -10,16 +10,19 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from batches import lines, records
 from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.batch.requests import read
+from quickbeam.cli.app import app
 
 pytest.importorskip("fastapi")
 with warnings.catch_warnings():
@@ -109,6 +112,34 @@ def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path)
     for request in read(source):
         params = SamplingParams(max_tokens=40, temperature=request.body["temperature"], seed=request.body["seed"])
         assert found[request.custom_id]["choices"][0]["text"] == llm.generate(request.body["prompt"], params, method="ar").text
+
+
+@pytest.mark.long
+def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str) -> None:
+    options = ["--model", toy_folder, "--port", str(PORT), "--no-warm", "--max-waiting", "5", "--ray", "--replicas", "2"]
+    child = subprocess.Popen([sys.executable, "-m", "quickbeam", "serve", *options], start_new_session=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
+            for _ in range(300):
+                assert child.poll() is None
+                with suppress(httpx.HTTPError):
+                    if client.get("/health").status_code == 200:
+                        break
+                time.sleep(0.5)
+            found = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 6, "temperature": 0}).json()
+        child.terminate()
+        assert child.wait(timeout=120) == 0
+    finally:
+        for left in replicas_of(psutil.Process(), "ray"):
+            left.kill()
+    with LLM(toy_folder, "ar") as llm:
+        assert found["choices"][0]["text"] == llm.generate("abc", GREEDY).text
+
+
+@pytest.mark.parametrize("command", [["serve"], ["batch", "README.md", "out.jsonl"]])
+def test_replicas_need_ray(command: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "--replicas", "2"])
+    assert result.exit_code == 2 and "add --ray" in result.stderr
 
 
 @pytest.fixture(scope="module")

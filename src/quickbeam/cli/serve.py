@@ -7,7 +7,7 @@ import logging
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,8 +18,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.sampling import SamplingParams
 
 if TYPE_CHECKING:
-    from quickbeam.llm import LLM
     from quickbeam.serve.runner import Runner
+    from quickbeam.serve.settings import ServeSettings
 
 KEY = "QUICKBEAM_API_KEY"
 
@@ -79,8 +79,13 @@ def serve(
     ] = 60,
     log_prompts: Annotated[bool, typer.Option("--log-prompts", help="Write every prompt to stderr.")] = False,
     warm: Annotated[bool, typer.Option("--warm/--no-warm", help="Measure costs and answer once before the first request.")] = True,
+    ray: Annotated[bool, typer.Option("--ray", help="Serve by replicas of the model on Ray, on this machine or a cluster.")] = False,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="With --ray: how many.")] = 1,
+    threads: Annotated[int, typer.Option("--threads", min=1, help="With --ray: of each replica.")] = 1,
 ) -> None:
     """Serve a model over HTTP to OpenAI's clients; a page to try it is at /. Ctrl-C or SIGTERM finishes what is under way."""
+    if replicas > 1 and not ray:
+        raise InvalidInput(f"--replicas {replicas}: they run on Ray; add --ray")
     try:
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
@@ -114,25 +119,37 @@ def serve(
     if log_prompts:
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
 
-    def begin() -> LLM:
-        return load(
-            model,
-            method,
-            dtype,
-            device,
-            nodes,
-            exact,
-            drafter,
-            vocab,
-            shortlist,
-            trust_remote_code,
-            kv_memory,
-            max_running=max_running,
-            share_prefixes=share_prefixes,
-        )
-
+    wanted: dict[str, Any] = {
+        "model": model,
+        "method": method,
+        "dtype": dtype,
+        "device": device,
+        "budget": nodes,
+        "exact": exact,
+        "drafter": drafter,
+        "vocab": vocab,
+        "shortlist": shortlist,
+        "trust_remote_code": trust_remote_code,
+        "kv_memory": kv_memory,
+        "max_running": max_running,
+        "share_prefixes": share_prefixes,
+    }
+    if ray:
+        on_ray(settings, wanted | {"replicas": replicas, "threads": threads, "warm": warm})
+        return
     runner = Runner(settings)
-    server.run(runner, begin, warm=warm, ready=lambda address: say(greeting(runner, address)))
+    server.run(runner, lambda: load(**wanted), warm=warm, ready=lambda address: say(greeting(runner, address)))
+
+
+def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
+    """Serve by replicas until a signal ends it."""
+    try:
+        from quickbeam.serve.ray import run
+    except ImportError as error:
+        raise InvalidInput(f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'") from error
+    place = wanted["device"].value if wanted["device"] else None
+    address = f"http://{settings.host}:{settings.port}"
+    run(settings, wanted | {"dtype": wanted["dtype"].value, "device": place}, lambda: say(f"{settings.served_name} at {address}, on Ray"))
 
 
 def keys_of(text: str) -> list[str]:

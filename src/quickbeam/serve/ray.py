@@ -1,9 +1,15 @@
-"""The server as a Ray Serve application, with replicas: `serve run quickbeam.serve.ray:build replicas=2`."""
+"""The server as a Ray Serve application, with replicas: `quickbeam serve --ray`, or `serve run quickbeam.serve.ray:build replicas=2`."""
 
 from __future__ import annotations
 
+import logging
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from ray import serve
@@ -91,3 +97,23 @@ def build(args: dict[str, Any]) -> serve.Application:
         max_constructor_retry_count=2,
     )(serve.ingress()(Replica))
     return deployment.bind(asked.model_dump(exclude=OWN), {**address, **asked.settings}, asked.warm)
+
+
+def run(settings: ServeSettings, options: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
+    """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM. `ready` is called once all replicas answer. They run on
+    the cluster that `RAY_ADDRESS` names, or on this machine. Raises `InvalidInput` where the application can't be brought up."""
+    given = {name: value for name, value in asdict(settings).items() if name != "port"}
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which has a handler of its own
+    try:
+        serve.start(http_options={"host": settings.host, "port": settings.port})
+        serve.run(build(options | {"settings": given}), name="quickbeam")
+        ready()
+        threading.Event().wait()
+    except KeyboardInterrupt:
+        pass
+    except RuntimeError as error:
+        raise InvalidInput(f"Ray can't bring the server up: {str(error).strip().splitlines()[-1]}") from error
+    finally:
+        serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
