@@ -91,9 +91,7 @@ class Masks:
         scores.masked_fill_(place.banned.to(scores.device), -math.inf)
         if scores.max() == -math.inf:
             where = f"after {len(self._text) + len(path)} tokens of the answer"
-            raise DeadEnd(
-                f"grammar: it allows {place.left} tokens {where}, which min_tokens, bad_words and logit_bias ban: relax one of them"
-            )
+            raise DeadEnd(f"grammar: it allows {place.left} tokens {where}, all ruled out by min_tokens, bad_words or logit_bias")
         return scores
 
     def find(self, path: Sequence[int] = ()) -> Place | None:

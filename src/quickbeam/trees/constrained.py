@@ -83,7 +83,8 @@ def _answer(masks: Masks, request: DraftRequest, read: set[int]) -> Generator[Dr
 
 
 def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:
-    """The nodes above `nodes` that the drafter was not asked for, parents in earlier calls than children."""
+    """The nodes above `nodes` that the drafter was not asked for, parents in earlier calls than children. None of `nodes` is above another
+    one."""
     ways = []
     for node in nodes:
         way = list[int]()

@@ -1,0 +1,47 @@
+"""Tokenizers and grammars for tests, and what a grammar allows by another hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import regex
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from quickbeam.grammar import Grammar
+from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.masks import Masks
+
+LETTERS = "abcdefghijkl"
+
+
+def letters(count: int, *more: str) -> PreTrainedTokenizerFast:
+    """Token i is the i-th letter; `<end>` and further special tokens come after them."""
+    vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(more)})
+    return tokenizer
+
+
+@cache
+def compiler(count: int, vocab: int) -> Compiler:
+    """For logits of width `vocab`; token `count` is the end."""
+    return Compiler(letters(count), vocab, [count])
+
+
+def masks(pattern: str, count: int, text: Sequence[int] = (), vocab: int | None = None) -> Masks:
+    """Of an answer that has said `text`."""
+    found = compiler(count, vocab or count + 1).begin(Grammar.regex(pattern), [count])
+    found.extend(text)
+    return found
+
+
+@cache
+def allowed(pattern: str, text: str, count: int) -> frozenset[int]:
+    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the end."""
+    language = regex.compile(pattern)
+    found = {i for i, letter in enumerate(LETTERS[:count]) if language.fullmatch(text + letter, partial=True)}
+    return frozenset(found | ({count} if language.fullmatch(text) else set()))

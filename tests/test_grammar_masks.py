@@ -1,0 +1,367 @@
+"""Masks of a grammar along trees, and the exactness of what is sampled under them. `pytest tests/test_grammar_masks.py`"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from cases import few
+from drafters import KnownDrafter
+from grammars import LETTERS, allowed, compiler, masks
+from quickbeam.draft.base import GRAMMAR, Context, DraftRequest, Laws
+from quickbeam.draft.ngram import Ngram
+from quickbeam.engine.accept import Chance, accept
+from quickbeam.grammar import Grammar
+from quickbeam.grammar.masks import DeadEnd
+from quickbeam.noise import Noise
+from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.target.batch import Passed
+from quickbeam.tree import TokenTree
+from quickbeam.trees import DRAFTED
+from quickbeam.trees.base import Grown, Growth, grown
+from quickbeam.trees.best_first import Search
+from quickbeam.trees.constrained import constrained, lay_runs
+from quickbeam.trees.drafted import DraftedPolicy
+from quickbeam.trees.dyspec import DySpec
+from quickbeam.trees.hybrid import Hybrid
+from quickbeam.verify import verify_residual
+from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
+
+V = 6  # five letters and the end
+FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"  # what may come depends on what came; after a fork a letter is forced
+WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
+
+
+def ids(text: str) -> list[int]:
+    return [LETTERS.index(letter) for letter in text]
+
+
+def spelt(tokens: Sequence[int]) -> str:
+    return "".join("." if token >= V - 1 else LETTERS[token] for token in tokens)
+
+
+# --- what may follow -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pattern", [FORKS, WORDS])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern: str, seed: int) -> None:
+    """Random walks through a growing answer and paths below it; questions in any order change nothing."""
+    chance, found, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
+    for _ in range(120):
+        path = list[int]()
+        for _ in range(chance.randrange(6)):
+            place = found.place(path)
+            assert place is not None
+            path.append(chance.choice([token for token in range(V - 1) if not place.banned[token]] or [V - 1]))
+            if path[-1] == V - 1:
+                break
+        if path[-1:] == [V - 1]:
+            assert found.place(path) is None and found.forced(path) is None and found.follows(path, [0]) == 0
+            continue
+        expected = allowed(pattern, spelt([*text, *path]), V - 1)
+        if (question := chance.randrange(3)) == 0:
+            found.forced(path)
+        elif question == 1:
+            found.follows(path, [chance.randrange(V) for _ in range(3)])
+        place = found.place(path)
+        assert place is not None
+        assert {token for token in range(9) if not place.banned[token]} == expected  # 6 to 8 are padding
+        assert (place.left, place.first) == (len(expected), min(expected))
+        only = min(expected) if len(expected) == 1 else None
+        assert found.forced(path) == (None if only == V - 1 else only)
+        if chance.random() < 0.15 and path and len(text) < 12:
+            found.extend(path)
+            text += path
+
+
+def test_how_much_of_a_text_may_follow() -> None:
+    found = masks("ab(cd)*", V - 1)
+    assert found.follows([], ids("abcdc")) == 5
+    assert found.follows(ids("ab"), ids("cdd")) == 2
+    assert found.follows(ids("ab"), [V - 1, 2]) == 0  # the end is the target's to find
+    assert found.follows(ids("ab"), []) == 0
+
+
+def test_a_path_that_is_banned_spoils_nothing() -> None:
+    found = masks("ab(cd)*", V - 1)
+    with pytest.raises(DeadEnd, match="no token can come after 2 tokens"):
+        found.place(ids("ac"))
+    assert found.find(ids("ac")) is None and found.forced(ids("ac")) is None
+    assert found.forced(ids("a")) == 1
+    found.extend(ids("ab"))
+    place = found.place()
+    assert place is not None and place.left == 2
+
+
+def test_a_grammar_that_cannot_be_read_backwards_is_read_anew() -> None:
+    """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
+    grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
+    found = compiler(V - 1, V).begin(grammar, [V - 1])
+    for path, expected in ((ids("a"), {0, 1, 4}), (ids("ab"), {4}), (ids("b"), {0, 1, 4}), ([], {0, 1, 4}), (ids("ba"), {4})):
+        place = found.place(path)
+        assert place is not None and {token for token in range(V) if not place.banned[token]} == expected
+
+
+def test_after_the_end_nothing_is_asked() -> None:
+    found = masks("a+", V - 1)
+    found.extend([0, V - 1])
+    assert found.place() is None and found.place([3]) is None
+    assert torch.equal(found.ban(torch.zeros(V)), torch.zeros(V))
+
+
+# --- what is sampled -----------------------------------------------------------------------------------------------------------------
+
+
+SAMPLING: dict[str, dict[str, object]] = {
+    "plain": {},
+    "top-k": {"top_k": 2},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.4},
+    "penalties": {"repetition_penalty": 1.5, "frequency_penalty": 0.5},
+}
+
+
+def law_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]], torch.Tensor]:
+    """The exact distribution, with what is allowed found by brute force before anything else is done to the logits."""
+    free = replace(params, grammar=None)
+
+    @cache
+    def law(context: tuple[int, ...]) -> torch.Tensor:
+        logits = model.target(context).log()
+        if V - 1 in context[1:]:
+            return logits.exp()
+        keep = allowed(FORKS, spelt(context[1:]), V - 1)
+        logits[[token for token in range(V) if token not in keep]] = -torch.inf
+        sampler = Sampler(free, [0], V)
+        sampler.extend(context[1:])
+        return sampler.law(logits)
+
+    return lambda context: law(tuple(context))
+
+
+def sampler_of(params: SamplingParams, context: Sequence[int]) -> Sampler:
+    sampler = Sampler(params, [0], V, grammar=compiler(V - 1, V).begin(Grammar.regex(FORKS), [V - 1]))
+    sampler.extend(context[1:])
+    return sampler
+
+
+def coupled_answers(model: ToyModel, params: SamplingParams, seeds: int, length: int = 4) -> Counter[tuple[int, ...]]:
+    """First tokens of answers by the noise of places, in random trees."""
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(seeds):
+        noise, chance, sampler, context = Noise(seed, 0, V), random.Random(seed), sampler_of(params, [0]), [0]
+        while len(context) <= length:
+            tree = TokenTree(context[-1])
+            for _ in range(6):
+                node, token = chance.randrange(len(tree)), chance.randrange(V)
+                if tree.child(node, token) is None:
+                    tree.add(node, token, "random")
+            logits = torch.stack([model.target([*context, *path_tokens(tree, node)]).log() for node in range(len(tree))])
+            passed = Passed(logits, None)
+            path, token = accept(sampler, tree, passed, Chance(noise, torch.Generator()), len(context))
+            new = [*(tree.token[node] for node in path[1:]), token]
+            sampler.extend(new)
+            context += new
+        counts[tuple(context[1 : length + 1])] += 1
+    return counts
+
+
+@pytest.mark.parametrize("name", few(list(SAMPLING), ["plain", "top-k"]))
+def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
+    model, params = ToyModel(V, seed=3, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
+    counts = coupled_answers(model, params, 1200)
+    assert chi_square(counts, exact_law(law_of(model, params), V, 4)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["top-k", "top-p"])
+def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As is done elsewhere: what is banned then has its part in the filters."""
+
+    def late(self: Sampler, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+        assert self.grammar is not None
+        place = self.grammar.place(path)
+        law = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
+        kept = law if place is None else law.masked_fill(place.banned, 0.0)
+        return kept / kept.sum() if kept.any() else right(self, logits, path)
+
+    right = Sampler.law
+    monkeypatch.setattr(Sampler, "law", late)
+    model, params = ToyModel(V, seed=3, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
+    counts = coupled_answers(model, params, 1200)
+    monkeypatch.undo()
+    assert chi_square(counts, exact_law(law_of(model, params), V, 4)) < 1e-4
+
+
+def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 3) -> float:
+    """Of the test that answers of drawn trees have the exact distribution. `wrong`: the distribution that a child is said to be drawn from
+    is the drafter's before the mask."""
+    model, params = ToyModel(V, seed=5, noise=3.0, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS))
+    drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
+    policy = DRAFTED[name](drafter)
+
+    def grow(context: list[int], rng: random.Random) -> TokenTree:
+        sampler = sampler_of(params, context)
+        assert sampler.grammar is not None
+        where = Context(list(context), torch.zeros(V), 1.0, generator, grammar=sampler.grammar)
+        growth = constrained(policy.grow(where, 6, 4), sampler.grammar, 6, 4)
+        tree = grown(growth, drafter.answer).tree
+        for node in range(1, len(tree)):
+            if wrong and tree.law[node] is not None:
+                tree.law[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
+        return tree
+
+    def law(context: Sequence[int]) -> torch.Tensor:
+        return sampler_of(params, context).law(model.target(context).log())
+
+    counts = sample_sequences(model, grow, verify_residual, count, length, law=cached(law))
+    return chi_square(counts, exact_law(law_of(model, params), V, length))
+
+
+def cached(law: Callable[[Sequence[int]], torch.Tensor]) -> Callable[[Sequence[int]], torch.Tensor]:
+    known = cache(law)
+    return lambda context: known(tuple(context))
+
+
+@pytest.mark.parametrize("name", few(list(DRAFTED), ["greedy", "specinfer"]))
+def test_drawn_trees_keep_the_exact_distribution(name: str) -> None:
+    assert residual_p(name) > 1e-3
+
+
+def test_a_drafters_distribution_before_the_mask_is_found_out() -> None:
+    assert residual_p("specinfer", wrong=True) < 1e-4
+
+
+# --- what is drafted -----------------------------------------------------------------------------------------------------------------
+
+
+def draft(policy: DraftedPolicy, pattern: str, text: str, budget: int, temperature: float = 0.0, depth: int = 9) -> Grown:
+    """What is grown after a prompt of one token and a text."""
+    found = masks(pattern, V - 1, ids(text))
+    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found).begin(policy.sources)
+    return grown(constrained(policy.grow(context, budget, depth), found, budget, depth), policy.drafter.answer)
+
+
+def known() -> KnownDrafter:
+    """A drafter that likes the letters in their order, whatever comes before."""
+    law = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.05])
+    return KnownDrafter(lambda context: law)
+
+
+def test_what_is_forced_costs_no_call_and_comes_first() -> None:
+    drafter = known()
+    tree = draft(DySpec(drafter), "abcde[ab]c*", "", 8).tree
+    assert spelt(tree.token[1:7]) == "abcdea" and tree.source[1:7] == [GRAMMAR] * 5 + ["drafter"]
+    assert tree.value[1:6] == [1.0] * 5 and tree.probability[1:6] == [1.0] * 5
+    assert drafter.calls[:6] == [[0], [1], [2], [3], [4], [5]]  # to know what may come after the run, it reads the run
+
+
+def test_a_run_that_takes_all_nodes_needs_no_drafter() -> None:
+    drafter = known()
+    tree = draft(DySpec(drafter), "abcde[ab]c", "", 6).tree
+    assert spelt(tree.token[1:]) == "abcde" and not drafter.rounds
+
+
+def test_banned_tokens_are_not_drafted_and_the_rest_shares_what_is_left() -> None:
+    tree = draft(DySpec(known()), "[bd]", "", 3).tree
+    (b, d) = tree.children[0]
+    assert (b, d) == (1, 3)
+    assert tree.probability[1:] == pytest.approx([0.25 / 0.35, 0.1 / 0.35])
+
+
+@pytest.mark.parametrize("name", [*DRAFTED, "hybrid"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pattern", [FORKS, WORDS, "ab(c|d)eab+"])
+def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern: str) -> None:
+    chance = random.Random(0)
+    policy = Hybrid(known(), Ngram()) if name == "hybrid" else DRAFTED[name](known())
+    for _ in range(5):
+        text = list[int]()
+        for _ in range(chance.randrange(8)):
+            place = masks(pattern, V - 1, text).place()
+            assert place is not None
+            options = [token for token in range(V - 1) if not place.banned[token]]
+            text += [chance.choice(options)] if options else []
+        tree = draft(policy, pattern, spelt(text), 10, temperature, 6).tree
+        assert len(tree) <= 10 and max(tree.depth) <= 6
+        for node in range(1, len(tree)):
+            keep = allowed(pattern, spelt([*text, *tree.tokens(tree.parent[node])]), V - 1)
+            assert tree.token[node] in keep
+            assert (tree.source[node] == GRAMMAR) == (len(keep) == 1 and tree.source[node] != Ngram.name)
+
+
+def test_what_repeats_stops_where_it_is_banned() -> None:
+    """The text goes on `abcd abcd`, the grammar wants an e after `abc`; forced letters are the grammar's, whoever knows them."""
+    policy = Hybrid(known(), Ngram())
+    tree = draft(policy, "(abcd|eab[ce]e[ab])*", "abcdeab", 5).tree
+    path = [0]
+    while tree.children[path[-1]]:
+        path.append(next(iter(tree.children[path[-1]].values())))
+    assert spelt([tree.token[node] for node in path[1:3]]) == "ce"
+    assert tree.source[path[2]] == GRAMMAR
+
+
+def test_nothing_is_learned_of_forced_tokens() -> None:
+    policy = DySpec(known())
+    before = list(policy.likeliest._accepted), list(policy.likeliest._expected)
+    end = draft(policy, "abcdabcd", "", 6)
+    end.learn(end.tree, range(len(end.tree)))
+    assert (policy.likeliest._accepted, policy.likeliest._expected) == before
+
+
+def test_runs_are_laid_where_there_is_room() -> None:
+    tree = TokenTree(0)
+    tree.add(tree.add(0, 1, "ngram", 0.5), 2, "ngram", 0.25)
+    tree.add(0, 3, "ngram", 0.5)
+    lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 6, 3)
+    assert spelt(tree.token) == "abcdab" and tree.source[4:] == [GRAMMAR] * 2 and tree.value[4:] == [0.5, 0.5]
+    lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 9, 3)
+    assert len(tree) == 6  # as deep as may be
+
+
+def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
+    found = masks("(a|bcd[ab])e*", V - 1)
+    tree = TokenTree(0)
+    for token in (0, 1):
+        tree.add(0, token, "drafter")
+
+    sent = list[Laws | None]()
+
+    def growth(nodes: list[int]) -> Growth:
+        sent.append((yield DraftRequest(Context([0], torch.zeros(V), grammar=found), tree, nodes, 0.5)))
+        return Grown(TokenTree(0))
+
+    for nodes in ([1, 2], [1]):
+        outer = constrained(growth(nodes), found, 1, 9)
+        assert next(outer)[2:] == ([0], 0.25)  # the root first
+        with pytest.raises(StopIteration):
+            outer.send(None)
+    assert sent[0] is not None and sent[0].forced == {1: 2} and not sent[0].values.any()
+    assert sent[1] is None
+
+
+def test_reading_a_run_counts_for_what_is_hoped_of_it() -> None:
+    found = masks("ab[cd]e*", V - 1)
+    context = Context([0], torch.zeros(V), grammar=found)
+    search = Search(DySpec(known()), context, 4)
+
+    def growth() -> Growth:
+        due = [search.root]
+        while due:
+            yield from search.expand(due, gain=0.9)
+            due = [one for one in search.best if one.number not in search.expanded and one.depth < 3]
+        return Grown(search.tree())
+
+    outer, law, calls = constrained(growth(), found, 9, 9), Laws(known().law([0]).expand(1, -1)), []
+    with pytest.raises(StopIteration):
+        request = next(outer)
+        while True:
+            calls.append((list(request.nodes), request.gain))
+            request = outer.send(law)
+    assert calls == [([node], pytest.approx(0.3)) for node in range(3)]
