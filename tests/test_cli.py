@@ -109,6 +109,7 @@ def test_every_option_arrives(run):
         "n": 1,
         "min_tokens": 0,
         "bad_words": (),
+        "skip_special_tokens": True,
         "include_stop_str_in_output": False,
         "coupling": "residual",
         "grammar": None,

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.bench.methods import parse_methods
-from quickbeam.bench.servers import Server, measure_server, parse_server
+from quickbeam.bench.servers import Server, Serving, parse_server, speculation
 from quickbeam.bench.throughput import Answered, Cell, measure, ratios, requests
 from quickbeam.cli.app import app
 from quickbeam.errors import QuickbeamError
@@ -121,7 +121,9 @@ def test_the_command(toy_folder, tmp_path):
     assert set(found) >= {"environment", "model", "settings", "concurrency", "over_ar"}
 
 
-@pytest.mark.parametrize("options", [["--methods", "hf"], ["--rate", "0"], ["--concurrency", "none"], ["--server", "vllm"]])
+@pytest.mark.parametrize(
+    "options", [["--methods", "hf"], ["--rate", "0"], ["--concurrency", "none"], ["--server", "vllm"], ["--served", "--rate", "3"]]
+)
 def test_bad_options_are_refused_in_a_line(options):
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
@@ -136,7 +138,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self): self.reply(json.dumps({"data": [{"id": "toy"}]}).encode())
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        pieces = [{"choices": [{"delta": {"content": word}}]} for word in ("one ", "two ", "three")]
+        ids = {"token_ids": [4, 5]} if asked.get("return_token_ids") else {}
+        pieces = [{"choices": [{"delta": {"content": word}, **ids}]} for word in ("one ", "two ", "three")]
+        if sys.argv[2:]:
+            details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
+            pieces.append({"choices": [], "usage": {"completion_tokens": 7, "steps": 3, "completion_tokens_details": details}})
         self.reply(b"".join(b"data: " + json.dumps(piece).encode() + b"\\n\\n" for piece in pieces) + b"data: [DONE]\\n\\n")
     def reply(self, body):
         self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
@@ -145,17 +151,47 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
 
 
-def test_a_server_is_measured_in_a_process_of_its_own(tmp_path):
-    script = tmp_path / "server.py"
-    script.write_text(SERVER)
-    server = parse_server(f"toy={sys.executable} {script} {{port}}")
-    found = measure_server(server, ["a", "b", "c"], 2, 8, False)
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "server.py"
+    path.write_text(SERVER)
+    return path
+
+
+def test_a_server_is_measured_in_a_process_of_its_own(script):
+    with Serving(parse_server(f"toy={sys.executable} {script} {{port}}")) as serving:
+        found = serving.measure(["a", "b", "c"], 2, 8, False)
     assert [one.text for one in found.answers] == ["one two three"] * 3
+    assert [len(one.token_ids) for one in found.answers] == [3] * 3 and not found.named
     assert found.to_json()["identical"] is None and found.tokens_per_second > 0
 
 
+def test_tokens_are_those_that_a_server_counts_or_names(script):
+    """Ours sends several in a piece."""
+    with Serving(parse_server(f"toy={sys.executable} {script} {{port}} counts")) as serving:
+        (found,) = serving.measure(["a"], 1, 8, False).answers
+        assert (len(found.token_ids), found.steps, found.nodes) == (7, 3, 10)
+        named = serving.measure(["a"], 1, 8, False, speculation("auto", 4))
+        assert named.answers[0].token_ids == [4, 5, 4, 5, 4, 5] and named.named
+
+
+def test_what_is_served_stands_beside_what_is_not(toy_folder, script):
+    with LLM(toy_folder, "ar") as llm, Serving(parse_server(f"toy={sys.executable} {script} {{port}}")) as serving:
+        asked = requests(PROMPTS[:3], None, 0.0, 12)
+        others = {
+            "served": lambda some, load: serving.measure(["a"] * len(some), load, 12, False, speculation("ar", None)),
+            "peer": lambda some, load: serving.measure(["a"] * len(some), load, 12, False),
+        }
+        cells = measure(llm, asked, parse_methods("ar"), [1, 2], PARAMS, others=others)
+    assert all(list(by_name) == ["ar", "served", "peer"] for by_name in cells.values())
+    assert [cell.identical for cell in cells[2].values()] == [3, 0, None], "a server that names other tokens is found out"
+
+
 def test_a_server_that_does_not_come_up_is_an_error():
-    with pytest.raises(QuickbeamError, match="ended before it served: no model here"):
-        measure_server(Server("toy", (sys.executable, "-c", "raise SystemExit('no model here')  # {port}")), ["a"], 1, 8, False)
-    with pytest.raises(InvalidInput, match="can't start"):
-        measure_server(Server("toy", ("no-such-program", "{port}")), ["a"], 1, 8, False)
+    with (
+        pytest.raises(QuickbeamError, match="ended before it served: no model here"),
+        Serving(Server("toy", (sys.executable, "-c", "raise SystemExit('no model here')  # {port}"))),
+    ):
+        pass
+    with pytest.raises(InvalidInput, match="can't start"), Serving(Server("toy", ("no-such-program", "{port}"))):
+        pass

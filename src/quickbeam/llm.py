@@ -22,7 +22,7 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.options import Options, Setting, check_options, warmth
-from quickbeam.presets import ROUTED, check_vocab, preset, stand_in
+from quickbeam.presets import PRESETS, ROUTED, check_vocab, preset, stand_in
 from quickbeam.sampling import COUPLED, Sampler, SamplingParams, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
@@ -114,6 +114,7 @@ class LLM:
         self._drafter_name, self._fast, self._progress, self._trusted = drafter, fast, progress, trust_remote_code
         self._drafter: Drafter | None = None
         self._routed = False  # it comes with a router
+        self._prepared = set[tuple[str, str | None, int | None]]()  # what `prepare` was asked for
         self._bound_memory()
         self.prepare(method)
 
@@ -136,11 +137,28 @@ class LLM:
             return "PyTorch's (the plain path)"
         return library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
 
+    @property
+    def methods(self) -> list[str]:
+        """The presets that an answer may be asked by: where there is no drafter, those that do without."""
+        return [name for name, one in PRESETS.items() if self._drafter_name or one.without or DRAFTER not in one.sources]
+
+    def room(self, prompt: int, method: str | None = None) -> int:
+        """The most tokens that an answer to a prompt of so many tokens may have, by the contexts of the model and its drafter and by the
+        memory for keys and values; 0 or less where there is none."""
+        name, limit = stand_in(method or self.method, self._drafter_name is not None), self.model.pool.limit
+        drafter = (self._drafter or self.prepare(name)) if DRAFTER in preset(name).sources else None
+        read = None if drafter is None else drafter.context_length
+        limits = [self.model.context_length, read, None if limit is None else limit * self.model.pool.page - 1]
+        return min(most for most in limits if most is not None) - prompt
+
     def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
         """Load the drafter and what it needs for its vocabulary, unless they are there or `method` needs none; give it where it is needed
         and there is one."""
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
+        asked = method, vocab, shortlist
+        if asked in self._prepared:  # without the lock, which a step may hold for long
+            return self._drafter
         with self.engine.lock:
             if self._drafter is None:
                 self._drafter = load_drafter(
@@ -154,6 +172,7 @@ class LLM:
                 self._routed, self._shortlists = is_routed(self._drafter), Shortlists(self._drafter, self.model)
                 self._bound_memory()
             self._shortlist(self._setting(method, vocab, shortlist))
+            self._prepared.add(asked)
         return self._drafter
 
     def shortlist_of(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Shortlist | None:
@@ -263,10 +282,12 @@ class LLM:
         *,
         method: str | None = None,
         observer: Observer | None = None,
+        choice: int = 0,
         **options: Unpack[Options],
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. `observer` is told of every step."""
-        return self._begin(self._ids(prompt), params, method, options, observer)
+        """`generate` for one prompt, piece by piece. `observer` is told of every step. `choice`: which of the `n` answers it is that the
+        seed of `params` gives, from 0 on."""
+        return self._begin(self._ids(prompt), params, method, options, observer, choice)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)

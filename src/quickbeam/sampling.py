@@ -30,6 +30,7 @@ class SamplingParams:
     occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes
     the most probable token.
     `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
+    `skip_special_tokens`: the text does not show them.
     `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
     `seed`: the same request with the same seed has the same answer; None draws one, which the completion tells. `n`: independent answers
     of one prompt. `coupling`: where chance comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft
@@ -60,6 +61,7 @@ class SamplingParams:
     min_tokens: int = 0
     bad_words: Sequence[str] = ()
     include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
     coupling: str = COUPLED
     grammar: Grammar | None = None
 
@@ -81,6 +83,7 @@ class SamplingParams:
             "stop_token_ids": (_sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids), "token ids"),
             "logprobs": (self.logprobs is None or _integer(self.logprobs, 0, 100), "an integer between 0 and 100, or None"),
             "seed": (self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1), "an integer of at most 64 bits, or None"),
+            "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
             "n": (_integer(self.n, 1, 128), "an integer between 1 and 128"),
             "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
             "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),

@@ -1,4 +1,4 @@
-"""Peers that serve many requests, each in a process of its own behind OpenAI's interface: llama.cpp's server and vLLM."""
+"""Servers behind OpenAI's interface, each in a process of its own: ours, and peers such as llama.cpp's and vLLM."""
 
 from __future__ import annotations
 
@@ -6,19 +6,23 @@ import json
 import shlex
 import socket
 import subprocess
+import sys
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
+from typing_extensions import Self
+
 from quickbeam.bench.throughput import Answered, Cell
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 START = 600.0  # seconds that a server may take to come up
-KINDS = ("llama-cpp", "vllm")
+UNKNOWN = -1  # a token whose id the server does not tell
 
 
 @dataclass(frozen=True)
@@ -44,28 +48,63 @@ def parse_server(text: str) -> Server:
         raise InvalidInput(f"--server {text!r}: {error}") from error
 
 
-def measure_server(server: Server, prompts: list[str], running: int, max_tokens: int, raw: bool) -> Cell:
-    """Greedy answers to all prompts, `running` clients at a time. Raises `QuickbeamError` where the server does not come up."""
-    port = _free_port()
-    command = [part.replace("{port}", str(port)) for part in server.command]
-    with tempfile.TemporaryFile() as log:
+class Serving:
+    """A server under way, for as long as the `with` block lasts. Raises `QuickbeamError` where it does not come up.
+
+    `extra`: what each request says beside the prompt, in fields of the server's own.
+    """
+
+    def __init__(self, server: Server) -> None:
+        self.server, port = server, _free_port()
+        self._base = f"http://127.0.0.1:{port}/v1"
+        self._command = [part.replace("{port}", str(port)) for part in server.command]
+
+    def __enter__(self) -> Self:
+        self._log = tempfile.TemporaryFile()
         try:
-            process = subprocess.Popen(command, stdout=log, stderr=log)
+            self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
         except OSError as error:
-            raise InvalidInput(f"--server {server.name}: can't start {command[0]!r} ({error.strerror})") from error
+            self._log.close()
+            raise InvalidInput(f"--server {self.server.name}: can't start {self._command[0]!r} ({error.strerror})") from error
         try:
-            base = f"http://127.0.0.1:{port}/v1"
-            model = _wait(base, process, server.name, log)
-            began = time.perf_counter()
-            with ThreadPoolExecutor(running) as clients:
-                answers = list(clients.map(lambda prompt: _ask(base, model, prompt, max_tokens, raw, began), prompts))
-            return Cell(time.perf_counter() - began, answers=answers)
-        finally:
-            process.terminate()
-            try:
-                process.wait(10)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            self._model = _wait(self._base, self._process, self.server.name, self._log)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._log.close()
+
+    def measure(self, prompts: Sequence[str], running: int, max_tokens: int, raw: bool, extra: Mapping[str, Any] | None = None) -> Cell:
+        """Greedy answers to all prompts, `running` clients at a time."""
+        body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body |= {"stream_options": {"include_usage": True}, **(extra or {})}
+        where, began = f"{self._base}/{'completions' if raw else 'chat/completions'}", time.perf_counter()
+
+        def ask(prompt: str) -> Answered:
+            asked = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+            return _ask(where, body | asked, began)
+
+        with ThreadPoolExecutor(running) as clients:
+            answers = list(clients.map(ask, prompts))
+        return Cell(time.perf_counter() - began, answers=answers)
+
+
+def ourselves(options: Sequence[str]) -> Server:
+    """`quickbeam serve` with these options, by this Python."""
+    return Server("quickbeam", (sys.executable, "-m", "quickbeam", "serve", "--port", "{port}", *options))
+
+
+def speculation(method: str, budget: int | None) -> dict[str, Any]:
+    """What a request says to our own server: how it is to be answered, and that token ids are wanted for the comparison."""
+    return {"speculation": {"method": method, **({} if budget is None else {"budget": budget})}, "return_token_ids": True}
 
 
 def _free_port() -> int:
@@ -90,24 +129,37 @@ def _wait(base: str, process: subprocess.Popen[bytes], name: str, log: Any) -> s
     raise QuickbeamError(f"--server {name}: it did not answer within {START:.0f} seconds")
 
 
-def _ask(base: str, model: str, prompt: str, max_tokens: int, raw: bool, began: float) -> Answered:
-    """One streamed answer; a piece of the stream counts as a token, as these servers send one a token."""
-    body: dict[str, Any] = {"model": model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
-    body |= {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+def _ask(where: str, body: Mapping[str, Any], began: float) -> Answered:
+    """One streamed answer. Its tokens are those that it names, or as many as the server counts; where it does not count, a piece of the
+    stream is a token."""
     answered = Answered((), time.perf_counter() - began)
-    where = f"{base}/{'completions' if raw else 'chat/completions'}"
+    pieces = 0
     try:
         with urlopen(Request(where, json.dumps(body).encode(), {"Content-Type": "application/json"})) as response:
             for line in response:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
-                choice = json.loads(line[6:])["choices"][0]
-                piece = choice.get("text") if raw else choice["delta"].get("content")
-                if piece:
-                    answered.last = time.perf_counter() - began
-                    answered.first = answered.first or answered.last
-                    answered.token_ids.append(-1)
-                    answered.text += piece
+                chunk = json.loads(line[6:])
+                if "error" in chunk:
+                    raise QuickbeamError(f"the server ends a request: {chunk['error']}")
+                for choice in chunk["choices"]:
+                    piece = choice.get("text") or choice.get("delta", {}).get("content")
+                    ids = choice.get("token_ids") or []
+                    answered.token_ids += ids
+                    if piece or ids:
+                        answered.last = time.perf_counter() - began
+                        answered.first = answered.first or answered.last
+                    if piece:
+                        pieces += 1
+                        answered.text += piece
+                if usage := chunk.get("usage"):
+                    pieces = usage["completion_tokens"]
+                    answered.steps = usage.get("steps", 0)
+                    details = usage.get("completion_tokens_details") or {}
+                    drafted = ("accepted_prediction_tokens", "rejected_prediction_tokens")
+                    answered.nodes = answered.steps + sum(details.get(name) or 0 for name in drafted) if answered.steps else 0
     except HTTPError as error:
         raise QuickbeamError(f"the server refuses a request: {error.read()[:200].decode(errors='replace')}") from error
+    if not answered.token_ids:
+        answered.token_ids = [UNKNOWN] * pieces
     return answered

@@ -17,6 +17,7 @@ from quickbeam.llm import LLM
 from quickbeam.sampling import COUPLED, SamplingParams
 
 Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
+Other = Callable[[Sequence["Asked"], int], "Cell"]  # answers all, so many at a time
 ALONE = "ar"  # whose answers, one at a time, the others are held against
 
 
@@ -64,6 +65,11 @@ class Cell:
     decoding_tokens: int = 0  # that these emitted
     answers: list[Answered] = field(default_factory=list)
     identical: int | None = None
+
+    @property
+    def named(self) -> bool:
+        """Whether all tokens are known by their ids."""
+        return all(token >= 0 for one in self.answers for token in one.token_ids)
 
     @property
     def tokens_per_second(self) -> float:
@@ -198,20 +204,26 @@ def measure(
     rounds: int = 1,
     told: Told = lambda stage, done: None,
     alone: Mapping[tuple[int, ...], list[int]] | None = None,
+    others: Mapping[str, Other] | None = None,
 ) -> dict[int, dict[str, Cell]]:
     """Every method under every load, `rounds` times in turn, so that what the machine does meanwhile falls on all alike.
 
     `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made first where they are needed.
+    `others`: further rows of each table, by name, measured after the methods in each turn; they answer in the order of what they
+    are given, and are compared where they name their tokens.
     """
+    others = others or {}
     compared = {item.name for item in methods if item.comparable(params)}
     known = dict(alone or {})
     if compared and alone is None:
         known = _alone(llm, asked, replace(params, coupling=COUPLED), told)
-    cells = {load: {item.name: Cell() for item in methods} for load in concurrency}
+    cells = {load: {name: Cell() for name in (*(item.name for item in methods), *others)} for load in concurrency}
     for item in methods:  # what is measured or compiled at first use is not counted
         for _ in serve(llm, asked[:2], item, params, 2):
             pass
-    total = rounds * len(concurrency) * len(methods)
+    for other in others.values():
+        other(asked[:2], 2)
+    total = rounds * len(concurrency) * (len(methods) + len(others))
     done = 0
     for _ in range(rounds):
         for load in concurrency:
@@ -223,7 +235,17 @@ def measure(
                 cell.seconds += time.perf_counter() - began
                 cell.answers += answers
                 done += 1
-                told(f"{item.name}, {load} at a time", done / total)
+            for name, other in others.items():
+                told(f"{name}, {load} at a time", done / total)
+                found = other(asked, load)
+                for answered, one in zip(found.answers, asked, strict=True):
+                    answered.prompt = tuple(one.ids)
+                cells[load][name].seconds += found.seconds
+                cells[load][name].answers += found.answers
+                done += 1
+    told("done", 1.0)
+    if compared:
+        compared |= {name for name in others if cells[concurrency[0]][name].named}
     for by_name in cells.values():
         for name in compared:
             cell = by_name[name]

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from quickbeam.cli import bench, train
 from quickbeam.cli.acceptance import acceptance
+from quickbeam.cli.batch import batch
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.drafting import drafting
@@ -20,6 +21,8 @@ from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
+from quickbeam.cli.serve import serve
+from quickbeam.cli.structured import structured
 from quickbeam.cli.throughput import throughput
 from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
@@ -77,11 +80,12 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, inspect, pull, models, demo):
+for command in (generate, chat, serve, batch, inspect, pull, models, demo):
     app.command()(command)
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)
 bench.commands.command()(throughput)
+bench.commands.command()(structured)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)
 app.add_typer(bench.commands, name="bench")

@@ -69,9 +69,10 @@ def load(
     shortlist: int | None = None,
     trust_remote_code: bool = False,
     kv_memory: str | None = None,
+    **more: Any,
 ) -> LLM:
     """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
-    for a drafter, or what is said of one, that the method has no use for."""
+    for a drafter, or what is said of one, that the method has no use for. `more`: of `LLM`'s arguments, as they are."""
     given = {"--drafter": drafter, "--vocab": vocab, "--shortlist": shortlist}
     if "drafter" not in preset(method).sources and (useless := [f"{name} {value}" for name, value in given.items() if value is not None]):
         users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
@@ -99,6 +100,7 @@ def load(
             progress=report,
             trust_remote_code=trust_remote_code,
             kv_memory=kv_memory,
+            **more,
         )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stderr
+from collections.abc import Sequence
+from contextlib import ExitStack, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -50,6 +51,9 @@ def throughput(
         list[str],
         typer.Option("--server", metavar="NAME=COMMAND", help="A peer that serves OpenAI's interface, in a process of its own."),
     ] = [],  # noqa: B006 (typer's way)
+    served: Annotated[
+        bool, typer.Option("--served", help="Ask the same through `quickbeam serve` too, in a process of its own; greedy answers only.")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")] = None,
 ) -> None:
     """Tokens a second of many requests at once, how long they wait for their first token and for each further one, and how many answers
@@ -57,13 +61,15 @@ def throughput(
     loads = numbers("--concurrency", concurrency, 1024)
     if rate is not None and not rate > 0:
         raise InvalidInput(f"--rate {rate}: must be above 0 requests a second")
-    with progress_bar(f"loading {model or DEFAULT}") as told:
+    if served and (temperature > 0 or cancel or rate is not None):
+        raise InvalidInput("--served asks for greedy answers, all at once: leave out --temperature, --rate and --cancel")
+    with ExitStack() as stack, progress_bar(f"loading {model or DEFAULT}") as told:
         with redirect_stderr(StringIO()):
             from quickbeam.bench.environment import environment
             from quickbeam.bench.methods import parse_methods
             from quickbeam.bench.questions import load_questions, spread
-            from quickbeam.bench.servers import measure_server, parse_server
-            from quickbeam.bench.throughput import encode, fitting, measure, ratios, requests
+            from quickbeam.bench.servers import Serving, ourselves, parse_server, speculation
+            from quickbeam.bench.throughput import Asked, Other, encode, fitting, measure, ratios, requests
             from quickbeam.llm import LLM
             from quickbeam.sampling import SamplingParams
 
@@ -86,7 +92,24 @@ def throughput(
             params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, coupling=options.coupling(coupling))
             prompts = encode(llm, asked_of, raw)
             asked = requests(fitting(llm, prompts, max_tokens), rate, cancel, max_tokens)
-        cells = measure(llm, asked, items, loads, params, rounds, told)
+            text = {tuple(ids): question.turns[0] for (ids, _), question in zip(prompts, asked_of, strict=True)}
+
+            def asking(serving: Serving, extra: dict[str, Any]) -> Other:
+                def ask(some: Sequence[Asked], load: int) -> Cell:
+                    return serving.measure([text[tuple(one.ids)] for one in some], load, max_tokens, raw, extra)
+
+                return ask
+
+            others = dict[str, Other]()
+            if served:
+                told("starting quickbeam serve", None)
+                place, size = device.value if device else None, max(loads)
+                given = {"--model": model, "--drafter": drafter, "--kv-memory": kv_memory, "--dtype": dtype.value, "--device": place}
+                given |= {"--method": items[0].method, "--max-running": str(size)}
+                words = [word for name, value in given.items() if value is not None for word in (name, value)]
+                ours = stack.enter_context(Serving(ourselves([*words, "--no-share-prefixes"])))  # a question comes once a method
+                others = {f"{item.name} served": asking(ours, speculation(item.method, item.budget)) for item in items}
+        cells = measure(llm, asked, items, loads, params, rounds, told, others=others)
         record: dict[str, Any] = {
             "environment": environment(str(llm.model.device), dtype.value),
             "model": llm.name,
@@ -106,11 +129,13 @@ def throughput(
         }
         llm.close()
         for peer in servers:
-            turns = [question.turns[0] for question in asked_of]
-            for load in loads:
-                told(f"{peer.name}, {load} at a time", None)
-                cells[load][peer.name] = found = measure_server(peer, turns, load, max_tokens, raw)
-                record["concurrency"][load][peer.name] = found.to_json()
+            with Serving(peer) as serving:
+                ask = asking(serving, {})
+                ask(asked[:2], 2)
+                for load in loads:
+                    told(f"{peer.name}, {load} at a time", None)
+                    cells[load][peer.name] = found = ask(asked, load)
+                    record["concurrency"][load][peer.name] = found.to_json()
     if json_file is not None:
         json_file.write_text(strict_json(record) + "\n", encoding="utf-8")
     for load, by_name in cells.items():

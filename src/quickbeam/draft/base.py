@@ -188,6 +188,7 @@ class Drafter(Source):
 
     needs_hidden = False  # whether states want to `hear`
     pool: Pool | None = None  # where their keys and values are
+    context_length: int | None = None  # tokens that it can read, where that has a limit
 
     @abstractmethod
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
@@ -200,6 +201,12 @@ class Drafter(Source):
 
     def check_length(self, prompt: int, max_tokens: int) -> None:
         """Raise `InvalidInput` where `prompt` tokens and an answer of `max_tokens` might not fit the drafter's context."""
+        limit = self.context_length
+        if limit is not None and prompt + max_tokens > limit:
+            raise InvalidInput(
+                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the drafter's context of {limit}: "
+                f"shorten the prompt, ask for at most {max(0, limit - prompt)} tokens, or take a method without a drafter"
+            )
 
     def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
         """Bring states up to date that have `least` committed tokens or more to read, as far as the text after them is known."""

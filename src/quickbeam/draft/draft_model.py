@@ -65,7 +65,7 @@ class LMDrafter(Drafter):
         if own < vocab_size:  # so that any token that the target can emit can be read
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
         self.model = Model(model, fast=fast, exact=False)
-        self.pool = self.model.pool
+        self.pool, self.context_length = self.model.pool, self.model.context_length
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
@@ -139,15 +139,6 @@ class LMDrafter(Drafter):
         law = law_of(logits[:, : self._shared], temperature)
         missing = self._vocab_size - self._shared
         return F.pad(law, (0, missing)) if missing else law
-
-    def check_length(self, prompt: int, max_tokens: int) -> None:
-        """Raise `InvalidInput` where `prompt` tokens and an answer of `max_tokens` might not fit the drafter's context."""
-        limit = self.model.context_length
-        if limit is not None and prompt + max_tokens > limit:
-            raise InvalidInput(
-                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the drafter's context of {limit}: "
-                f"shorten the prompt, ask for at most {max(0, limit - prompt)} tokens, or take a method without a drafter"
-            )
 
 
 def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:

@@ -143,6 +143,20 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self.scheduler.active or self.scheduler.waiting or self._arrived)
 
+    @property
+    def used(self) -> float:
+        """Share of the pool that sequences hold; what only the prefix cache holds is free. From any thread: a step may be under way."""
+        pool = self.model.pool
+        if not pool.limit:
+            return 0.0
+        return max(0, pool.used - (self.prefixes.idle() if self.prefixes is not None else 0)) / pool.limit
+
+    @property
+    def nodes(self) -> float:
+        """Of the last tree of each running sequence, on average; 0 where none runs. From any thread."""
+        nodes = list(self._nodes.values())
+        return sum(nodes) / len(nodes) if nodes else 0.0
+
     @torch.inference_mode()
     def step(self) -> None:
         """One step of all. However it ends (an interrupt included), outputs hold what was emitted, and nothing is lost of it; an interrupt

@@ -90,7 +90,7 @@ class Output:
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
-        self._detokenizer = Detokenizer(tokenizer)
+        self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self.ends = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)])
         self._stop = tuple(params.stop)
         self._include_stop = params.include_stop_str_in_output

@@ -97,6 +97,11 @@ class PrefixCache:
             pages += size * self._pool.idle(chunk.held)
         return pages
 
+    def idle(self) -> int:
+        """Pages that could be had by dropping chunks. From any thread, about: what is dropped meanwhile doesn't count."""
+        held = [chunk.held for chunk in list(self._order)]
+        return -(-self.size // self._pool.page) * sum(self._pool.idle(one) for one in held if one is not None)
+
     def evict(self) -> bool:
         """Drop the least recently used chunk that nothing else holds; whether there was one."""
         for chunk in self._order:

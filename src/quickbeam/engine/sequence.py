@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -24,6 +25,15 @@ from quickbeam.trees.base import TreePolicy
 DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer,
 CHOICE = 0xD1B54A32D192ED03  # and those of further answers to a prompt from the first one's
 _arrivals = count()
+
+
+@dataclass
+class Times:
+    """When what became of a request, in seconds of `time.perf_counter`; None: not yet."""
+
+    arrived: float
+    began: float | None = None  # to be read: it had found room
+    first: float | None = None  # its first token was known
 
 
 class Request:
@@ -77,7 +87,7 @@ class SequenceState:
         self.context: Context | None = None
         self.chunks: list[Any] = []  # of the prefix cache, that hold the beginning of the ids
         self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
-        self.arrived = time.perf_counter()
+        self.times = Times(time.perf_counter())
         seed = self.params.seed
         # One that is drawn is this answer's own, so that it repeats it alone.
         self.seed, choice = (secrets.randbits(63), 0) if seed is None else (seed, request.choice)
@@ -126,6 +136,7 @@ class SequenceState:
     def begin(self, cache: SequenceCache) -> None:
         """Have sources read the text so far; keys and values come with `cache`."""
         self.cache = cache
+        self.times.began = self.times.began or time.perf_counter()
         self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise)
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
@@ -160,6 +171,7 @@ class SequenceState:
 
     def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
         """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits that the i-th was chosen from."""
+        self.times.first = self.times.first or time.perf_counter()
         taken = []
         for i, token in enumerate(tokens):
             taken.append(token)

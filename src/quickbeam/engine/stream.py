@@ -5,12 +5,26 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from quickbeam.engine.engine import Engine
-from quickbeam.engine.result import Completion
-from quickbeam.engine.sequence import SequenceState
+from quickbeam.engine.result import Completion, Logprob
+from quickbeam.engine.sequence import SequenceState, Times
+
+
+class Delta(NamedTuple):
+    """What is new of an answer."""
+
+    text: str  # that became certain; it may lag behind the tokens
+    token_ids: list[int]
+    logprobs: list[Logprob]  # one a token where they are asked for, else none
+    steps: list[dict[str, Any]]  # records as in a trace, where one is kept
+
+    def plus(self, later: Delta) -> Delta:
+        """Both as one."""
+        return Delta(self.text + later.text, self.token_ids + later.token_ids, self.logprobs + later.logprobs, self.steps + later.steps)
 
 
 class Stream(Iterator[str]):
@@ -22,6 +36,7 @@ class Stream(Iterator[str]):
     def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
         self._engine, self._sequence = engine, sequence
         self._model, self._method = model, method
+        self._given = 0  # tokens that `new` has handed out
         weakref.finalize(self, engine.drop, sequence)
 
     def __next__(self) -> str:
@@ -44,10 +59,22 @@ class Stream(Iterator[str]):
         """The text that is new since it was last taken, without a step."""
         return self._sequence.output.take()
 
+    def new(self) -> Delta:
+        """What is new since this was last asked, without a step."""
+        sequence, start = self._sequence, self._given
+        text, ids = sequence.output.take(), sequence.output.token_ids[start:]
+        self._given += len(ids)
+        return Delta(text, ids, [] if sequence.logprobs is None else sequence.logprobs[start : self._given], [])
+
     @property
     def token_ids(self) -> Sequence[int]:
         """The answer's so far."""
         return self._sequence.output.token_ids
+
+    @property
+    def times(self) -> Times:
+        """When it came, was taken up, and had its first token."""
+        return self._sequence.times
 
     @property
     def over(self) -> bool:

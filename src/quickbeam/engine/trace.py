@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,13 +71,24 @@ class Trace:
             }
         )
 
+    def take(self, text: Callable[[int], str]) -> list[dict[str, Any]]:
+        """The steps so far, as `to_json` has them, which are then forgotten. `text`: of a token."""
+        steps, self._steps = self._steps, []
+        _name(steps, text)
+        return steps
+
     def to_json(self, completion: Completion, tokenizer: Any) -> dict[str, Any]:
         """The record that `generate --trace` writes: the answer, and for each step its nodes (the root first, which was emitted before;
         `parent` is an index), the token that the target emitted after the accepted ones, and how many tokens the answer took."""
-        for step in self._steps:
-            for token in (*step["nodes"], step["next"]):
-                token["text"] = str(tokenizer.decode([token["token"]]))
+        _name(self._steps, lambda token: str(tokenizer.decode([token])))
         return {"format": FORMAT, "version": VERSION, "answer": replace(completion, logprobs=None).to_json(), "steps": self._steps}
+
+
+def _name(steps: Sequence[dict[str, Any]], text: Callable[[int], str]) -> None:
+    """Put the text of each token beside it."""
+    for step in steps:
+        for token in (*step["nodes"], step["next"]):
+            token["text"] = text(token["token"])
 
 
 def read_trace(path: Path) -> dict[str, Any]:

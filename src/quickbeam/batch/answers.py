@@ -1,0 +1,59 @@
+"""Answers by a model in this process: what the server's endpoints give, without HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
+from quickbeam.batch.run import Answer, Reply
+from quickbeam.errors import QuickbeamError
+from quickbeam.llm import LLM
+from quickbeam.serve import chat, completions, responses
+from quickbeam.serve.errors import problem
+from quickbeam.serve.items import ResponsesRequest
+from quickbeam.serve.messages import ChatRequest
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.schemas import CompletionRequest
+from quickbeam.serve.settings import ServeSettings
+
+ENDPOINTS: dict[str, tuple[Any, Any]] = {
+    CHAT: (chat.answer, ChatRequest),
+    COMPLETIONS: (completions.answer, CompletionRequest),
+    RESPONSES: (responses.answer, ResponsesRequest),
+}
+NEVER = 10**9  # seconds
+
+
+class Answering:
+    """Answers whatever it is asked, in its turn: who asks says how much at a time. Belongs to the event loop in which it is made."""
+
+    def __init__(self, llm: LLM, name: str | None = None) -> None:
+        unbounded = ServeSettings(served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER)
+        self._runner = Runner(unbounded, llm)
+
+    async def answer(self, url: str, body: dict[str, Any]) -> Reply:
+        """What the endpoint gives; for a request that can't be answered, its error. Raises where the engine can't answer any more."""
+        give, kind = ENDPOINTS[url]
+        try:
+            return Reply(200, await give(self._runner, kind.model_validate(body)))
+        except Exception as error:
+            if (ailment := self._runner.ailment) is not None:
+                raise QuickbeamError(f"no more answers: {ailment}") from error
+            told = problem(error, body)
+            return Reply(told.status, told.body)
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._runner.close()
+
+
+@asynccontextmanager
+async def answering(llm: LLM, name: str | None = None) -> AsyncIterator[Answer]:
+    """Answers by a model in this process, which calls itself `name`."""
+    made = Answering(llm, name)
+    try:
+        yield made.answer
+    finally:
+        await made.close()

@@ -1,0 +1,129 @@
+"""The file of answers. It is only ever added to, so that whatever ends the program, what was answered is in it, each answer once."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+from typing_extensions import Self
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+START = b'{"id": "batch_req_'  # of every record
+GROUP = 1.0  # seconds after which what was written is brought to the disk
+
+
+class Journal:
+    """Records of answers at `path`, a line each; those that are there already are `done`: their `id` by `custom_id`.
+
+    A record is handed to the system as a whole when it is written, which outlasts the program's end, and brought to the disk with others,
+    at least every `GROUP` seconds of writing, which outlasts the machine's. A last line that is not whole is cut off. One program at a
+    time may hold it. Raises `InvalidInput` for a file that holds anything else, `QuickbeamError` where it can't be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.done, self.failed = path, dict[str, str](), 0
+        if path.exists() and not path.is_file():
+            raise InvalidInput(f"{path}: must be a file")
+        if not path.parent.is_dir():
+            raise InvalidInput(f"{path}: there is no such folder; make it first")
+        self._lock = FileLock(path.parent / f".{path.name}.lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            raise InvalidInput(f"{path}: another program is writing it; wait for its end, or give another file") from None
+        except OSError as error:
+            raise self._broken(error) from error
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
+            try:
+                self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
+                undo.callback(os.close, self._file)
+                self._end = self._load()
+                os.ftruncate(self._file, self._end)
+            except OSError as error:
+                raise self._broken(error) from error
+            undo.pop_all()
+        self._synced = time.monotonic()
+
+    def _load(self) -> int:
+        """Take note of the records that are there; give where the last whole one ends."""
+        end, torn = 0, 0
+        with self.path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if torn:
+                    raise self._foreign(torn)
+                try:
+                    if not line.endswith(b"\n"):
+                        raise ValueError
+                    record = json.loads(line)
+                    name, known, good = record["custom_id"], record["id"], not _failed(record)
+                    if not line.startswith(START):
+                        raise ValueError
+                except (ValueError, KeyError, TypeError):
+                    whole = line.rstrip(b"\0")
+                    if whole[: len(START)] != START[: len(whole)]:
+                        raise self._foreign(number) from None
+                    torn = number
+                    continue
+                if name in self.done:
+                    raise InvalidInput(f"{self.path}, line {number}: a second answer to custom_id {name!r}; give another output")
+                self.done[name], end = known, end + len(line)
+                self.failed += not good
+        return end
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Add a record."""
+        line = json.dumps(record).encode() + b"\n"
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+        except BaseException as error:
+            os.ftruncate(self._file, self._end)
+            if isinstance(error, OSError):
+                raise self._broken(error) from error
+            raise
+        self._end += len(line)
+        self.done[record["custom_id"]] = record["id"]
+        self.failed += _failed(record)
+        if time.monotonic() - self._synced >= GROUP:
+            self.sync()
+
+    def sync(self) -> None:
+        """Bring what was written to the disk."""
+        try:
+            os.fsync(self._file)
+        except OSError as error:
+            raise self._broken(error) from error
+        self._synced = time.monotonic()
+
+    def close(self) -> None:
+        """Let go of the file."""
+        try:
+            self.sync()
+        finally:
+            os.close(self._file)
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _foreign(self, line: int) -> InvalidInput:
+        return InvalidInput(f"{self.path}, line {line}: not an answer of quickbeam batch; give another output")
+
+    def _broken(self, error: OSError) -> QuickbeamError:
+        kept = f"; the {len(self.done)} answers before stay in it, and the same command goes on" if self.done else ""
+        return QuickbeamError(f"{self.path}: not written ({error.strerror}){kept}")
+
+
+def _failed(record: dict[str, Any]) -> bool:
+    return record["error"] is not None or record["response"]["status_code"] != 200

@@ -1,0 +1,88 @@
+"""The requests of a file: lines of OpenAI's batch format, or short ones. Knows nothing of what an endpoint takes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quickbeam.errors import InvalidInput
+
+CHAT, COMPLETIONS, RESPONSES = URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # what a short line holds, and where it goes
+ENVELOPE = {"method", "url", "body"}
+
+
+class Request(NamedTuple):
+    """A line. `id` is made of all that it asks, so that an answer tells whether it is to this request."""
+
+    line: int  # from 1
+    custom_id: str
+    id: str
+    url: str
+    body: dict[str, Any]
+    fault: str | None = None  # why it can't be asked
+
+
+def read(path: Path) -> Iterator[Request]:
+    """The requests of a file, one after the other. Blank lines are none. Raises `InvalidInput` for a file that can't be read."""
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield parse(number, line)
+    except OSError as error:
+        raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
+
+
+def parse(number: int, line: bytes) -> Request:
+    """One line: `{"custom_id", "method", "url", "body"}`, or `messages` or `prompt` with parameters beside. Without a `custom_id` it is
+    called by its number. A request above temperature 0 that names no seed gets one of its own, always the same."""
+    name = f"line-{number}"
+    try:
+        found = json.loads(line.decode(), parse_constant=_refuse_constant)
+        if not isinstance(found, dict):
+            raise ValueError("not a JSON object")
+        given = found.pop("custom_id", name)
+        if not isinstance(given, str) or not given:
+            raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
+        name = given
+        url, body = _envelope(found) if found.keys() & ENVELOPE else _short(found)
+        if body.get("stream"):
+            raise ValueError("stream: a batch gives whole answers; leave it out")
+    except (ValueError, RecursionError) as error:
+        return Request(number, name, _digest(name, hashlib.sha256(line.strip()).hexdigest()), "", {}, f"line {number}: {error}")
+    digest = _digest(name, url, body)
+    if body.get("seed") is None:
+        body = {**body, "seed": int(digest[-8:], 16)}
+    return Request(number, name, digest, url, body)
+
+
+def _envelope(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if unknown := found.keys() - ENVELOPE:
+        raise ValueError(f"unknown field {sorted(unknown)[0]!r} beside custom_id, method, url and body")
+    if found.get("method", "POST") != "POST":
+        raise ValueError(f"method {json.dumps(found['method'])}: must be POST")
+    url, body = found.get("url"), found.get("body")
+    if url not in URLS:
+        raise ValueError(f"url {json.dumps(url)}: must be one of {', '.join(URLS)}")
+    if not isinstance(body, dict):
+        raise ValueError("body: must be a JSON object")
+    return url, body
+
+
+def _short(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    kinds = [kind for kind in SHORT if kind in found]
+    if len(kinds) != 1:
+        raise ValueError("neither a request (custom_id, method, url, body) nor a short one, which has either messages or prompt")
+    return SHORT[kinds[0]], found
+
+
+def _digest(*parts: Any) -> str:
+    return f"batch_req_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]}"
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

@@ -1,0 +1,73 @@
+"""The server's application: what stands at which path, and what each request passes before it gets there."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+
+from quickbeam import __version__
+from quickbeam.serve import chat, completions, errors, responses, tokens
+from quickbeam.serve.disconnect import Gone
+from quickbeam.serve.page import page
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.security import OPEN, BodyLimit, Keys
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as a Host header names this machine
+
+
+def create_app(runner: Runner) -> FastAPI:
+    """What answers HTTP for a runner, which is closed when the application ends. Handlers find it as `request.app.state.runner`."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await runner.close()
+
+    app = FastAPI(title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # their pages load scripts
+    app.state.runner = runner
+    errors.install(app)
+    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
+    for module in (chat, completions, responses, tokens):
+        app.include_router(module.router)
+    app.add_api_route("/", index, include_in_schema=False)
+    app.add_api_route("/health", health)
+    app.add_api_route("/metrics", metrics)
+    protect(app, runner)
+    return app
+
+
+def protect(app: FastAPI, runner: Runner) -> None:
+    """Put what is asked for before the application. The last one added comes first."""
+    settings = runner.settings
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    if settings.api_keys:
+        app.add_middleware(Keys, keys=settings.api_keys, open=OPEN if settings.protect_metrics else (*OPEN, "/metrics"))
+    if settings.cors_origins:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+    if settings.loopback and not settings.api_keys:
+        hosts = [*LOOPBACK, f"[{settings.host}]" if ":" in settings.host else settings.host, *settings.allowed_hosts]
+        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+
+
+async def index() -> Response:
+    html, policy = page()
+    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    return Response(html, media_type="text/html; charset=utf-8", headers=headers)
+
+
+async def health(request: Request) -> Response:
+    """200 where requests are answered, else 503 with the reason."""
+    ailment = request.app.state.runner.ailment
+    if ailment is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": ailment}, 503, {"Retry-After": "5"})
+
+
+def metrics(request: Request) -> Response:
+    content, kind = request.app.state.runner.metrics.expose(request.headers.get("accept", ""))
+    return Response(content, media_type=kind)

@@ -1,0 +1,268 @@
+"""`/v1/responses`, stateless: each request holds its whole conversation, and nothing of it is kept. `answer` and `stream` make answers
+without HTTP, too."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from quickbeam.engine.result import Completion, Logprob
+from quickbeam.serve import tools
+from quickbeam.serve.answers import Answers, sse
+from quickbeam.serve.convert import Wanted, begin, encode_conversation, size_of
+from quickbeam.serve.disconnect import unless_gone
+from quickbeam.serve.errors import problem
+from quickbeam.serve.items import LOGPROBS, ResponsesRequest
+from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.tools import Call, Calling
+
+router = APIRouter()
+Event = dict[str, Any]  # with its "type"
+
+
+@router.post("/v1/responses", response_model=None)
+async def create(request: ResponsesRequest, http: Request) -> Response:
+    """An answer, whole or as a stream of the Responses API's events."""
+    runner: Runner = http.app.state.runner
+    if request.stream:
+        return sse(runner, _named(await unless_gone(http, stream(runner, request))))
+    return JSONResponse(await unless_gone(http, answer(runner, request)))
+
+
+async def answer(runner: Runner, request: ResponsesRequest) -> dict[str, Any]:
+    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`, and what ended an answer."""
+    made = await _begin(runner, request)
+    with made.answers:
+        return await made.whole()
+
+
+async def stream(runner: Runner, request: ResponsesRequest) -> AsyncIterator[Event]:
+    """The events, once the engine has begun; raises as `answer` does until then, and from then on while they come."""
+    return (await _begin(runner, request)).events()
+
+
+async def _named(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
+    """Events numbered and in the form of server-sent events; an error as the last of them."""
+    number = 0
+    try:
+        async for event in events:
+            yield {"event": event["type"], "data": json.dumps({**event, "sequence_number": number})}
+            number += 1
+    except Exception as error:
+        told = problem(error)
+        event = {"type": "error", "code": told.code or told.type, "message": told.message, "param": told.param}
+        yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
+
+
+async def _begin(runner: Runner, request: ResponsesRequest) -> Made:
+    llm, conversation = runner.llm, request.to_conversation()
+    calling = tools.calling(request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer)
+    told = request.top_logprobs is not None or LOGPROBS in (request.include or [])
+    answers = await begin(
+        runner,
+        request,
+        lambda: [encode_conversation(llm, conversation, calling and calling.tools)],
+        Wanted(
+            {"max_output_tokens": request.max_output_tokens},
+            logprobs=(request.top_logprobs or 0) if told else None,
+            grammar=calling and calling.grammar,
+            keep_special=calling is not None and calling.keeps_special,
+        ),
+        size=size_of(conversation.messages),
+    )
+    return Made(runner, request, answers, calling, TokenTexts(llm.tokenizer) if told else None)
+
+
+class Made:
+    """A response under way."""
+
+    def __init__(
+        self, runner: Runner, request: ResponsesRequest, answers: Answers, calling: Calling | None, texts: TokenTexts | None
+    ) -> None:
+        self.answers, self._runner, self._request = answers, runner, request
+        self._reader = calling and calling.reader()
+        self._items = Items(texts)
+        self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
+
+    async def whole(self) -> dict[str, Any]:
+        """The response object, when the answer is complete."""
+        completion = (await self.answers.finished())[0]
+        for _ in self._events(completion.text, completion.logprobs or [], completion):
+            pass
+        return self._response(completion)
+
+    async def events(self) -> AsyncIterator[Event]:
+        """Events as the answer comes."""
+        with self.answers as answers:
+            for kind in ("response.created", "response.in_progress"):
+                yield {"type": kind, "response": self._response(None)}
+            async for _, delta in answers.parts():
+                found = self._events("", [], answers.completions[0]) if delta is None else self._events(delta.text, delta.logprobs)
+                for event in found:
+                    yield event
+            response = self._response(answers.completions[0])
+            yield {"type": f"response.{response['status']}", "response": response}
+
+    def _events(self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None) -> Iterator[Event]:
+        """What new text means; `completion`: there is no more of it."""
+        reader, pieces = self._reader, list[str | Call]([text] if text else [])
+        if reader is not None:
+            pieces = [*reader.feed(text), *(reader.finish() if completion else [])]
+        yield from self._items.add(pieces, logprobs)
+        if completion is not None:
+            yield from self._items.end(completion.finish_reason == "length")
+
+    def _response(self, completion: Completion | None) -> dict[str, Any]:
+        """The response object; None: nothing is complete yet."""
+        request = self._request
+        cut = completion is not None and completion.finish_reason == "length"
+        asked = request.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+        default = self._runner.settings.default_temperature
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": "in_progress" if completion is None else "incomplete" if cut else "completed",
+            "background": False,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._runner.name,
+            "output": [] if completion is None else self._items.output,
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": (1.0 if default is None else default) if request.temperature is None else request.temperature,
+            "text": {"format": {"type": "text"}, **asked.get("text", {})},
+            "tool_choice": asked.get("tool_choice", "auto"),
+            "tools": asked.get("tools", []),
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "truncation": "disabled",
+            "usage": None if completion is None else self._usage(),
+            "user": request.user,
+            "system_fingerprint": self._runner.fingerprint,
+            "seed": self.answers.seeds[0],
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        counts = self.answers.counts()
+        return {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.new,
+            "output_tokens_details": {
+                "reasoning_tokens": 0,
+                "accepted_prediction_tokens": counts.accepted,
+                "rejected_prediction_tokens": counts.rejected,
+            },
+            "total_tokens": counts.prompt + counts.new,
+            "steps": counts.steps,
+        }
+
+
+class Items:
+    """The output items of a response, and the events of their growing. `texts`: where log-probabilities are told."""
+
+    def __init__(self, texts: TokenTexts | None) -> None:
+        self.output = list[dict[str, Any]]()
+        self._texts = texts
+        self._open: dict[str, Any] | None = None  # the message that text goes to
+        self._logprobs = list[dict[str, Any]]()  # of tokens whose text has not come yet
+
+    def add(self, pieces: Iterable[str | Call], logprobs: Sequence[Logprob]) -> Iterator[Event]:
+        """Further text and calls."""
+        if self._texts is not None:
+            self._logprobs += chat_logprobs(logprobs, self._texts)["content"]
+        for piece in pieces:
+            yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
+
+    def end(self, cut: bool) -> Iterator[Event]:
+        """There is no more. A response without anything has an empty message."""
+        if self._open is None and not self.output:
+            yield from self._begin()
+        yield from self._close("incomplete" if cut else "completed")
+
+    def _text(self, text: str) -> Iterator[Event]:
+        if self._open is None:
+            yield from self._begin()
+        assert self._open is not None
+        part, logprobs = self._open["content"][0], self._take()
+        part["text"] += text
+        part["logprobs"] += logprobs
+        yield self._event("output_text.delta", delta=text, logprobs=logprobs)
+
+    def _begin(self) -> Iterator[Event]:
+        item: dict[str, Any] = {
+            "type": "message",
+            "id": f"msg_{secrets.token_hex(12)}",
+            "status": "in_progress",
+            "role": "assistant",
+            "content": [],
+        }
+        yield self._added(item)
+        item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        self._open = item
+        yield self._event("content_part.added", part={**item["content"][0], "logprobs": []})
+
+    def _close(self, status: str = "completed") -> Iterator[Event]:
+        if (item := self._open) is None:
+            return
+        part = item["content"][0]
+        part["logprobs"] += self._take()
+        item["status"] = status
+        yield self._event("output_text.done", text=part["text"], logprobs=part["logprobs"])
+        yield self._event("content_part.done", part=part)
+        yield self._done(item)
+        self._open = None
+
+    def _call(self, call: Call) -> Iterator[Event]:
+        yield from self._close()
+        self._take()  # what stands in calls is not text
+        item = {
+            "type": "function_call",
+            "id": f"fc_{secrets.token_hex(12)}",
+            "call_id": call.id,
+            "name": call.name,
+            "arguments": "",
+            "status": "in_progress",
+        }
+        yield self._added(item)
+        where = {"item_id": item["id"], "output_index": len(self.output) - 1}
+        yield {"type": "response.function_call_arguments.delta", "delta": call.arguments, **where}
+        yield {"type": "response.function_call_arguments.done", "name": call.name, "arguments": call.arguments, **where}
+        item |= {"arguments": call.arguments, "status": "completed"}
+        yield self._done(item)
+
+    def _added(self, item: dict[str, Any]) -> Event:
+        self.output.append(item)
+        return {"type": "response.output_item.added", "output_index": len(self.output) - 1, "item": _copy(item)}
+
+    def _done(self, item: dict[str, Any]) -> Event:
+        return {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": _copy(item)}
+
+    def _event(self, kind: str, **more: Any) -> Event:
+        """Of the open message's text."""
+        assert self._open is not None
+        where = {"item_id": self._open["id"], "output_index": len(self.output) - 1, "content_index": 0}
+        return {"type": f"response.{kind}", **where, **more}
+
+    def _take(self) -> list[dict[str, Any]]:
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """As it is now, for an event that is told before it grows further."""
+    return {**item, "content": list(item["content"])} if "content" in item else dict(item)

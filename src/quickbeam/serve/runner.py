@@ -1,0 +1,176 @@
+"""A model that answers many requests: the gate before it, the engine's thread, what is counted. Knows nothing of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from quickbeam import hub
+from quickbeam.aio import AsyncLLM, AsyncStream
+from quickbeam.engine.stream import Stream
+from quickbeam.errors import InvalidInput
+from quickbeam.llm import LLM
+from quickbeam.sampling import SamplingParams
+from quickbeam.serve.admission import BYTES_A_TOKEN, Gate, Phase, Ticket, TurnedAway, Unavailable
+from quickbeam.serve.fingerprint import fingerprint_of
+from quickbeam.serve.metrics import Metrics
+from quickbeam.serve.settings import ServeSettings
+
+logger = logging.getLogger(__name__)
+
+
+class Job(NamedTuple):
+    """One answer to make."""
+
+    prompt: list[int]
+    params: SamplingParams
+    choice: int = 0  # which of the answers that the seed gives
+    method: str | None = None  # None: the server's own
+    budget: int | None = None  # likewise
+    trace: bool = False  # deltas carry steps
+
+
+class Runner:
+    """`llm`: where it is loaded already; else the runner is `starting` until it is given to `attach`. All but `attach` belongs to the event
+    loop."""
+
+    def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
+        self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
+        self.name = settings.served_name or name_of(hub.DEFAULT if llm is None else llm.name)
+        self.fingerprint = ""
+        self._aio: AsyncLLM | None = None
+        self.metrics = Metrics(self.name, self.gate)
+        if llm is not None:
+            self.attach(llm, fingerprint_of(llm))
+
+    def attach(self, llm: LLM, fingerprint: str) -> None:
+        """Begin to answer, unless the server was told to end in the meantime."""
+        self._aio, self.fingerprint = AsyncLLM(llm=llm), fingerprint
+        self.gate.places = llm.engine.scheduler.most
+        self.metrics.watch(llm.engine, lambda: self.heartbeat)
+        if self.gate.phase is Phase.starting:
+            self.gate.phase = Phase.ready
+
+    @property
+    def llm(self) -> LLM:
+        """Raises `Unavailable` where there is none yet."""
+        return self._engine.llm
+
+    @property
+    def _engine(self) -> AsyncLLM:
+        if self._aio is None:
+            self.gate.check()
+        assert self._aio is not None
+        return self._aio
+
+    def enter(self, text_size: int, choices: int = 1, tokens: int | None = None) -> Ticket:
+        """A place in the queue for a request, before anything is computed for it; a context manager. `text_size`: of its prompts, in bytes
+        or characters; `tokens`: how many there are, where that is known. Raises `Busy` and `Unavailable`."""
+        try:
+            return self.gate.enter(tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices)
+        except TurnedAway as error:
+            self.metrics.refused(error)
+            raise
+
+    async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
+        """Streams of their answers, as soon as the engine has taken up the first. Raises `InvalidInput` for what it refuses, `Unavailable`
+        after `queue_timeout`, and what ended the first one where something went wrong."""
+        for job in jobs:
+            self._check(job)
+        ticket.weigh(sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in jobs}.values()))
+        streams = list[AsyncStream]()
+        try:
+            for job in jobs:
+                streams.append(await self._start(job, ticket))
+            left = self.settings.queue_timeout - (time.perf_counter() - ticket.entered)
+            await asyncio.wait_for(streams[0].begun(), max(left, 0.001))
+        except BaseException as error:
+            for stream in streams:
+                stream.close()
+            if isinstance(error, asyncio.TimeoutError):
+                message = f"the request has waited for {self.settings.queue_timeout:g} seconds without its turn: come back later"
+                late = Unavailable(message, self.gate.retry_after())
+                self.metrics.refused(late)
+                raise late from None
+            raise
+        return streams
+
+    def _check(self, job: Job) -> None:
+        most = self.settings.max_prompt_tokens
+        if most is not None and len(job.prompt) > most:
+            raise InvalidInput(f"a prompt of {len(job.prompt)} tokens: this server takes at most {most}")
+
+    async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
+        counting = self.metrics.request(job.params, len(job.prompt), ticket.entered)
+        place = ticket.place()
+        try:
+            stream = await self._engine.stream(
+                job.prompt,
+                job.params,
+                method=job.method,
+                budget=job.budget,
+                choice=job.choice,
+                observer=counting.step,
+                trace=job.trace,
+            )
+        except BaseException:
+            place.end()
+            raise
+
+        def over(answer: Stream) -> None:
+            place.end()
+            counting.over(answer.completion, answer.times)
+
+        stream.watch(place.begin, over)
+        if self.settings.log_prompts:
+            logger.info("prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt))
+        return stream
+
+    @property
+    def alive(self) -> bool:
+        """False: the engine's thread has ended by a fault of its own."""
+        return self._aio is None or self._aio.alive
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds since the engine's thread last gave a sign of life."""
+        return 0.0 if self._aio is None else time.monotonic() - self._aio.beat
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+        return self.ailment is None
+
+    @property
+    def ailment(self) -> str | None:
+        """Why requests are not answered; None: they are."""
+        if self.gate.phase is not Phase.ready:
+            return str(self.gate.phase.value)
+        if not self.alive:
+            return "the engine's thread has ended"
+        silent, limit = self.heartbeat, self.settings.heartbeat_limit
+        return f"the engine has been silent for {silent:.1f} s (limit {limit:g})" if silent > limit else None
+
+    async def drain(self) -> bool:
+        """Take nothing new, and wait for what is under way, up to `drain_timeout`; whether all of it could end."""
+        self.gate.phase = Phase.draining
+        try:
+            await asyncio.wait_for(self.gate.emptied(), self.settings.drain_timeout)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    async def close(self) -> None:
+        """End all that is under way, and the engine's thread."""
+        self.gate.phase = Phase.draining
+        if self._aio is not None:
+            await asyncio.to_thread(self._aio.close)
+
+
+def name_of(model: str) -> str:
+    """What clients call a model: its name, of a folder or file the last part."""
+    return Path(model).name if Path(model).exists() else model

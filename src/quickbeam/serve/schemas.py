@@ -1,0 +1,199 @@
+"""What requests may say. Each field works, or its value is refused by name: nothing is silently ignored. Knows nothing of models.
+
+Bounds of sampling parameters are `SamplingParams`'s own; here are the shapes. `null` means the same as leaving a field out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import Self
+
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of functions, as OpenAI has it; it can stand in a grammar as it is
+
+
+def refuse(what: str, param: str | None = None) -> PydanticCustomError:
+    """The error of a value that is well formed but can't be served. `param`: the field, where it isn't the one that is being read."""
+    return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
+
+
+def only(*accepted: Any) -> BeforeValidator:
+    """Accept these values, which ask for nothing, and refuse any other."""
+
+    def check(value: Any) -> Any:
+        if not any(value is one or (value == one and not isinstance(value, bool | int)) for one in accepted):
+            kept = ", ".join(json.dumps(one) for one in accepted if one is not None)
+            raise refuse(f"not supported by this server: leave it out{f', or give {kept}' if kept else ''}")
+        return value
+
+    return BeforeValidator(check)
+
+
+def text_part(*kinds: str) -> BeforeValidator:
+    """Accept content parts of these kinds, which hold text, and say why no other is."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in kinds:
+            known = " or ".join(repr(one) for one in kinds)
+            raise refuse(f"content part of type {kind!r}: this server reads text only and fetches nothing; give parts of type {known}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Unsupported = Annotated[Any, only(None)]
+
+
+class Body(BaseModel):
+    """An object of a request: no unknown fields, no types converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Root(Body):
+    """A request's body."""
+
+    model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_json(cls, body: Any) -> Any:
+        """Refuse what Python reads and JSON does not have: NaN, infinite numbers, halves of characters, nesting without end."""
+        if not isinstance(body, dict):
+            raise refuse("the body must be a JSON object, sent as application/json")
+        try:
+            json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise refuse("a string holds half of a surrogate pair, which is no character") from None
+        except RecursionError:
+            raise refuse("nested too deep") from None
+        except (ValueError, TypeError) as error:
+            raise refuse(f"not JSON: {error}") from None
+        return body
+
+
+class Speculation(Body):
+    """How this answer is drafted; it never changes the answer."""
+
+    method: str | None = None
+    budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: Annotated[Any, only(None, False)] = None
+
+
+class Request(Root):
+    """What all requests for text have in common."""
+
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    regex: str | None = None
+    lark: str | None = None
+    speculation: Speculation | None = None
+    # notes of the caller's to itself, which ask for nothing
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    service_tier: Annotated[Any, only(None, "auto", "default")] = None
+    store: Annotated[Any, only(None, False)] = None
+    # not served
+    moderation: Unsupported = None
+    prompt_cache_options: Unsupported = None
+    prompt_cache_retention: Annotated[Any, only(None, "in_memory")] = None
+
+    @property
+    def grammars(self) -> list[str]:
+        """The fields that give a grammar."""
+        given = {name: getattr(self, name, None) for name in ("response_format", "regex", "lark")}
+        return [name for name, value in given.items() if value is not None and not isinstance(value, TextFormat)]
+
+
+class TextFormat(Body):
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    type: Literal["json_object"]
+
+
+class Schema(Body):
+    name: Annotated[str, Field(pattern=NAME)]
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None  # the schema is always kept
+
+
+class JsonSchema(Body):
+    type: Literal["json_schema"]
+    json_schema: Schema
+
+
+ResponseFormat = Annotated[TextFormat | JsonObject | JsonSchema, Field(discriminator="type")]
+
+
+class GenerationRequest(Request):
+    """What chat and text completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    stream_options: StreamOptions | None = None
+    response_format: ResponseFormat | None = None
+    return_token_ids: bool | None = None
+    trace: bool | None = None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("stream_options", "trace"):
+            if getattr(self, name) and not self.stream:
+                raise refuse("it is for streams: set stream, too", name)
+        if len(given := self.grammars) > 1:
+            raise refuse(f"given with {given[0]}, but an answer keeps to one grammar: give one of them", given[1])
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    best_of: int | None = None
+    suffix: Annotated[Any, only(None, "")] = None
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.best_of not in (None, self.n or 1):
+            raise refuse("no more answers are drawn than are given: leave it out, or give the value of n", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise refuse("log-probabilities of the prompt are not given: leave out echo or logprobs", "echo")
+        return self
+
+
+class TokenizeText(Root):
+    prompt: str
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class Detokenize(Root):
+    tokens: list[int]

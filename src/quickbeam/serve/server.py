@@ -1,0 +1,137 @@
+"""The server as a process: its socket, its signals, loading while it already listens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.llm import LLM
+from quickbeam.sampling import SamplingParams
+from quickbeam.serve.app import create_app
+from quickbeam.serve.fingerprint import fingerprint_of
+from quickbeam.serve.runner import Runner
+
+GRACE = 5  # seconds for responses to be sent once their answers are over
+BACKLOG = 1024  # connections that the system holds for us
+WARM = SamplingParams(max_tokens=16, ignore_eos=True)
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, but that a signal first lets answers come to their ends, while new requests get a 503; a second one ends it at once."""
+
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
+        super().__init__(
+            uvicorn.Config(
+                create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
+            )
+        )
+        self._told = False  # to end
+        self._draining: asyncio.Task[None] | None = None
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().serve(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._told:
+            os._exit(128 + sig)
+        self._told = True
+        self._loop.call_soon_threadsafe(self._begin_to_drain)
+
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or not self.runner.alive
+
+    def _begin_to_drain(self) -> None:
+        self._draining = self._loop.create_task(self._drain())
+
+    async def _drain(self) -> None:
+        if not await self.runner.drain():
+            await self.runner.close()
+        self.should_exit = True
+
+
+def run(runner: Runner, load: Callable[[], LLM], *, warm: bool = True, ready: Callable[[str], None] = lambda address: None) -> None:
+    """Serve until a signal ends it. The server listens while the model is being loaded and, with `warm`, its costs are measured; `ready` is
+    told the address then. Raises `InvalidInput` for an address that can't be had, what loading raises, and `QuickbeamError` where the
+    engine's thread ends by itself, so that a supervisor starts another server.
+    """
+    listener = listen(runner.settings.host, runner.settings.port)
+    if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
+        sys.stderr.flush()
+        os._exit(0)  # a thread is still loading, and can't be told to end
+
+
+async def serve(
+    server: Server, listener: socket.socket, load: Callable[[], tuple[LLM, str]], ready: Callable[[str], None] = lambda address: None
+) -> bool:
+    """`run`, on an event loop and a socket; False where it was ended while `load`, in a thread, was under way. `load`: see `prepare`."""
+    address, runner = url(listener), server.runner
+    serving = asyncio.create_task(server.serve([listener]))
+    loading = asyncio.wrap_future(_in_thread(load))
+    await asyncio.wait(list[asyncio.Future[Any]]((serving, loading)), return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        await serving
+        return False
+    if loading.exception() is None and not serving.done():
+        runner.attach(*loading.result())
+        if runner.healthy:
+            ready(address)
+    else:
+        server.should_exit = True
+    await serving
+    loading.result()
+    if not runner.alive:
+        raise QuickbeamError("the engine's thread has ended, by a fault of quickbeam's")
+    return True
+
+
+def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
+    """A loaded model and its fingerprint."""
+    llm = load()
+    if warm:
+        _ = llm.engine.budget
+        llm.generate("Hello", WARM)
+        llm.reset()
+    return llm, fingerprint_of(llm)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket at an address. Raises `InvalidInput` where that can't be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        return socket.create_server(address, family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise InvalidInput(f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port") from error
+
+
+def url(listener: socket.socket) -> str:
+    """How a browser on this machine reaches it."""
+    host, port = listener.getsockname()[:2]
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{port}"
+
+
+def _in_thread(work: Callable[[], tuple[LLM, str]]) -> Future[tuple[LLM, str]]:
+    """Its result, from a thread that doesn't keep the process alive."""
+    future = Future[tuple[LLM, str]]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="quickbeam-load", daemon=True).start()
+    return future

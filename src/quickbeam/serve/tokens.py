@@ -1,0 +1,83 @@
+"""`/v1/models`, `/tokenize`, `/detokenize`, `/version`: what there is, and texts as tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from quickbeam import __version__
+from quickbeam.serve.convert import check_model, encode_conversation
+from quickbeam.serve.errors import Refused
+from quickbeam.serve.messages import TokenizeChat
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.schemas import Detokenize, TokenizeText
+from quickbeam.serve.tool_formats import tool_format
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+def models(http: Request) -> dict[str, Any]:
+    """The model, by each of its names."""
+    runner: Runner = http.app.state.runner
+    return {"object": "list", "data": [_model(runner, name) for name in (runner.name, *runner.settings.aliases)]}
+
+
+@router.get("/v1/models/{name:path}")
+def model(name: str, http: Request) -> dict[str, Any]:
+    """The model by one of its names."""
+    runner: Runner = http.app.state.runner
+    check_model(runner, name)
+    return _model(runner, name)
+
+
+def _model(runner: Runner, name: str) -> dict[str, Any]:
+    """OpenAI's object, with vLLM's `root` and `max_model_len`, and the methods that `speculation` may name."""
+    llm = runner.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": runner.started,
+        "owned_by": "quickbeam",
+        "root": runner.name,
+        "max_model_len": llm.room(0),
+        "quickbeam": {"methods": llm.methods, "default_method": llm.method},
+    }
+
+
+@router.get("/version")
+def version() -> dict[str, str]:
+    """quickbeam's."""
+    return {"version": __version__}
+
+
+@router.post("/tokenize")
+async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[str, Any]:
+    """The tokens of a text, or of the prompt that the chat template makes of a conversation."""
+    runner: Runner = http.app.state.runner
+    check_model(runner, request.model)
+    ids = await asyncio.to_thread(_tokens, runner, request)
+    texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
+    return {"count": len(ids), "max_model_len": runner.llm.room(0), "tokens": ids, "token_strs": texts}
+
+
+def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
+    tokenizer = runner.llm.tokenizer
+    if isinstance(request, TokenizeText):
+        return list(tokenizer(request.prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"])
+    if request.tools:
+        tool_format(tokenizer)  # raises where the template doesn't take them
+    return encode_conversation(runner.llm, request, request.tools)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Detokenize, http: Request) -> dict[str, str]:
+    """The text of tokens, special ones included."""
+    runner: Runner = http.app.state.runner
+    check_model(runner, request.model)
+    size = runner.llm.model.vocab_size
+    if outside := [token for token in request.tokens if not 0 <= token < size]:
+        raise Refused(f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}", "tokens")
+    return {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}

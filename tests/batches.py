@@ -1,0 +1,37 @@
+"""Files of requests, answered by what stands in for a model. Imported by programs that are killed, so nothing heavy is in here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from quickbeam.batch.journal import Journal
+from quickbeam.batch.requests import read
+from quickbeam.batch.run import Reply, check, run
+
+
+async def echo(url: str, body: dict[str, Any]) -> Reply:
+    """An answer that is the request's own, after a moment of any length."""
+    await asyncio.sleep(random.random() / 500)
+    return Reply(200, {"url": url, "echo": body})
+
+
+def lines(path: Path, requests: list[Any]) -> Path:
+    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in requests))
+    return path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def go(source: Path, output: Path, answer: Any = echo, window: int = 4) -> tuple[int, int]:
+    """Requests in the file, and those answered now."""
+    told: list[None] = []
+    with Journal(output) as journal:
+        total = check(source, journal)
+        asyncio.run(run(read(source), answer, journal, window, lambda: told.append(None)))
+    return total, len(told)

@@ -1,0 +1,179 @@
+"""A stand-in for the server behind the page: answers are scripted by the prompt's first word, in the format of the real ones.
+
+`python tests/page_server.py PORT` runs it for a look by hand.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+
+from quickbeam.serve.page import page
+
+CHROMIUM = Path("/usr/bin/chromium")
+SWITCHES = ["headless", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run"]
+SWITCHES += ["disable-background-networking", "disable-component-update", "disable-sync"]
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>'
+ANSWERS = {
+    "evil": [EVIL, " and", " ", EVIL, " again", "</span>", " &amp;", " &lt;b>"],
+    "cut": ["A", " tree", " \ufffd", "\ufffd", " of", " rowan", "."],  # two tokens of one character
+}
+TEXTS = {"cut": "A tree 🌳 of rowan."}
+TEXT = "The rowan is a small tree . It stands on hills , and its red berries feed the birds all winter . The rowan is"
+DEFAULT = TEXT.split(" ")
+SOURCES = ("drafter", "ngram", "last_logits", "grammar")
+
+
+def words(prompt: str) -> list[str]:
+    return ANSWERS.get(prompt.split()[0], [DEFAULT[0], *(f" {word}" for word in DEFAULT[1:])])
+
+
+def steps_of(tokens: list[str], method: str, sources: tuple[str, ...] = SOURCES) -> list[dict[str, Any]]:
+    """Steps that emit these tokens after the first: 1, 3, 2, 1, … at a time, with rejected ones beside them; one at a time for `ar`."""
+    steps, at = [], 1
+    while at < len(tokens):
+        size = 1 if method == "ar" else min((1, 3, 2, 4)[len(steps) % 4], len(tokens) - at)
+        nodes = [node(tokens[at - 1], -1, 0, "root", 1.0, True)]
+        for i in range(size - 1):
+            nodes.append(node(tokens[at + i], i, i + 1, sources[(len(steps) + i) % 4], 0.8**i, True))
+        for i in range(0 if method == "ar" else 3):
+            nodes.append(node(f" wrong{i}", min(i, size - 1), min(i, size - 1) + 1, sources[i], 0.3 / (i + 1), False))
+        seconds = 0.05 if method == "ar" else 0.06
+        step = {"nodes": nodes, "next": token(tokens[at + size - 1]), "emitted": size}
+        steps.append(step | {"draft_seconds": 0.01, "verify_seconds": 0.03, "seconds": seconds})
+        at += size
+    return steps
+
+
+def token(text: str) -> dict[str, Any]:
+    return {"token": sum(text.encode()) + 1000 * len(text), "text": text}
+
+
+def node(text: str, parent: int, depth: int, source: str, value: float, accepted: bool) -> dict[str, Any]:
+    return token(text) | {"parent": parent, "depth": depth, "source": source, "value": value, "accepted": accepted}
+
+
+class Stand:
+    """The application, what it was asked, and how many streams are open."""
+
+    def __init__(self) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.paths: list[str] = []
+        self.open = 0
+        self.busy = 0  # how many requests are refused before one is taken
+        routes = [
+            Route("/", self.page),
+            Route("/v1/models", self.models),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+        ]
+        self.app = Starlette(routes=[Mount("/some/prefix", routes=routes), *routes])
+
+    async def page(self, request: Request) -> Response:
+        html, policy = page()
+        return Response(html, media_type="text/html", headers={"Content-Security-Policy": policy})
+
+    async def models(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
+        return JSONResponse({"object": "list", "data": [{"id": "rowan-135m", "object": "model", "quickbeam": methods}]})
+
+    async def chat(self, request: Request) -> Response:
+        self.paths.append(request.url.path)
+        body = await request.json()
+        self.asked.append(body | {"authorization": request.headers.get("authorization")})
+        prompt = body["messages"][-1]["content"]
+        if prompt.startswith("locked") and request.headers.get("authorization") != "Bearer rowan":
+            return refuse(401, "give the API key as Authorization: Bearer KEY")
+        if prompt.startswith("bad"):
+            return refuse(400, f"temperature={EVIL}; must be 0 or more")
+        if prompt.startswith("full") and self.busy > 0:
+            self.busy -= 1
+            return refuse(429, "64 requests wait already", {"Retry-After": "7"})
+        return StreamingResponse(self.events(prompt, body), media_type="text/event-stream")
+
+    async def events(self, prompt: str, body: dict[str, Any]) -> AsyncIterator[str]:
+        method = body.get("speculation", {}).get("method", "auto")
+        tokens = words(prompt)
+        if prompt.startswith("differs") and method == "ar":
+            tokens = [*tokens[:4], " oak", *tokens[5:]]
+        if prompt.startswith("endless"):
+            tokens = tokens * 500
+        self.open += 1
+        try:
+            async for event in script(prompt, tokens, method):
+                yield event
+                await asyncio.sleep(0.02 if prompt.startswith("endless") else 0.002)
+        finally:
+            self.open -= 1
+
+
+async def script(prompt: str, tokens: list[str], method: str) -> AsyncIterator[str]:
+    yield ": keep-alive\r\n\r\n"
+    yield event(delta={"role": "assistant"})
+    text = TEXTS.get(prompt.split()[0], "".join(tokens))
+    at = len(tokens[0])
+    yield event(delta={"content": text[:at]})
+    steps = steps_of(tokens, method, (EVIL,) * 4 if prompt.startswith("evil") else SOURCES)
+    for number, step in enumerate(steps, 1):
+        read = sum(s["emitted"] for s in steps[:number])
+        end = len(text) if number == len(steps) else min(len(text), len("".join(tokens[: read + 1])))
+        yield event(delta={"content": text[at:end]}, quickbeam={"steps": [step], "method": method})
+        at = end
+        if prompt.startswith("breaks") and number == 2:
+            return
+        if prompt.startswith("fails") and number == 2:
+            yield "data: " + json.dumps({"error": {"message": "the logits are not finite", "type": "server_error"}}) + "\r\n\r\n"
+            return
+    yield event(delta={}, finish_reason="stop")
+    yield "data: " + json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(tokens)}}) + "\r\n\r\n"
+    yield "data: [DONE]\r\n\r\n"
+
+
+def event(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> str:
+    choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
+    return "data: " + json.dumps({"object": "chat.completion.chunk", "choices": [choice]} | more) + "\r\n\r\n"
+
+
+def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status, headers)
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The application on a free port of this machine, from a thread; gives its address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="on", timeout_graceful_shutdown=1))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def chromium(playwright: Any) -> Any:
+    """A headless browser that asks nobody for anything."""
+    return playwright.chromium.launch(executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES])
+
+
+if __name__ == "__main__":
+    uvicorn.run(Stand().app, port=int(sys.argv[1]))

@@ -1,0 +1,90 @@
+"""What tests of a running server share: a client without a socket, steps that can be held, waiting for what comes about by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+
+from quickbeam import LLM, SamplingParams
+from quickbeam.engine.engine import Engine
+from quickbeam.serve.app import create_app
+from quickbeam.serve.runner import Job, Runner
+from quickbeam.serve.settings import ServeSettings
+
+LONG = SamplingParams(max_tokens=200, ignore_eos=True)
+
+
+@asynccontextmanager
+async def served(llm: LLM, **settings: Any) -> AsyncIterator[tuple[Runner, httpx.AsyncClient]]:
+    """A runner, and a client of its application. The model may be used again afterwards."""
+    runner = Runner(ServeSettings(**settings), llm)
+    transport = httpx.ASGITransport(create_app(runner))
+    try:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            yield runner, client
+    finally:
+        await runner.close()
+
+
+class Brake:
+    """Holds an engine's steps: `waits` is set when one wishes to begin; `release` lets so many go, all of them if not told."""
+
+    def __init__(self) -> None:
+        self.waits, self._go, self._open = threading.Event(), threading.Semaphore(0), False
+
+    def hold(self) -> None:
+        if not self._open:
+            self.waits.set()
+            self._go.acquire()
+
+    def release(self, steps: int | None = None) -> None:
+        self._open = self._open or steps is None
+        self._go.release(steps or 1000)
+
+
+@contextmanager
+def braked(engine: Engine) -> Iterator[Brake]:
+    """Its steps are held until they are released."""
+    brake, step = Brake(), engine.step
+
+    def held() -> None:
+        brake.hold()
+        step()
+
+    engine.step = held  # type: ignore[method-assign]
+    try:
+        yield brake
+    finally:
+        brake.release()
+        del engine.step
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what comes about by itself."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not come about")
+
+
+def job(llm: LLM, text: str = "hello", params: SamplingParams = LONG, **more: Any) -> Job:
+    return Job(list(llm.tokenizer(text)["input_ids"]), params, **more)
+
+
+async def begun(runner: Runner, *jobs: Job) -> list[Any]:
+    """Streams of jobs, as one request."""
+    with runner.enter(10, len(jobs)) as ticket:
+        return await runner.begin(jobs, ticket)
+
+
+def idle(runner: Runner) -> bool:
+    """Whether nothing is left of any request."""
+    gate, engine = runner.gate, runner.llm.engine
+    counts = (gate.inside, gate.waiting, gate.waiting_tokens, len(engine.scheduler.active), len(engine.scheduler.waiting))
+    return not any(counts) and not engine.busy

@@ -1,0 +1,121 @@
+"""A server in this process, for tests of the protocol: real requests over ASGI, without a socket. And one whose answers are scripted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+
+from quickbeam.aio import AsyncStream
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.engine.stream import Delta
+from quickbeam.serve.admission import Ticket
+from quickbeam.serve.app import create_app
+from quickbeam.serve.runner import Job, Runner
+
+
+def client(runner: Runner) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(create_app(runner), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60)
+
+
+def ask(runner: Runner, path: str, body: Any = None, method: str = "POST") -> httpx.Response:
+    """One request."""
+
+    async def go() -> httpx.Response:
+        async with client(runner) as web:
+            return await web.request(method, path, json=body)
+
+    return asyncio.run(go())
+
+
+def ask_raw(runner: Runner, path: str, text: str) -> httpx.Response:
+    """One request with a body that may be no JSON."""
+
+    async def go() -> httpx.Response:
+        async with client(runner) as web:
+            return await web.post(path, content=text, headers={"content-type": "application/json"})
+
+    return asyncio.run(go())
+
+
+def ask_all(runner: Runner, path: str, bodies: Sequence[Any]) -> list[httpx.Response]:
+    """Requests at once."""
+
+    async def go() -> list[httpx.Response]:
+        async with client(runner) as web:
+            return await asyncio.gather(*(web.post(path, json=body) for body in bodies))
+
+    return asyncio.run(go())
+
+
+def good(response: httpx.Response) -> Any:
+    """The body of an answer."""
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def refused(response: httpx.Response, param: str | None, status: int = 400) -> str:
+    """The message of an error in OpenAI's form that names `param`."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param, error
+    return str(error["message"])
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    """The chunks of a stream, which ends with `[DONE]`."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    assert data[-1] == "[DONE]"
+    return [json.loads(line) for line in data[:-1]]
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a streamed response, each named as its type says."""
+    assert response.status_code == 200, response.text
+    blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in response.text.strip().split("\n\n")]
+    found = [json.loads(block["data"]) for block in blocks]
+    assert [block["event"] for block in blocks] == [event["type"] for event in found]
+    assert [event["sequence_number"] for event in found] == list(range(len(found)))
+    return found
+
+
+class ScriptedStream:
+    """An answer that is known, in pieces of so many characters, with a pause in seconds before each, and how it ends."""
+
+    def __init__(self, text: str, piece: int, pause: float, end: str | Exception) -> None:
+        self.text, self.piece, self.pause, self.end, self.closed, self.given = text, piece, pause, end, False, ""
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        for i in range(0, len(self.text), self.piece):
+            await asyncio.sleep(self.pause)
+            self.given += self.text[i : i + self.piece]
+            yield Delta(self.text[i : i + self.piece], [i], [], [])
+        if isinstance(self.end, Exception):
+            raise self.end
+
+    @property
+    def completion(self) -> Completion:
+        reason = self.end if isinstance(self.end, str) else "interrupted"
+        return Completion(self.given, list(range(len(self.given))), reason, Statistics(new_tokens=len(self.given)))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class ScriptedRunner(Runner):
+    """Answers what `script` says, whatever it is asked; keeps the `jobs`."""
+
+    script, piece, pause = "", 3, 0.0
+    end: str | Exception = "stop"
+
+    async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
+        self.jobs = list(jobs)
+        self.streams = [ScriptedStream(self.script, self.piece, self.pause, self.end) for _ in jobs]
+        return self.streams  # type: ignore[return-value]

@@ -1,0 +1,312 @@
+"""A file of requests is answered, each once, whatever ends the program. `pytest tests/test_batch.py`"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from batches import echo, go, lines, records
+from quickbeam import LLM, InvalidInput, QuickbeamError, SamplingParams
+from quickbeam.batch.journal import Journal
+from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES, parse, read
+from quickbeam.batch.run import Reply, run
+from quickbeam.cli.app import app
+
+LINES = [
+    {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": "hello"}], "seed": 7}},
+    {"prompt": "once upon", "max_tokens": 5},
+    {"custom_id": "c", "messages": [{"role": "user", "content": "hi"}]},
+    *({"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"text {i}"}} for i in range(20)),
+]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return lines(tmp_path / "in.jsonl", LINES)
+
+
+def whole(source: Path, output: Path) -> None:
+    """Each request has one record, with its own answer."""
+    asked = {one.custom_id: one for one in read(source)}
+    found = records(output)
+    assert sorted(one["custom_id"] for one in found) == sorted(asked)
+    for one in found:
+        request = asked[one["custom_id"]]
+        assert one["response"]["body"] == {"url": request.url, "echo": request.body} and one["id"] == request.id
+
+
+def test_answers_have_openais_form(source: Path, tmp_path: Path) -> None:
+    assert go(source, tmp_path / "out.jsonl") == (23, 23)
+    whole(source, tmp_path / "out.jsonl")
+    for record in records(tmp_path / "out.jsonl"):
+        assert record.keys() == {"id", "custom_id", "response", "error"} and record["error"] is None
+        assert record["response"].keys() == {"status_code", "request_id", "body"} and record["response"]["status_code"] == 200
+
+
+def test_short_lines_and_seeds() -> None:
+    first, short, chat = (parse(i, json.dumps(line).encode()) for i, line in enumerate(LINES[:3], 1))
+    assert (first.url, first.body["seed"], first.custom_id) == (CHAT, 7, "a")
+    assert (short.url, short.body["max_tokens"], short.custom_id) == (COMPLETIONS, 5, "line-2")
+    assert (chat.url, chat.custom_id, chat.body.keys()) == (CHAT, "c", {"messages", "seed"})
+    assert short == parse(2, json.dumps(dict(reversed(LINES[1].items()))).encode())  # the order of fields asks for nothing
+    again = parse(3, json.dumps(LINES[1]).encode())
+    assert again.body["seed"] != short.body["seed"] and 0 <= short.body["seed"] < 2**32
+
+
+@pytest.mark.parametrize(("line", "why"), [
+    ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"), ('{"custom_id": ""}', "custom_id"),
+    ('{"prompt": "x", "messages": []}', "neither"), ("{}", "neither"), ('{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
+    ('{"url": "/v1/completions", "body": []}', "body"), ('{"method": "GET", "url": "/v1/completions", "body": {}}', "POST"),
+    ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "stream"), ('{"prompt": "x", "seed": NaN}', "NaN"),
+    ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"), ("[" * 100000, "recursion"), ("\udcff", "utf-8"),
+])  # fmt: skip
+def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"prompt": "a"}\n\n' + line.encode(errors="surrogateescape") + b'\n{"prompt": "b"}\n')
+    assert go(source, tmp_path / "out.jsonl") == (3, 3)
+    found = {record["custom_id"]: record for record in records(tmp_path / "out.jsonl")}
+    assert found.keys() == {"line-1", "line-3", "line-4"}
+    assert (
+        found["line-3"]["response"] is None
+        and why in found["line-3"]["error"]["message"]
+        and "line 3" in found["line-3"]["error"]["message"]
+    )
+    assert go(source, tmp_path / "out.jsonl") == (3, 0)
+    with Journal(tmp_path / "out.jsonl") as journal:
+        assert journal.failed == 1
+
+
+def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path: Path) -> None:
+    running, most, seen = 0, 0, 0
+
+    async def counted(url: str, body: dict[str, Any]) -> Reply:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return Reply(200, {})
+
+    def watched() -> Any:
+        nonlocal seen
+        for request in read(lines(tmp_path / "in.jsonl", LINES)):
+            seen += 1
+            assert seen <= len(journal.done) + 5
+            yield request
+
+    with Journal(tmp_path / "out.jsonl") as journal:
+        asyncio.run(run(watched(), counted, journal, 5, lambda: None))
+        assert (most, len(journal.done)) == (5, 23)
+
+
+def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source: Path, tmp_path: Path) -> None:
+    first = tmp_path / "first.jsonl"
+    go(source, first)
+    text = first.read_bytes()
+    start = text.rstrip(b"\n").rindex(b"\n", 0, text.rstrip(b"\n").rindex(b"\n")) + 1  # of the last record but one
+    for size in [0, 1, 7, *range(start, start + 40), *range(start + 40, len(text), 9), len(text) - 1, len(text)]:
+        for tail in (b"", b"\0" * 9):
+            output = tmp_path / "out.jsonl"
+            output.write_bytes(text[:size] + tail)
+            kept = text[:size].count(b"\n")
+            assert go(source, output, window=30) == (23, 23 - kept)
+            whole(source, output)
+            assert output.read_bytes().startswith(text[: text[:size].rfind(b"\n") + 1])
+
+
+@pytest.mark.parametrize("text", ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"])
+def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path, text: str) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_text(text)
+    with pytest.raises(InvalidInput, match="another output"):
+        go(source, output)
+    assert output.read_text() == text
+
+
+@pytest.mark.parametrize(("change", "why"), [
+    (lambda some: [*some[:3], {**some[3], "body": {"prompt": "other"}}, *some[4:]], "answers another request.*'p0'"),
+    (lambda some: [{"prompt": "new"}, *some], "'line-2'.*doesn't have|another request"),
+    (lambda some: some[1:], "custom_id 'a'"), (lambda some: [*some, some[5]], "lines 6 and 24 both have the custom_id 'p2'"),
+])  # fmt: skip
+def test_other_requests_than_were_answered_are_refused(source: Path, tmp_path: Path, change: Callable[[Any], Any], why: str) -> None:
+    output = tmp_path / "out.jsonl"
+    go(source, output)
+    before = output.read_bytes()
+    with pytest.raises(InvalidInput, match=why):
+        go(lines(source, change(LINES)), output)
+    assert output.read_bytes() == before
+
+
+def test_further_requests_may_follow(source: Path, tmp_path: Path) -> None:
+    go(source, tmp_path / "out.jsonl")
+    lines(source, [*LINES, {"custom_id": "new", "prompt": "x"}])
+    assert go(source, tmp_path / "out.jsonl") == (24, 1)
+
+
+def test_places_that_are_refused(source: Path, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="another file"):
+        go(lines(tmp_path / "empty.jsonl", []), tmp_path / "empty.jsonl")
+    with pytest.raises(InvalidInput, match="must be a file"):
+        go(source, tmp_path)
+    with pytest.raises(InvalidInput, match="nowhere"):
+        go(tmp_path / "nowhere.jsonl", tmp_path / "out.jsonl")
+    with pytest.raises(InvalidInput, match="no such folder"):
+        go(source, tmp_path / "nowhere" / "out.jsonl")
+    with Journal(tmp_path / "out.jsonl"), pytest.raises(InvalidInput, match="another program"):
+        Journal(tmp_path / "out.jsonl")
+
+
+def test_a_full_disk_loses_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, real, room = tmp_path / "out.jsonl", os.write, 3000
+
+    def write(file: int, data: bytes) -> int:
+        nonlocal room
+        if not room:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        taken = min(room, len(data), 100)
+        room -= taken
+        return real(file, bytes(data[:taken]))
+
+    monkeypatch.setattr("quickbeam.batch.journal.os.write", write)
+    with pytest.raises(QuickbeamError, match=r"No space left.*the \d+ answers before stay"):
+        go(source, output)
+    assert 0 < len(records(output)) < 23 and output.read_bytes().endswith(b"\n")
+    monkeypatch.undo()
+    kept = len(records(output))
+    assert go(source, output) == (23, 23 - kept)
+    whole(source, output)
+
+
+def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source: Path, tmp_path: Path) -> None:
+    async def dying(url: str, body: dict[str, Any]) -> Reply:
+        if body.get("prompt") == "text 6":
+            raise QuickbeamError("the engine died")
+        return await echo(url, body)
+
+    with pytest.raises(QuickbeamError, match="died"):
+        go(source, tmp_path / "out.jsonl", dying)
+    kept = len(records(tmp_path / "out.jsonl"))
+    assert 0 < kept < 23 and go(source, tmp_path / "out.jsonl") == (23, 23 - kept)
+    whole(source, tmp_path / "out.jsonl")
+
+
+def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
+    source, output, chance = tmp_path / "in.jsonl", tmp_path / "out.jsonl", random.Random(0)
+    lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
+    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as t; from pathlib import Path; "
+    program += f"t.go(Path({str(source)!r}), Path({str(output)!r}))"
+    kills = 0
+    for _ in range(6):
+        before = output.stat().st_size if output.exists() else 0
+        child = subprocess.Popen([sys.executable, "-c", program])
+        while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
+            time.sleep(0.001)
+        time.sleep(chance.random() / 20)
+        kills += child.poll() is None
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+    go(source, output)
+    whole(source, output)
+    assert kills > 2
+
+
+USER = [{"role": "user", "content": "abc abc"}]
+ASKED = [
+    {"custom_id": "chat", "url": CHAT, "body": {"messages": USER, "max_completion_tokens": 9, "temperature": 0}},
+    {"custom_id": "drawn", "messages": USER, "max_tokens": 9, "n": 2},
+    {"custom_id": "seeded", "prompt": "abc", "max_tokens": 9, "seed": 5, "temperature": 0.8},
+    {"custom_id": "response", "url": RESPONSES, "body": {"input": "abc abc", "max_output_tokens": 9, "temperature": 0}},
+    {"custom_id": "field", "messages": USER, "tokens": 3},
+    {"custom_id": "long", "prompt": "abc " * 500},
+    "not json",
+]
+
+
+def told(llm: LLM, custom_id: str, body: dict[str, Any]) -> list[str]:
+    """What plain decoding alone says to a request of `ASKED`."""
+    params = SamplingParams(max_tokens=9, temperature=body.get("temperature", 1.0), seed=body["seed"], n=body.get("n", 1))
+    found = llm.generate(body["prompt"], params, method="ar") if "prompt" in body else llm.chat(USER, params, method="ar")
+    return [one.text for one in (found if isinstance(found, list) else [found])]
+
+
+def said(body: dict[str, Any]) -> list[str]:
+    """What a response says."""
+    if "output" in body:
+        return [body["output"][0]["content"][0]["text"]]
+    return [one.get("text") or one["message"]["content"] for one in body["choices"]]
+
+
+def answered(llm: LLM, source: Path, output: Path) -> None:
+    """All of `ASKED` has the answers of plain decoding alone, each once."""
+    bodies = {one.custom_id: one.body for one in read(source)}
+    found = {one["custom_id"]: one for one in records(output)}
+    assert found.keys() == bodies.keys() and len(records(output)) == len(found)
+    for name in ("chat", "drawn", "seeded", "response"):
+        assert said(found[name]["response"]["body"]) == told(llm, name, bodies[name])
+    assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
+    assert found["field"]["response"]["body"]["error"]["param"] == "tokens" and found["line-7"]["error"]["code"] == "invalid_request"
+
+
+def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
+    command = ["batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32", "--max-running", "2"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1 and "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
+    answered(LLM(toy_folder, dtype="float32"), source, output)
+    before = output.read_bytes()
+    assert CliRunner().invoke(app, [*command, "--model", "/nowhere"]).exit_code == 1  # nothing is left to do, so no model is needed
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(("arguments", "why"), [
+    (["nowhere.jsonl", "out.jsonl"], "no such file"), (["in.jsonl", "in.jsonl"], "another output"),
+    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"), (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
+])  # fmt: skip
+def test_commands_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str) -> None:
+    pytest.importorskip("fastapi")
+    monkeypatch.chdir(tmp_path)
+    lines(tmp_path / "in.jsonl", LINES)
+    done = CliRunner().invoke(app, ["batch", *arguments])
+    assert (done.exit_code, done.stdout) == (2, "") and why in done.stderr
+
+
+@pytest.mark.long
+def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("fastapi")
+    output, chance = tmp_path / "out.jsonl", random.Random(0)
+    requests = [{"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "max_tokens": 30, "temperature": 0.7 * (i % 2)} for i in range(40)]
+    source = lines(tmp_path / "in.jsonl", requests)
+    command = [sys.executable, "-m", "quickbeam", "batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32"]
+    codes = []
+    for end in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL, None):
+        before = output.stat().st_size if output.exists() else 0
+        child = subprocess.Popen([*command, "--max-running", "4"], stderr=subprocess.PIPE, text=True)
+        while end and child.poll() is None and (not output.exists() or output.stat().st_size <= before):
+            time.sleep(0.01)
+        if end:
+            time.sleep(chance.random() / 3)
+            child.send_signal(end)
+        last = child.communicate()[1].splitlines()[-1:]
+        codes.append(child.returncode)
+        if child.returncode == 130:
+            assert "of 40 answers are in" in last[0] and "goes on" in last[0]
+    assert set(codes) <= {-9, 130, 0} and codes[0] and not codes[-1]
+    found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
+    assert len(records(output)) == len(found) == 40
+    llm = LLM(toy_folder, dtype="float32")
+    for request in read(source):
+        params = SamplingParams(max_tokens=30, temperature=request.body["temperature"], seed=request.body["seed"])
+        assert said(found[request.custom_id]) == [llm.generate(request.body["prompt"], params, method="ar").text]

@@ -1,0 +1,568 @@
+"""The page at `/`, in a headless Chromium, before a stand-in for the server: pytest tests/test_page.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+sync_api = pytest.importorskip("playwright.sync_api")
+
+from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, TEXTS, Stand, chromium, serving, steps_of, words  # noqa: E402
+from quickbeam.serve.page import page as page_file  # noqa: E402
+
+if not CHROMIUM.exists():
+    pytest.skip("there is no Chromium", allow_module_level=True)
+REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
+ROWAN = TEXT
+WAIT = 8000  # milliseconds, for a loaded machine
+
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with sync_api.sync_playwright() as playwright, chromium(playwright) as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[Stand, str]]:
+    stand = Stand()
+    with serving(stand.app) as address:
+        yield stand, address
+
+
+@pytest.fixture
+def stand(served: tuple[Stand, str]) -> Stand:
+    served[0].asked.clear()
+    served[0].paths.clear()
+    return served[0]
+
+
+@pytest.fixture
+def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
+    """Opens the page in a context of its own. In the end: no error on any console, no request to anywhere but the server."""
+    address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
+
+    def open_it(path: str = "/", width: int = 1280, at: str = address, **options: Any) -> Any:
+        context = browser.new_context(viewport={"width": width, "height": 800}, **options)
+        contexts.append(context)
+        page = context.new_page()
+        page.set_default_timeout(WAIT)
+        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: requests.append(request.url))
+        addresses.add(at)
+        page.goto(at + path)
+        page.locator("#model:not(:empty)").wait_for(state="attached")  # the page has met the server
+        return page
+
+    yield open_it
+    for context in contexts:
+        context.close()
+    assert [complaint for complaint in complaints if not REFUSED.match(complaint)] == []
+    assert [url for url in requests if not url.startswith(("data:", *(one + "/" for one in addresses)))] == []
+
+
+def ask(page: Any, prompt: str) -> None:
+    page.fill("#prompt", prompt)
+    page.press("#prompt", "Enter")
+
+
+def answered(page: Any, prompt: str) -> Any:
+    """Ask, and wait for the end of the answer; gives its element."""
+    before = page.locator(".turn").count()
+    ask(page, prompt)
+    page.locator(".turn:not(.busy)").nth(before).wait_for()
+    return page.locator(".turn").last
+
+
+def text(page: Any, selector: str) -> str:
+    return str(page.locator(selector).last.text_content())
+
+
+def test_policy_names_what_the_file_holds_and_nothing_else():
+    html, policy = page_file()
+    for element in ("script", "style"):
+        inside = html.decode().split(f"<{element}>")[1].split(f"</{element}>")[0]
+        assert f"{element}-src 'sha256-{b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'" in policy
+    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+    markup = re.sub(r"<(script|style)>.*?</\1>", "", html.decode(), flags=re.DOTALL)
+    assert not re.search(r"\s(style|on\w+)=", markup)  # what the policy would block
+    assert set(re.findall(r"https?://[\w./]+", html.decode())) == {"http://www.w3.org/2000/svg"}  # a name, which nothing loads
+    assert "innerHTML" not in html.decode()
+
+
+def test_policy_lets_no_other_script_run(open_page: Open, browser: Any, served: tuple[Stand, str]):
+    context = browser.new_context()  # not `open_page`'s: the console complains, as it must
+    page = context.new_page()
+    page.goto(served[1])
+    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked = 1'}))")
+    assert page.evaluate("window.hacked") is None
+    context.close()
+
+
+def test_answer_is_coloured_by_source(open_page: Open, stand: Stand):
+    page = open_page()
+    answered(page, "rowans")
+    assert text(page, ".text") == ROWAN
+    tokens = page.eval_on_selector_all(".token", "spans => spans.map(span => [span.textContent, span.classList[1]])")
+    assert [piece for piece, _ in tokens] == [word.strip() for word in words("rowans")]
+    names = {"target": "s-target", "drafter": "s-drafter", "ngram": "s-ngram", "last_logits": "s-last-logits", "grammar": "s-grammar"}
+    wanted = ["target"]  # the first, from reading the prompt
+    for step in steps_of(words("rowans"), "auto"):
+        wanted += [node["source"] for node in step["nodes"][1:] if node["accepted"]] + ["target"]
+    assert [kind for _, kind in tokens] == [names[source] for source in wanted]
+    looks = page.eval_on_selector_all(
+        ".legend .sample", "all => all.map(one => [getComputedStyle(one).backgroundColor, getComputedStyle(one).textDecoration])"
+    )
+    assert len(looks) == 5
+    assert len({colour for colour, _ in looks}) == 5
+    assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5  # told apart without colour, too
+
+
+def test_request_says_what_was_set(open_page: Open, stand: Stand):
+    page = open_page()
+    page.click("#open-settings")
+    values = {"temperature": "0.7", "top_p": "0.9", "seed": "11", "max_tokens": "40", "budget": "6", "system": "Be brief.", "key": "rowan"}
+    for name, value in (values | {"schema": '{"type": "object"}'}).items():
+        page.fill(f"#{name}", value)
+    page.click("#settings button[type=submit]")
+    page.select_option("#method", "logitspec")
+    answered(page, "locked one")
+    answered(page, "second")
+    body = stand.asked[-1]
+    assert body["authorization"] == "Bearer rowan"
+    assert body["model"] == "rowan-135m" and body["stream"] is True and body["trace"] is True
+    assert body["stream_options"] == {"include_usage": True}
+    assert (body["temperature"], body["top_p"], body["seed"], body["max_completion_tokens"]) == (0.7, 0.9, 11, 40)
+    assert body["speculation"] == {"method": "logitspec", "budget": 6}
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["messages"][2]["content"] == ROWAN
+    kept = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie]")
+    assert '"rowan"' in kept[0] and "rowan" not in kept[1]
+
+
+def test_settings_left_empty_are_the_server_s(open_page: Open, stand: Stand):
+    page = open_page()
+    page.click("#open-settings")
+    for name in ("temperature", "max_tokens"):
+        page.fill(f"#{name}", "")
+    page.press("#temperature", "Escape")
+    answered(page, "rowans")
+    body = stand.asked[-1]
+    assert isinstance(body["seed"], int) and 0 <= body["seed"] < 2**31
+    assert not {"temperature", "top_p", "max_completion_tokens", "speculation", "response_format"} & set(body)
+
+
+def test_schema_that_is_not_json_is_refused_before_sending(open_page: Open, stand: Stand):
+    page = open_page()
+    page.click("#open-settings")
+    page.fill("#schema", "{not json")
+    page.keyboard.press("Escape")
+    ask(page, "rowans")
+    assert page.locator("#settings").get_attribute("open") is not None
+    assert "not a JSON schema" in page.eval_on_selector("#schema", "field => field.validationMessage")
+    assert stand.asked == []
+
+
+def test_steps_are_chosen_by_keyboard(open_page: Open):
+    page = open_page()
+    answered(page, "rowans")
+    steps = steps_of(words("rowans"), "auto")
+    assert page.locator("#timeline [role=option]").count() == len(steps)
+    assert text(page, "#step-title") == f"Step {len(steps)} of {len(steps)}"  # the newest, while nothing else is chosen
+    page.focus("#timeline [aria-selected=true]")
+    for key, chosen in {
+        "Home": 0,
+        "ArrowRight": 1,
+        "ArrowDown": 2,
+        "ArrowLeft": 1,
+        "End": len(steps) - 1,
+        "ArrowUp": len(steps) - 2,
+    }.items():
+        page.keyboard.press(key)
+        assert text(page, "#step-title") == f"Step {chosen + 1} of {len(steps)}"
+        assert page.evaluate("[...document.activeElement.parentNode.children].indexOf(document.activeElement)") == chosen
+        assert page.locator("#timeline [aria-selected=true]").count() == 1
+        assert page.locator("#tree .node[data-node]").count() == len(steps[chosen]["nodes"])
+        accepted = sum(node["accepted"] for node in steps[chosen]["nodes"])
+        assert page.locator("#tree .node[data-node].taken").count() == accepted
+        assert page.locator("#tree .node.next").text_content().endswith(steps[chosen]["next"]["text"].replace(" ", "·"))
+        assert page.locator(".token.on").count() == steps[chosen]["emitted"] + (chosen == 0)  # and the prompt's, before the first
+    page.keyboard.press("Home")
+    page.click("#after")
+    assert text(page, "#step-title").startswith("Step 2 ")
+    page.locator(".token").nth(5).click()
+    assert text(page, "#step-title").startswith("Step 3 ")
+    page.click("#as-table summary")
+    assert page.locator("#table tbody tr").count() == len(steps[2]["nodes"]) + 1
+    assert "drafting 10.0 ms" in text(page, "#times") and "the rest 20.0 ms" in text(page, "#times")
+
+
+def test_figures_are_those_of_the_steps(open_page: Open):
+    page = open_page()
+    answered(page, "rowans")
+    steps = steps_of(words("rowans"), "auto")
+    emitted = sum(step["emitted"] for step in steps)
+    assert text(page, "#speed") == f"{emitted / sum(step['seconds'] for step in steps):.1f}"
+    assert text(page, "#mean") == f"{emitted / len(steps):.2f}"
+
+
+def test_beside_plain_decoding(open_page: Open, stand: Stand):
+    page = open_page()
+    page.check("#beside")
+    answered(page, "rowans")
+    assert page.locator(".verdict.same").text_content() == f"✓ identical, {len(DEFAULT)} tokens"
+    ours, plain = stand.asked
+    assert plain["speculation"] == {"method": "ar"} and "speculation" not in ours
+    assert {**plain, "speculation": None} == {**ours, "speculation": None}  # the seed, too
+    speeds = page.locator(".race .number").all_text_contents()
+    assert speeds[1] == "20.0 tokens/s"
+    assert text(page, ".ratio").startswith(f"{float(speeds[0].split()[0]) / 20:.2f}")
+
+
+def test_a_difference_is_told(open_page: Open):
+    page = open_page()
+    turn = answered(page, "differs")
+    turn.locator("button.compare").click()
+    page.locator(".verdict.differs").wait_for()
+    assert text(page, ".verdict") == "✗ differs: token 5 is “·small” here, “·oak” there"
+    assert " a oak tree " in text(page, ".beside pre")
+
+
+@pytest.mark.parametrize("how", ["Escape", "button"])
+def test_stop(open_page: Open, stand: Stand, how: str):
+    page = open_page()
+    ask(page, "endless")
+    page.locator(".token").nth(20).wait_for()
+    if how == "button":
+        page.click("#stop")
+    else:
+        page.keyboard.press("Escape")
+    page.locator("#send").wait_for()
+    assert "stopped by you" in text(page, ".meta")
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    assert page.locator(".turn .compare").count() == 0  # half an answer can't be compared
+    for _ in range(100):
+        if stand.open == 0:
+            break
+        page.wait_for_timeout(20)
+    assert stand.open == 0  # the connection is closed
+    answered(page, "again")
+    assert [message["role"] for message in stand.asked[-1]["messages"]] == ["user", "assistant", "user"]
+
+
+def test_what_the_model_writes_stays_text(open_page: Open):
+    page = open_page()
+    answered(page, "evil " + EVIL)
+    assert text(page, ".text") == "".join(words("evil"))
+    assert text(page, ".said") == "You: evil " + EVIL
+    page.focus("#timeline [aria-selected=true]")
+    page.keyboard.press("Home")
+    page.click("#as-table summary")
+    turn = answered(page, "bad")
+    assert EVIL in turn.locator(".error").text_content()
+    assert page.locator("img, #turns script, #inspector script").count() == 0
+    assert page.evaluate("window.hacked") is None
+
+
+def test_half_characters_and_the_text_agree(open_page: Open):
+    page = open_page()
+    answered(page, "cut")
+    assert text(page, ".text") == TEXTS["cut"]
+    pieces = page.locator(".token").all_text_contents()
+    assert pieces == ["A", "tree", "🌳", "of", "rowan", "."]
+
+
+def test_busy_server_is_told_and_tried_again(open_page: Open, stand: Stand):
+    page = open_page()
+    stand.busy = 1
+    turn = answered(page, "full")
+    assert turn.locator(".error strong").text_content() == "The server is busy"
+    assert "64 requests wait already Try again in 7 seconds." in turn.locator(".error").text_content().replace("already.", "already")
+    turn.locator(".error button").click()
+    page.locator(".token").first.wait_for()
+    page.locator(".turn:not(.busy)").wait_for()
+    assert text(page, ".text") == ROWAN and page.locator(".error").count() == 0
+
+
+def test_a_missing_key_is_asked_for(open_page: Open):
+    page = open_page()
+    turn = answered(page, "locked")
+    assert turn.locator(".error strong").text_content() == "The server wants an API key"
+    assert page.evaluate("document.activeElement.id") == "key"
+    page.keyboard.type("rowan")
+    page.keyboard.press("Enter")
+    turn.locator(".error button").click()
+    page.locator(".token").first.wait_for()
+
+
+@pytest.mark.parametrize(("prompt", "title"), [("fails", "The server ended the answer"), ("breaks", "The connection broke")])
+def test_an_answer_that_breaks_off(open_page: Open, prompt: str, title: str):
+    page = open_page()
+    turn = answered(page, prompt)
+    assert turn.locator(".error strong").text_content() == title
+    assert text(page, ".text") and ROWAN.startswith(text(page, ".text"))
+
+
+def test_keyboard_alone(open_page: Open, stand: Stand):
+    page = open_page()
+    assert page.evaluate("document.activeElement.id") == "prompt"
+    page.keyboard.type("one")
+    page.keyboard.press("Shift+Enter")
+    page.keyboard.type("two")
+    page.keyboard.press("Enter")
+    page.locator(".actions button").first.wait_for()
+    assert stand.asked[-1]["messages"][-1]["content"] == "one\ntwo"
+    reached = []
+    for _ in range(30):
+        page.keyboard.press("Tab")
+        where = page.evaluate(
+            "[document.activeElement.id || document.activeElement.role || document.activeElement.className, "
+            "getComputedStyle(document.activeElement).outlineStyle]"
+        )
+        if where[0] == "prompt":
+            break
+        reached.append(where)
+    names = [name for name, _ in reached]
+    order = ["method", "beside", "send", "option", "before", "canvas", "new", "open-settings", "theme", "turns"]
+    assert [name for name in names if name in order] == order  # "after" is off at the last step; the page begins again after the table
+    assert [name for name, line in reached if name and line == "none"] == []  # the focus is seen wherever it is
+
+
+def test_new_chat(open_page: Open, stand: Stand):
+    page = open_page()
+    answered(page, "rowans")
+    page.click("#new")
+    assert page.locator(".turn").count() == 0 and page.locator("#timeline li").count() == 0
+    page.locator(".welcome button").first.click()
+    page.locator(".token").first.wait_for()
+    assert len(stand.asked[-1]["messages"]) == 1
+
+
+def test_works_behind_a_path_prefix(open_page: Open, stand: Stand):
+    page = open_page("/some/prefix/")
+    answered(page, "rowans")
+    assert text(page, ".text") == ROWAN
+    assert stand.paths == ["/some/prefix/v1/models", "/some/prefix/v1/chat/completions"]
+
+
+CONTRAST = """() => {
+  const pixel = (colour, on) => {
+    const context = new OffscreenCanvas(1, 1).getContext("2d");
+    for (const one of [on, colour]) { context.fillStyle = one; context.fillRect(0, 0, 1, 1); }
+    return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
+  };
+  const text = (rgb) => `rgb(${rgb})`;
+  const bright = (rgb) => rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+    .reduce((total, c, i) => total + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const ground = (element) => element
+    ? pixel(getComputedStyle(element).backgroundColor, text(ground(element.parentElement))) : [255, 255, 255];
+  const low = [];
+  const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  for (let node = walker.nextNode(); node; node = walker.nextNode()) {
+    const element = node.parentElement;
+    if (!node.data.trim() || !element.checkVisibility() || element.closest("script, title, .vh, option, :disabled")) continue;
+    const drawn = element.closest("svg");
+    const style = getComputedStyle(element);
+    const below = drawn ? pixel(getComputedStyle(element.parentElement.querySelector("rect")).fill, text(ground(drawn))) : ground(element);
+    const [a, b] = [bright(pixel(drawn ? style.fill : style.color, text(below))), bright(below)];
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    if (ratio < 4.5) low.push(`${node.data}: ${ratio.toFixed(2)}`);
+  }
+  return low;
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_has_contrast(open_page: Open, scheme: str):
+    page = open_page(color_scheme=scheme)
+    assert page.evaluate(CONTRAST) == []
+    page.check("#beside")
+    answered(page, "rowans")
+    page.locator(".verdict.same").wait_for()
+    answered(page, "bad")
+    page.locator(".turn").first.locator("button.steps").click()
+    page.click("#as-table summary")
+    page.click("#before")
+    assert page.locator("#tree .dropped").count() > 0
+    assert page.evaluate(CONTRAST) == []
+    page.click("#open-settings")
+    assert page.evaluate(CONTRAST) == []
+    page.evaluate("document.body.style.color = 'gray'")
+    assert page.evaluate(CONTRAST) != []  # the check can fail
+
+
+def test_light_and_dark(open_page: Open):
+    page = open_page(color_scheme="light")
+    light = page.screenshot()
+    page.emulate_media(color_scheme="dark")
+    dark = page.screenshot()
+    assert light != dark
+    ground = "getComputedStyle(document.body).backgroundColor"
+    system = page.evaluate(ground)
+    page.click("#theme")  # to light, against the system's dark
+    assert page.evaluate(ground) != system
+    page.reload()
+    assert page.evaluate(ground) != system
+    assert page.locator("#theme").get_attribute("aria-pressed") == "false"
+
+
+def test_narrow(open_page: Open):
+    page = open_page(width=360)
+    page.check("#beside")
+    fits = "document.documentElement.scrollWidth <= 360 && document.querySelector('#turns').scrollWidth <= 360"
+    assert page.evaluate(fits)
+    answered(page, "rowans")
+    page.locator(".verdict.same").wait_for()
+    assert page.evaluate(fits)
+    assert not page.locator("#inspector").is_visible()
+    page.click("#show-steps")
+    assert page.locator("#tree").is_visible() and not page.locator("#chat").is_visible()
+    assert page.evaluate("document.querySelector('#inspector').scrollWidth <= 360") and page.evaluate(fits)
+    page.click("#open-settings")
+    assert page.evaluate("document.querySelector('#settings').scrollWidth <= 360")
+
+
+def test_every_control_has_a_name(open_page: Open):
+    page = open_page()
+    page.check("#beside")
+    answered(page, "rowans")
+    page.locator(".verdict.same").wait_for()
+    page.click("#as-table summary")
+    named = {
+        "button",
+        "textbox",
+        "searchbox",
+        "combobox",
+        "checkbox",
+        "spinbutton",
+        "listbox",
+        "option",
+        "image",
+        "log",
+        "complementary",
+        "dialog",
+    }
+    session = page.context.new_cdp_session(page)
+
+    def nameless() -> tuple[set[str], list[Any]]:
+        nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+        roles = {node["role"]["value"] for node in nodes}
+        return roles, [node for node in nodes if node["role"]["value"] in named and not node.get("name", {}).get("value")]
+
+    roles, without = nameless()
+    assert without == [] and {"button", "textbox", "combobox", "checkbox", "listbox", "option", "image", "log", "status"} <= roles
+    page.click("#open-settings")
+    roles, without = nameless()
+    assert without == [] and {"dialog", "spinbutton"} <= roles
+
+
+def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
+    page = open_page(reduced_motion="reduce")
+    ask(page, "endless")
+    page.locator("#timeline li").nth(20).wait_for()
+    assert text(page, "#step-title").startswith("Step 1 ") or page.locator("#timeline li[aria-selected=true]").count() == 1
+    chosen = page.evaluate("[...document.querySelectorAll('#timeline li')].findIndex(one => one.ariaSelected === 'true')")
+    assert chosen < 10
+    page.keyboard.press("Escape")
+    page.locator("#send").wait_for()
+    assert page.locator("#after").is_disabled()  # at the last step
+
+
+def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, stand: Stand):
+    page = open_page()
+    page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [{"id": "other"}]}), content_type="application/json"))
+    page.reload()
+    page.fill("#method-text", "pld")
+    page.press("#method-text", "Tab")
+    answered(page, "rowans")
+    assert stand.asked[-1]["speculation"] == {"method": "pld"} and stand.asked[-1]["model"] == "other"
+
+
+def test_server_that_is_loading_is_waited_for(open_page: Open):
+    page = open_page()
+    page.clock.install()
+    refusals = iter([503])
+
+    def answer(route: Any) -> None:
+        status = next(refusals, None)
+        route.continue_() if status is None else route.fulfill(status=status, body=json.dumps({"error": {"message": "it loads"}}))
+
+    page.route("**/v1/models", answer)
+    page.reload()
+    page.get_by_text("The server is not ready. it loads").wait_for()
+    page.clock.run_for(4000)
+    page.locator("#model:not(:empty)").wait_for()
+    assert "not ready" not in text(page, "#now")
+
+
+def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open):
+    page = open_page()
+    page.route("**/v1/models", lambda route: route.fulfill(status=401, body=json.dumps({"error": {"message": "give a key"}})))
+    page.reload()
+    page.locator("#settings[open]").wait_for()
+    assert page.evaluate("document.activeElement.id") == "key"
+    with page.expect_response("**/v1/models"):
+        page.keyboard.press("Escape")
+    page.get_by_text("The server wants an API key. give a key").wait_for()
+    assert not page.locator("#settings").is_visible()
+    page.unroute("**/v1/models")
+    page.click("#open-settings")
+    page.fill("#key", "rowan")
+    page.keyboard.press("Enter")
+    page.locator("#model:not(:empty)").wait_for()
+
+
+def serve_and_ask(open_page: Open, model: Path | str, questions: list[str], **fields: str) -> list[tuple[str, list[str], int]]:
+    """The real server behind the page, each question asked plainly, too, and found to be the same. Gives for each answer its text, its
+    tokens' texts as they are coloured, and how many steps it took."""
+    pytest.importorskip("fastapi")
+    from quickbeam import LLM
+    from quickbeam.serve.app import create_app
+    from quickbeam.serve.runner import Runner
+    from quickbeam.serve.settings import ServeSettings
+
+    answers = []
+    with serving(create_app(Runner(ServeSettings(), LLM(str(model))))) as address:
+        page = open_page(at=address)
+        page.set_default_timeout(120_000)
+        page.click("#open-settings")
+        for name, value in fields.items():
+            page.fill(f"#{name}", value)
+        page.keyboard.press("Enter")
+        page.check("#beside")
+        for number, question in enumerate(questions):
+            turn = answered(page, question)
+            turn.locator(".verdict.same").wait_for()
+            steps = page.locator("#timeline [role=option]").count()
+            assert page.locator("#tree .node[data-node]").count() >= 1
+            answers.append((str(page.locator(".text").nth(number).text_content()), turn.locator(".token").all_text_contents(), steps))
+            assert answers[-1][0] == page.evaluate(f"turns[{number}].answer.text")
+    return answers
+
+
+def test_real_server(open_page: Open, toy_folder: str):
+    questions = ["abcabcabc", "abcabcabc again"]
+    for answer, tokens, steps in serve_and_ask(open_page, toy_folder, questions, max_tokens="40", temperature="0.9"):
+        assert answer and steps > 0
+        assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_real_server_with_the_embedded_model(open_page: Open, smollm2: Path):
+    ((answer, tokens, steps),) = serve_and_ask(open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60")
+    assert 40 < len(tokens) <= 60 and steps < len(tokens)  # drafts were accepted
+    assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")

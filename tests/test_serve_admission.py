@@ -1,0 +1,274 @@
+"""Who is let in, who waits, who is turned away, and that nothing of it is left behind. `pytest tests/test_serve_admission.py`"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.serve.admission import LONGEST_WAIT, Busy, Gate, Phase, Unavailable
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.settings import ServeSettings
+from running import LONG, begun, braked, idle, job, served, until
+
+SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm(toy_folder):
+    with LLM(toy_folder, "pld", max_running=2) as found:
+        yield found
+
+
+def gate(places: int = 1, **settings: int) -> Gate:
+    found = Gate(ServeSettings(**settings))
+    found.places, found.phase = places, Phase.ready
+    return found
+
+
+def counts(one: Gate) -> tuple[int, int, int]:
+    return one.inside, one.waiting, one.waiting_tokens
+
+
+def test_only_a_ready_server_lets_in():
+    one = Gate(ServeSettings())
+    with pytest.raises(Unavailable, match="starting") as starting:
+        one.enter(1)
+    one.phase = Phase.draining
+    with pytest.raises(Unavailable, match="ending") as ending:
+        one.enter(1)
+    assert starting.value.retry_after > 0 and ending.value.retry_after > 0
+
+
+def test_answers_are_counted_until_they_are_over():
+    one = gate(places=1, max_waiting=3)
+    with one.enter(100, 3) as ticket:
+        assert counts(one) == (3, 3, 100)
+        first, second = ticket.place(), ticket.place()
+    assert counts(one) == (2, 2, 100)  # the third was not taken
+    first.begin()
+    assert counts(one) == (2, 1, 0)  # what they begin with is read once
+    first.begin()
+    second.end()
+    second.begin()
+    second.end()
+    assert counts(one) == (1, 0, 0)
+    first.end()
+    assert counts(one) == (0, 0, 0)
+    with pytest.raises(IndexError):
+        ticket.place()
+
+
+def test_a_request_that_fails_leaves_nothing():
+    one = gate()
+    with pytest.raises(InvalidInput), one.enter(100):
+        raise InvalidInput("no")
+    assert counts(one) == (0, 0, 0)
+    with one.enter(100, 2) as ticket:
+        place = ticket.place()
+    place.end()  # before it was taken up
+    assert counts(one) == (0, 0, 0)
+
+
+def test_more_than_may_wait_are_turned_away():
+    one = gate(places=2, max_waiting=3)
+    one.enter(1, 2)
+    one.enter(1, 2)
+    with pytest.raises(Busy, match="this one asks for 2") as busy:
+        one.enter(1, 2)
+    assert 1 <= busy.value.retry_after <= LONGEST_WAIT
+    with one.enter(1, 1), pytest.raises(Busy):
+        one.enter(1, 1)
+    one.enter(1, 1)
+
+
+def test_more_tokens_than_may_wait_are_turned_away():
+    one = gate(places=9, max_waiting_tokens=100)
+    with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):  # its turn would never come if they were too many
+        one.enter(1)
+    first = one.enter(60)
+    with pytest.raises(Busy, match="this one has about 41"):
+        one.enter(41)
+    first.weigh(40)
+    with one.enter(60), pytest.raises(Busy):
+        one.enter(1)
+    first.lighten()
+    first.weigh(500)  # it waits no longer
+    assert one.waiting_tokens == 0
+    one.enter(100)
+
+
+def test_how_long_to_wait_comes_from_the_rate_of_late(monkeypatch):
+    one, now = gate(places=1, max_waiting=100), 1000.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    assert one.retry_after() == 1  # nothing is known
+    for _ in range(11):
+        one.began()
+        now += 2.0  # one every two seconds
+    one.waiting = 9
+    assert one.retry_after() == 22  # the last one was two seconds ago, too
+    one.waiting = 99
+    assert one.retry_after() == LONGEST_WAIT
+    now += 1000.0  # that was long ago
+    assert one.retry_after() == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"port": 70000}, "port=70000"),
+        ({"max_waiting": 0}, "max_waiting=0"),
+        ({"max_body_bytes": 0}, "max_body_bytes=0"),
+        ({"max_prompt_tokens": 0}, "max_prompt_tokens=0"),
+        ({"queue_timeout": float("nan")}, "queue_timeout=nan"),
+        ({"drain_timeout": -1.0}, "drain_timeout=-1"),
+        ({"api_keys": ("good", "")}, "API key"),
+        ({"api_keys": ("schlüssel",)}, "API key"),
+        ({"cors_origins": ("example.com",)}, "example.com"),
+    ],
+)
+def test_settings_that_can_not_be(given, words):
+    with pytest.raises(InvalidInput, match=words):
+        ServeSettings(**given)
+
+
+def test_a_full_server_tells_when_to_come_back(llm):
+    """Two run, one waits, the fourth is turned away; all that were let in are answered as if they were alone."""
+    alone = llm.generate("hello", LONG, method="ar").token_ids
+
+    async def main() -> None:
+        async with served(llm, max_waiting=1) as (runner, client):
+            with braked(llm.engine) as brake:
+                asked = {"model": runner.name, "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+                asked["return_token_ids"] = True
+                posts = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(3)]
+                await until(lambda: runner.gate.inside == 3)
+                refused = await client.post("/v1/completions", json=asked)
+                assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+                assert refused.json()["error"]["type"] == "rate_limit_error"
+                three = await client.post("/v1/completions", json=asked | {"n": 9, "temperature": 1})
+                assert three.status_code == 429
+                brake.release()
+                for post in posts:
+                    response = await post
+                    assert response.status_code == 200 and response.json()["choices"][0]["token_ids"] == alone
+            await until(lambda: idle(runner))
+            assert (await client.post("/v1/completions", json=asked)).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
+    async def main() -> None:
+        async with served(llm, queue_timeout=0.3) as (runner, client):
+            running = [stream for _ in range(2) for stream in await begun(runner, job(llm))]
+            with braked(llm.engine) as brake:
+                asked = {"model": runner.name, "prompt": "hello", "max_tokens": 4}
+                late = await client.post("/v1/completions", json=asked)
+                assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
+                assert "0.3 seconds" in late.json()["error"]["message"]
+                await until(lambda: all(stream.times.began for stream in running))
+                assert runner.gate.inside == 3  # the engine has not seen yet that one left
+                brake.release()
+                for stream in running:
+                    assert [delta async for delta in stream.deltas()]
+                    assert stream.completion.finish_reason == "length"
+            await until(lambda: idle(runner))
+
+    asyncio.run(main())
+
+
+def test_what_the_engine_refuses_leaves_nothing(llm):
+    async def main() -> None:
+        async with served(llm, max_prompt_tokens=20) as (runner, _):
+            for bad, words in (
+                (job(llm, "x" * 21, SHORT), "at most 20"),
+                (job(llm, "hello", SamplingParams(max_tokens=5000)), "context of 512"),
+                (job(llm, "", SHORT), "empty prompt"),
+                (job(llm, "hello", SHORT, method="lgitspec"), "lgitspec"),
+                (job(llm, "hello", SHORT, budget=-1), "budget=-1"),
+                (job(llm, "hello", SamplingParams(logit_bias={9999: 1.0})), "logit_bias"),
+            ):
+                with pytest.raises(InvalidInput, match=words):
+                    await begun(runner, job(llm, "hello", SHORT), bad)
+            await until(lambda: idle(runner))
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stage", ("waiting", "running"))
+def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
+    """And nothing on the event loop waits for the step that is under way."""
+
+    async def main() -> None:
+        async with served(llm) as (runner, _):
+            with braked(llm.engine) as brake:
+                task = asyncio.create_task(begun(runner, job(llm), job(llm, choice=1)))
+                await until(brake.waits.is_set)
+                if stage == "waiting":
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                else:
+                    brake.release(1)
+                    for stream in await task:
+                        stream.close()
+                assert runner.gate.inside == 2 and runner.ailment is None
+                brake.release(2)  # the one that was under way, and the next
+                await until(lambda: idle(runner))
+            llm.reset()
+            assert llm.model.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_nothing_on_the_event_loop_waits_for_a_step(llm):
+    """Health, metrics, tokens and pages are answered while a step takes for ever; another request is let in and waits."""
+
+    async def main() -> None:
+        async with served(llm) as (runner, client):
+            with braked(llm.engine) as brake:
+                task = asyncio.create_task(begun(runner, job(llm)))
+                await until(brake.waits.is_set)
+                for path in ("/health", "/metrics", "/v1/models", "/"):
+                    assert (await client.get(path)).status_code == 200
+                other = asyncio.create_task(begun(runner, job(llm, "another")))
+                await until(lambda: runner.gate.waiting == 2 and len(llm.engine._arrived) == 2)
+                assert not task.done() and not other.done()
+            for stream in await task + await other:
+                stream.close()
+            await until(lambda: idle(runner))
+
+    asyncio.run(main())
+
+
+def test_choices_of_a_request_share_its_seed(llm):
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
+    alone = llm.generate("hello", SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3, ignore_eos=True), method="ar")
+
+    async def main() -> None:
+        async with served(llm) as (runner, _):
+            for methods in (("pld", "ar", "logitspec"), (None, None, None)):
+                streams = await begun(runner, *(job(llm, params=params, choice=i, method=name) for i, name in enumerate(methods)))
+                for stream, right in zip(streams, alone, strict=True):
+                    deltas = [delta async for delta in stream.deltas()]
+                    assert [token for delta in deltas for token in delta.token_ids] == right.token_ids
+                    assert "".join(delta.text for delta in deltas) == right.text
+
+    asyncio.run(main())
+
+
+def test_an_unloaded_runner_is_starting(llm):
+    async def main() -> None:
+        runner = Runner(ServeSettings())
+        assert not runner.healthy and runner.ailment == "starting"
+        for ask in (lambda: runner.llm, lambda: runner.enter(1)):
+            with pytest.raises(Unavailable, match="starting"):
+                ask()
+        runner.attach(llm, "fp_x")
+        assert runner.healthy and runner.llm is llm and runner.gate.places == 2
+        await runner.close()
+        assert runner.ailment == "draining"
+
+    asyncio.run(main())

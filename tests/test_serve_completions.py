@@ -1,0 +1,247 @@
+"""`/v1/completions`, and models and tokens: `/v1/models`, `/tokenize`, `/detokenize`, `/version`.
+
+pytest tests/test_serve_completions.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+pytest.importorskip("fastapi")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quickbeam import LLM, SamplingParams, __version__
+from quickbeam.engine.result import Logprob
+from quickbeam.serve import completions
+from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.schemas import CompletionRequest
+from quickbeam.serve.settings import ServeSettings
+from serving import ScriptedRunner, ask, ask_raw, chunks, good, refused
+
+PATH = "/v1/completions"
+PROMPTS = ["the cat sat on the mat and the cat", "one two three one two"]
+
+
+@pytest.fixture(scope="module")
+def llm(toy_folder):
+    with LLM(toy_folder, "pld") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def runner(llm):
+    found = Runner(ServeSettings(served_name="toy", aliases=("small",)), llm)
+    yield found
+    asyncio.run(found.close())
+
+
+def body(**fields):
+    return {"prompt": PROMPTS[0], "max_tokens": 20, **fields}
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+@pytest.mark.parametrize(("temperature", "n"), [(0, 1), (0.8, 3)])
+def test_answers_to_several_prompts_are_those_given_alone(runner, llm, as_ids, temperature, n):
+    prompts = [llm.tokenizer(one)["input_ids"] for one in PROMPTS] if as_ids else PROMPTS
+    params = SamplingParams(max_tokens=20, temperature=temperature, seed=3, n=n)
+    right = llm.generate(prompts, params, method="ar")
+    asked = body(prompt=prompts, temperature=temperature, seed=3, n=n, return_token_ids=True)
+    found = good(ask(runner, PATH, asked))
+    assert [one["index"] for one in found["choices"]] == list(range(2 * n))
+    assert [one["text"] for one in found["choices"]] == [one.text for one in right]
+    assert [one["token_ids"] for one in found["choices"]] == [one.token_ids for one in right]
+    ids = [llm.tokenizer(one)["input_ids"] for one in PROMPTS for _ in range(n)]
+    assert [one["prompt_token_ids"] for one in found["choices"]] == ids
+    assert found["usage"]["prompt_tokens"] == sum(len(llm.tokenizer(one)["input_ids"]) for one in PROMPTS)
+
+    streamed = chunks(ask(runner, PATH, {**asked, "stream": True, "stream_options": {"include_usage": True}}))
+    assert streamed[-1]["choices"] == [] and streamed[-1]["usage"]["completion_tokens"] == found["usage"]["completion_tokens"]
+    for index, choice in enumerate(found["choices"]):
+        mine = [one["choices"][0] for one in streamed[:-1] if one["choices"][0]["index"] == index]
+        assert "".join(one["text"] for one in mine) == choice["text"]
+        assert [token for one in mine for token in one["token_ids"]] == choice["token_ids"]
+        assert mine[0]["prompt_token_ids"] == choice["prompt_token_ids"]
+        assert mine[-1]["finish_reason"] == choice["finish_reason"]
+
+
+def test_one_prompt_in_token_ids(runner, llm):
+    ids = llm.tokenizer(PROMPTS[0])["input_ids"]
+    texts = [good(ask(runner, PATH, body(prompt=one, temperature=0)))["choices"][0]["text"] for one in (PROMPTS[0], ids, [ids])]
+    assert len(set(texts)) == 1
+
+
+def test_the_same_prompt_twice_is_drawn_twice(runner):
+    """A seed for all of them would give all the same answer; each tells its own, which repeats it."""
+    found = good(ask(runner, PATH, body(prompt=[PROMPTS[0]] * 3, temperature=1.0)))
+    assert found["seed"] is None and len({one["text"] for one in found["choices"]}) == 3
+    for one in found["choices"]:
+        assert good(ask(runner, PATH, body(temperature=1.0, seed=one["seed"])))["choices"][0]["text"] == one["text"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_puts_the_prompt_in_front(runner, llm, stream):
+    for prompt in (PROMPTS[0], llm.tokenizer(PROMPTS[0])["input_ids"]):
+        plain = good(ask(runner, PATH, body(temperature=0)))["choices"][0]["text"]
+        response = ask(runner, PATH, body(prompt=prompt, temperature=0, echo=True, stream=stream))
+        text = "".join(one["choices"][0]["text"] for one in chunks(response)) if stream else good(response)["choices"][0]["text"]
+        assert text == PROMPTS[0] + plain
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_the_models_own(runner, llm, stream):
+    right = llm.generate(PROMPTS[0], SamplingParams(max_tokens=20, logprobs=2), method="ar")
+    response = ask(runner, PATH, body(temperature=0, logprobs=2, stream=stream))
+    pieces = [one["choices"][0]["logprobs"] for one in chunks(response)] if stream else [good(response)["choices"][0]["logprobs"]]
+    found = {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
+    assert found["token_logprobs"] == pytest.approx([one.logprob for one in right.logprobs])
+    for top, token, logprob in zip(found["top_logprobs"], found["tokens"], found["token_logprobs"], strict=True):
+        assert top[token] >= logprob - 1e-6 and len(top) <= 3
+    assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
+
+
+def test_offsets_count_characters_however_many_tokens_spell_them():
+    class Texts(TokenTexts):
+        def __init__(self):
+            self._known = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"bc"}
+
+    form = CompletionLogprobs(Texts(), offset=10)
+    found = form.add([Logprob(token, -1.0, {}) for token in (0, 1)])
+    again = form.add([Logprob(token, -1.0, {}) for token in (2, 3, 0)])
+    assert found["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
+    assert again["tokens"] == ["\ufffd", "bc", "a"]
+
+
+def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(llm):
+    scripted = ScriptedRunner(ServeSettings(), llm)
+    good(ask(scripted, PATH, {"prompt": "x"}))
+    assert scripted.jobs[0].params.max_tokens == 16
+    asyncio.run(scripted.close())
+
+
+def test_stop_strings_and_ids(runner, llm):
+    whole = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, return_token_ids=True)))["choices"][0]
+    stop = whole["text"][3:5]
+    found = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, stop=stop)))["choices"][0]
+    assert found["text"] == whole["text"][: whole["text"].index(stop)] and found["finish_reason"] == "stop"
+    last = whole["token_ids"][2]
+    found = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, stop_token_ids=[last], return_token_ids=True)))["choices"][0]
+    assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(last) + 1]
+
+
+REFUSED = {
+    "suffix": ({"suffix": "x"}, "suffix"),
+    "best_of": ({"best_of": 3}, "best_of"),
+    "echo with logprobs": ({"echo": True, "logprobs": 1}, "echo"),
+    "no prompt": ({"prompt": []}, "prompt"),
+    "an empty prompt": ({"prompt": ""}, None),
+    "mixed prompts": ({"prompt": ["a", 1]}, "prompt[1]"),
+    "negative ids": ({"prompt": [-1]}, None),
+    "ids beyond the vocabulary": ({"prompt": [100000]}, None),
+    "logprobs of a chat": ({"logprobs": True}, "logprobs"),
+    "a bias beyond the vocabulary": ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    "a word without tokens": ({"bad_words": [""]}, "bad_words"),
+    "more than there may be": ({"min_tokens": 21}, "min_tokens"),
+    "many answers": ({"n": 129}, "n"),
+    "messages": ({"messages": []}, "messages"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_not_served_is_refused_by_name(runner, name):
+    fields, param = REFUSED[name]
+    refused(ask(runner, PATH, body(**fields)), param)
+
+
+def test_best_of_that_asks_for_nothing(runner):
+    assert len(good(ask(runner, PATH, body(n=2, best_of=2, suffix="")))["choices"]) == 2
+
+
+def test_answers_without_http(runner):
+    found = asyncio.run(completions.answer(runner, CompletionRequest.model_validate(body(temperature=0))))
+    assert found["choices"] == good(ask(runner, PATH, body(temperature=0)))["choices"]
+
+
+def test_models(runner, llm):
+    found = good(ask(runner, "/v1/models", method="GET"))
+    assert found["object"] == "list" and [one["id"] for one in found["data"]] == ["toy", "small"]
+    assert found["data"][0]["max_model_len"] == 512
+    assert found["data"][0]["quickbeam"] == {"methods": llm.methods, "default_method": "pld"}
+    assert {"ar", "pld", "auto"} <= set(llm.methods) and "dyspec" not in llm.methods  # which needs a drafter
+    assert good(ask(runner, "/v1/models/small", method="GET"))["id"] == "small"
+    refused(ask(runner, "/v1/models/a/b", method="GET"), "model", 404)
+
+
+def test_every_method_that_is_told_answers(runner, llm):
+    texts = {
+        good(ask(runner, PATH, body(temperature=0.8, seed=1, speculation={"method": method})))["choices"][0]["text"]
+        for method in llm.methods
+    }
+    assert len(texts) == 1
+
+
+def test_room_is_bound_by_context_and_memory(llm):
+    assert llm.room(12) == 500
+    before, llm.model.pool.limit = llm.model.pool.limit, 3
+    try:
+        room = llm.room(10)
+        assert room == 3 * llm.model.pool.page - 11
+        llm.stream([5] * 10, SamplingParams(max_tokens=room)).close()
+        with pytest.raises(ValueError, match="memory"):
+            llm.stream([5] * 10, SamplingParams(max_tokens=room + 1))
+    finally:
+        llm.model.pool.limit = before
+
+
+def test_tokens_there_and_back(runner, llm):
+    found = good(ask(runner, "/tokenize", {"model": "toy", "prompt": "Hé!", "return_token_strs": True}))
+    assert found["tokens"] == llm.tokenizer("Hé!")["input_ids"]
+    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 512
+    assert good(ask(runner, "/detokenize", {"tokens": found["tokens"]})) == {"prompt": "Hé!"}
+    messages = [{"role": "user", "content": "hi"}]
+    assert good(ask(runner, "/tokenize", {"messages": messages}))["tokens"] == llm.encode_chat(messages)
+    refused(ask(runner, "/detokenize", {"tokens": [-1]}), "tokens")
+    refused(ask(runner, "/detokenize", {"tokens": [10**30]}), "tokens")
+    refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
+    refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
+    assert "tools" in refused(ask(runner, "/tokenize", {"messages": messages, "tools": [TOOL]}), "tools")
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+def test_version(runner):
+    assert good(ask(runner, "/version", method="GET")) == {"version": __version__}
+
+
+def test_paths_that_are_not_there(runner):
+    refused(ask(runner, "/v1/nothing", {}), None, 404)
+    refused(ask(runner, PATH, method="GET"), None, 405)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_tokens", "n", "regex", "lark", "response_format")]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 300), max_size=3),
+    path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),
+)
+def test_junk_is_never_the_servers_fault(runner, fields, path):
+    asked = body(max_tokens=1) | fields if path == PATH else fields | {"tokens": fields.get("prompt")}
+    response = ask_raw(runner, path, json.dumps(asked))
+    assert response.status_code in (200, 400, 404), (asked, response.text)
+
+
+def test_nothing_is_left_over(runner, llm):
+    assert not llm.engine.busy and runner.gate.inside == 0 and runner.gate.waiting_tokens == 0

@@ -1,0 +1,244 @@
+"""A server under load, with an oracle: every answer that is completed is the one that plain decoding gives to nobody else.
+
+Clients come many at a time with all kinds of requests, some leave midway or vanish, queue and memory are too small for all of them. In the
+end nothing is left of any: no page of keys and values, no place in the queue, no task, no connection.
+
+pytest tests/test_serve_load.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+pytest.importorskip("fastapi")
+
+import httpx
+import uvicorn
+
+from quickbeam import LLM, SamplingParams
+from quickbeam.serve.app import create_app
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.server import listen
+from quickbeam.serve.settings import ServeSettings
+from running import idle, until
+
+TEXTS = (
+    "the cat sat on the mat and the cat",
+    "one two three one two three one two",
+    "Write a short poem about the sea.",
+    "Name three rivers and say where they flow.",
+    "def area(radius):\n    return",
+)
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+GRAMMAR = {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}}
+PARAMETERS = ("temperature", "top_p", "seed", "max_tokens", "n")
+
+
+class Client(NamedTuple):
+    """A request, and what its client does. `stays`: to the end; else it leaves after some pieces of the stream (`leaves`), gives up while
+    the whole answer is made (`hurries`), or is gone as soon as it has asked (`vanishes`)."""
+
+    path: str
+    body: dict[str, Any]
+    does: str
+
+
+def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> list[Client]:
+    """Clients of all kinds, a third of which do not stay."""
+    chance, found = random.Random(seed), list[Client]()
+    for number in range(count):
+        text = chance.choice(TEXTS) * chance.choice((1, 1, 1, 6))
+        body: dict[str, Any] = {"temperature": chance.choice((0, 0, 0.8)), "seed": chance.randrange(4), "n": chance.choice((1, 1, 2, 3))}
+        body |= {"max_tokens": chance.randint(tokens // 3, tokens), "return_token_ids": True}
+        body["speculation"] = {"method": chance.choice(methods)} | ({"budget": chance.choice((2, 5, 0))} if chance.random() < 0.5 else {})
+        if chance.random() < 0.2:
+            body["top_p"] = 0.9
+        path = chance.choice(("/v1/chat/completions", "/v1/completions"))
+        body |= {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        if "chat" in path and chance.random() < 0.3:
+            body |= GRAMMAR
+        does = chance.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
+        body["stream"] = does == "leaves" or (does != "hurries" and chance.random() < 0.5)
+        found.append(Client(path, body, does))
+    return found
+
+
+@contextmanager
+def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
+    """Its address, and its event loop, in a thread of its own."""
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
+    thread.start()
+    asyncio.run(until(lambda: server.started))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert not thread.is_alive()
+
+
+async def vanish(base: str, client: Client) -> None:
+    """Ask, and cut the connection before anything comes."""
+    host, port = base.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(client.body).encode()
+    head = f"POST {client.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    await writer.drain()
+    await asyncio.sleep(0.02)
+    writer.transport.abort()
+
+
+def streamed(lines: list[str], choices: int) -> list[list[int]]:
+    """Token ids by choice, of a stream that came to its end."""
+    assert lines[-1] == "[DONE]"
+    found, reasons = [list[int]() for _ in range(choices)], dict[int, str]()
+    for chunk in map(json.loads, lines[:-1]):
+        assert "error" not in chunk, chunk
+        for choice in chunk["choices"]:
+            found[choice["index"]] += choice.get("token_ids") or []
+            if choice["finish_reason"]:
+                reasons[choice["index"]] = choice["finish_reason"]
+    assert sorted(reasons) == list(range(choices)) and set(reasons.values()) <= {"stop", "length"}
+    return found
+
+
+async def ask(web: httpx.AsyncClient, base: str, client: Client, seen: Counter[int], chance: random.Random) -> list[list[int]] | None:
+    """Token ids of all choices where the client stays to the end, which comes again where it is told to."""
+    if client.does == "vanishes":
+        await vanish(base, client)
+        return None
+    while True:
+        if client.does == "hurries":
+            with suppress(httpx.TimeoutException):
+                seen[(await web.post(client.path, json=client.body, timeout=chance.uniform(0.01, 0.3))).status_code] += 1
+            return None
+        async with web.stream("POST", client.path, json=client.body) as response:
+            seen[response.status_code] += 1
+            if response.status_code in (429, 503):
+                assert int(response.headers["retry-after"]) >= 1
+                await asyncio.sleep(chance.uniform(0.05, 0.3))  # sooner than told: the queue is to be full
+                continue
+            if response.status_code != 200:
+                raise AssertionError((await response.aread()).decode())
+            if not client.body["stream"]:
+                choices = json.loads(await response.aread())["choices"]
+                return [choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])]
+            lines = list[str]()
+            async for line in response.aiter_lines():
+                if line.startswith("data: "):
+                    lines.append(line.removeprefix("data: "))
+                if client.does == "leaves" and len(lines) > 2:
+                    return None
+            return streamed(lines, client.body["n"])
+
+
+async def load(base: str, clients: list[Client], together: int) -> tuple[list[list[list[int]] | None], Counter[int]]:
+    """What each client got, and the statuses that were seen."""
+    turns, seen, chance = asyncio.Semaphore(together), Counter[int](), random.Random(1)
+
+    async with httpx.AsyncClient(base_url=base, timeout=300, limits=httpx.Limits(max_connections=together)) as web:
+
+        async def come(client: Client) -> list[list[int]] | None:
+            async with turns:
+                return await ask(web, base, client, seen, chance)
+
+        return list(await asyncio.gather(*map(come, clients))), seen
+
+
+def alone(plain: LLM, client: Client) -> list[list[int]]:
+    """What plain decoding answers to nobody else."""
+    body = client.body
+    given: dict[str, Any] = {name: body[name] for name in PARAMETERS if name in body}
+    if "response_format" in body:
+        from quickbeam.grammar import Grammar
+
+        given["grammar"] = Grammar.json_schema(SCHEMA)
+    params = SamplingParams(**given)
+    found = plain.chat(body["messages"], params) if "messages" in body else plain.generate(body["prompt"], params)
+    return [one.token_ids for one in (found if isinstance(found, list) else [found])]
+
+
+def under_load(folder: str | None, methods: tuple[str, ...], count: int, together: int, tokens: int, memory: int, **options: Any) -> None:
+    clients = crowd(count, methods, tokens)
+    with LLM(folder, "auto", max_running=together // 2, kv_memory=memory, **options) as llm:
+        runner = Runner(ServeSettings(max_waiting=together // 2, queue_timeout=300), llm)
+        with serving(runner) as (base, loop):
+            before = tasks(loop)
+            got, seen = asyncio.run(load(base, clients, together))
+            asyncio.run(until(lambda: idle(runner)))
+            asyncio.run(until(lambda: tasks(loop) <= before))
+            port = int(base.rsplit(":", 1)[1])
+            asyncio.run(until(lambda: not connections(port)))
+            assert runner.healthy and llm.engine.used == 0.0
+            llm.reset()
+            assert llm.model.pool.used == 0 and (llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0)
+    assert set(seen) <= {200, 429, 503} and seen[200] and seen[429], seen
+    stayed = [(client, answer) for client, answer in zip(clients, got, strict=True) if client.does == "stays"]
+    assert all(answer is not None for _, answer in stayed)
+    with LLM(folder, "ar", share_prefixes=False, **options) as plain:
+        different = [client for client, answer in stayed if answer != alone(plain, client)]
+    assert not different, f"{len(different)} of {len(stayed)}: {different[:2]}"
+
+
+def tasks(loop: asyncio.AbstractEventLoop) -> set[Any]:
+    """Those of the server, but for the one that sse-starlette has on each loop."""
+    return {task for task in asyncio.all_tasks(loop) if "_shutdown_watcher" not in repr(task)}
+
+
+def connections(port: int) -> list[Any]:
+    """Those that are open to the server."""
+    every = psutil.Process().net_connections("tcp")
+    return [one for one in every if one.laddr.port == port and one.status in ("ESTABLISHED", "CLOSE_WAIT")]
+
+
+def test_every_completed_answer_is_the_one_given_alone(toy_folder):
+    pytest.importorskip("llguidance")
+    under_load(toy_folder, ("ar", "pld", "logitspec", "auto"), count=45, together=12, tokens=24, memory=2**18)
+
+
+@pytest.mark.long
+def test_two_hundred_requests_of_the_default_model():
+    pytest.importorskip("llguidance")
+    methods = ("ar", "pld", "logitspec", "dyspec", "dynaspec", "auto", "auto", "auto")
+    under_load(None, methods, count=200, together=32, tokens=48, memory=40 * 2**20)
+
+
+def test_a_server_that_mixes_answers_up_is_found_out(toy_folder, monkeypatch):
+    """The wrong version: now and then a token of an answer is another's."""
+    pytest.importorskip("llguidance")
+    from quickbeam.engine.stream import Stream
+
+    whole, last = Stream.completion.fget, dict[int, Any]()
+
+    def mixed(self):
+        found = whole(self)
+        other, last[0] = last.get(0, found.token_ids), found.token_ids
+        found.token_ids = list(found.token_ids[:-1]) + list(other[-1:])
+        return found
+
+    monkeypatch.setattr(Stream, "completion", property(mixed))
+    with pytest.raises(AssertionError, match="of "):
+        under_load(toy_folder, ("ar",), count=24, together=8, tokens=12, memory=2**18)

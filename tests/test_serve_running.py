@@ -1,0 +1,608 @@
+"""The server as a process: starting, health, signals, clients that leave, what a supervisor does. `pytest tests/test_serve_running.py`"""
+
+from __future__ import annotations
+
+import asyncio
+import configparser
+import contextlib
+import gc
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
+from quickbeam.cli.app import app as command
+from quickbeam.cli.serve import greeting, keys_of
+from quickbeam.engine.engine import Engine
+from quickbeam.serve import fingerprint
+from quickbeam.serve.runner import Runner, name_of
+from quickbeam.serve.server import Server, listen, run, serve, url
+from quickbeam.serve.settings import ServeSettings
+from running import LONG, begun, braked, idle, job, served, until
+
+ROOT = Path(__file__).parents[1]
+BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def llm(toy_folder):
+    with LLM(toy_folder, "pld") as found:
+        yield found
+
+
+class Listening(NamedTuple):
+    """A server of this process on a socket."""
+
+    runner: Runner
+    server: Server
+    address: str
+    serving: asyncio.Task[bool]  # ends with it
+
+    def stop(self) -> None:
+        """What a signal does."""
+        self.server.handle_exit(signal.SIGTERM, None)
+
+
+@asynccontextmanager
+async def listening(llm: LLM, load: Callable[[], LLM] | None = None, **settings: Any) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
+    """With a client. The model may be used again afterwards."""
+    runner = Runner(ServeSettings(served_name="tiny", **settings))
+    server, listener = Server(runner), listen("127.0.0.1", 0)
+    address = url(listener)
+    serving = asyncio.create_task(serve(server, listener, lambda: (load() if load else llm, "fp_tiny")))
+    await until(lambda: server.started and (load is not None or runner.healthy))
+    one = Listening(runner, server, address, serving)
+    try:
+        async with httpx.AsyncClient(base_url=address, timeout=60) as client:
+            yield one, client
+    finally:
+        if not serving.done():
+            server.should_exit = True
+            await asyncio.wait([serving])
+
+
+async def lines(response: httpx.Response) -> AsyncIterator[str]:
+    async for line in response.aiter_lines():
+        if line.startswith("data: "):
+            yield line.removeprefix("data: ")
+
+
+def text_of(chunks: list[str]) -> str:
+    assert chunks[-1] == "[DONE]"
+    return "".join(choice["text"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"])
+
+
+def test_it_listens_while_it_loads(llm):
+    go = threading.Event()
+
+    async def main() -> None:
+        async with listening(llm, load=lambda: (go.wait(), llm)[1]) as (one, client):
+            health, asked, models = [
+                await client.get("/health"),
+                await client.post("/v1/completions", json=BODY),
+                await client.get("/v1/models"),
+            ]
+            assert [found.status_code for found in (health, asked, models)] == [503] * 3
+            assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) >= 1
+            assert (await client.get("/metrics")).status_code == (await client.get("/")).status_code == 200
+            go.set()
+            await until(lambda: one.runner.healthy)
+            assert (await client.get("/health")).json() == {"status": "ok"}
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("loaded", (False, True))
+def test_a_signal_while_it_loads_ends_it(llm, loaded):
+    """Also where the model comes just then: it is not begun with."""
+    go, ready = threading.Event(), threading.Event()
+
+    async def main() -> None:
+        async with listening(llm, load=lambda: (go.wait(), ready.set(), llm)[2]) as (one, client):
+            if loaded:
+                one.server.on_tick = lambda counter: asyncio.sleep(0, one.server.should_exit and one.runner._aio is not None)
+            one.stop()
+            await until(lambda: one.runner.ailment == "draining")
+            if loaded:
+                go.set()
+                await until(lambda: one.runner._aio is not None)
+                assert (await client.get("/health")).json() == {"status": "draining"}
+            assert await one.serving is loaded
+            go.set()
+
+    asyncio.run(main())
+
+
+def test_a_model_that_can_not_be_loaded_ends_it(llm):
+    def load() -> LLM:
+        raise InvalidInput("no such model")
+
+    seen = list[str]()
+    with pytest.raises(InvalidInput, match="no such model"):
+        run(Runner(ServeSettings(port=0)), load, ready=seen.append)
+    assert not seen
+
+
+def test_a_signal_lets_answers_end_and_takes_no_others(llm):
+    alone = llm.generate("hello", LONG, method="ar").text
+
+    async def main() -> None:
+        async with listening(llm) as (one, client):
+            with braked(llm.engine) as brake:
+                brake.release(3)
+                async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed:
+                    got = lines(streamed)
+                    chunks = [await anext(got)]
+                    whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
+                    await until(lambda: one.runner.gate.inside == 2)
+                    one.stop()
+                    await until(lambda: one.runner.ailment == "draining")
+                    health, late = await client.get("/health"), await client.post("/v1/completions", json=BODY)
+                    assert health.status_code == late.status_code == 503 and health.json() == {"status": "draining"}
+                    assert int(late.headers["retry-after"]) >= 1
+                    assert not one.serving.done()
+                    brake.release()
+                    chunks += [chunk async for chunk in got]
+            assert text_of(chunks) == alone == (await whole).json()["choices"][0]["text"]
+            assert await one.serving and one.runner.gate.inside == 0
+
+    asyncio.run(main())
+
+
+def test_what_takes_too_long_to_end_is_ended(llm):
+    async def main() -> None:
+        async with listening(llm, drain_timeout=0.1) as (one, client):
+            with braked(llm.engine) as brake:
+                brake.release(3)
+                async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed:
+                    got = lines(streamed)
+                    await anext(got)
+                    one.stop()
+                    await until(lambda: one.runner._aio._closing)
+                    brake.release(1)  # the step that is under way
+                    rest = [chunk async for chunk in got]
+                assert any("error" in json.loads(chunk) for chunk in rest if chunk != "[DONE]")
+            assert await one.serving and not llm.engine.busy
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("stream", (False, True))
+def test_a_client_that_leaves_frees_its_answer(llm, stream):
+    """Before the engine has taken it up, and while it is made."""
+
+    async def main() -> None:
+        async with listening(llm) as (one, client):
+            for steps in (0, 4):
+                with braked(llm.engine) as brake:
+
+                    async def ask() -> None:
+                        async with client.stream(
+                            "POST", "/v1/completions", json=BODY | {"stream": stream, "n": 2, "temperature": 1}
+                        ) as response:
+                            async for _ in response.aiter_lines():
+                                pass
+
+                    task = asyncio.create_task(ask())
+                    await until(brake.waits.is_set)
+                    if steps:
+                        brake.release(steps)
+                        await until(lambda: llm.engine.scheduler.active and llm.engine.scheduler.active[0].started)
+                    assert one.runner.gate.inside == 2
+                    task.cancel()
+                    await asyncio.gather(task, return_exceptions=True)
+                    await until(lambda: len(one.runner._aio._dropped) == 2)
+                    brake.release(2)
+                    await until(lambda: idle(one.runner))
+            llm.reset()
+            assert llm.model.pool.used == 0
+
+    asyncio.run(main())
+
+
+def test_under_load_every_answer_is_the_one_given_alone(toy_folder):
+    """Little memory, few places, clients that come again when they are turned away, others that leave: nothing is left behind."""
+    prompts = ["the cat sat on the mat and the cat", "one two three one two", "a b a b a b a b " * 6, "rain, rain, go away"]
+    page = LLM(toy_folder, "ar").model.pool.page_bytes
+
+    def body(i: int) -> dict[str, Any]:
+        sampled = {"temperature": 0.8, "seed": i % 5, "n": 1 + i % 3} if i % 2 else {"temperature": 0}
+        more = {"stream": i % 4 > 1, "max_tokens": 20 + i % 7 * 12, "speculation": {"method": ("pld", "logitspec", "ar")[i % 3]}}
+        return {"model": "tiny", "prompt": prompts[i % 4], "ignore_eos": True, **sampled, **more}
+
+    async def ask(client: httpx.AsyncClient, i: int) -> dict[int, str]:
+        texts: dict[int, str] = {}
+        async with client.stream("POST", "/v1/completions", json=body(i)) as response:
+            if response.status_code == 429:
+                assert int(response.headers["retry-after"]) >= 1
+                await asyncio.sleep(0.02)
+                return await ask(client, i)
+            assert response.status_code == 200
+            parts = [part async for part in lines(response)][:-1] if body(i)["stream"] else [await response.aread()]
+            for choice in (choice for part in parts for choice in json.loads(part)["choices"]):
+                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+        return texts
+
+    async def leave(client: httpx.AsyncClient, i: int) -> None:
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(ask(client, i), 0.01 * (i % 9))
+
+    async def main() -> dict[int, dict[int, str]]:
+        async with listening(llm, max_waiting=14) as (one, client):
+            turns = asyncio.Semaphore(24)
+
+            async def go(i: int) -> dict[int, str]:
+                async with turns:
+                    return await (leave(client, i) if i % 3 == 0 else ask(client, i)) or {}
+
+            found = await asyncio.gather(*map(go, range(90)))
+            await until(lambda: idle(one.runner))
+            assert not llm.engine._nodes and not one.runner._aio._followed
+        llm.reset()
+        assert llm.model.pool.used == 0
+        return {i: texts for i, texts in enumerate(found) if i % 3}
+
+    with LLM(toy_folder, "pld", max_running=4, kv_memory=10 * page) as llm:
+        found = asyncio.run(main())
+    with LLM(toy_folder, "ar") as plain:
+        for i, texts in found.items():
+            asked = body(i)
+            params = SamplingParams(asked["max_tokens"], asked["temperature"], seed=asked.get("seed"), n=asked.get("n", 1), ignore_eos=True)
+            alone = plain.generate([asked["prompt"]], params)
+            assert [texts[index] for index in sorted(texts)] == [answer.text for answer in alone]
+
+
+def test_health_fails_when_the_engine_is_silent(llm):
+    async def main() -> None:
+        async with served(llm, heartbeat_limit=0.5) as (runner, client):
+            await asyncio.sleep(0)
+            with braked(llm.engine) as brake:
+                task = asyncio.create_task(begun(runner, job(llm)))
+                await until(brake.waits.is_set)
+                await until(lambda: not runner.healthy)
+                response = await client.get("/health")
+                assert response.status_code == 503 and re.search(r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"])
+                brake.release()
+                for stream in await task:
+                    stream.close()
+                await until(lambda: runner.healthy)
+
+    asyncio.run(main())
+
+
+def test_an_idle_engine_has_a_heartbeat(llm, monkeypatch):
+    monkeypatch.setattr("quickbeam.aio.BEAT", 0.01)
+
+    async def main() -> None:
+        async with served(llm) as (runner, _):
+            before = runner._aio.beat
+            await until(lambda: runner._aio.beat > before)
+
+    asyncio.run(main())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_whose_thread_ends_is_told(llm, monkeypatch):
+    """To those who wait, to `/health`, and to the supervisor."""
+
+    async def main() -> None:
+        async with listening(llm) as (one, client):
+            with braked(llm.engine) as brake:
+                task = asyncio.create_task(client.post("/v1/completions", json=BODY))
+                await until(brake.waits.is_set)
+                monkeypatch.setattr(AsyncLLM, "_deliver", lambda self: (_ for _ in ()).throw(MemoryError("no more")))
+                brake.release(1)
+                assert (await task).status_code == 500
+                with pytest.raises(QuickbeamError, match="thread has ended"):
+                    await one.serving
+            assert one.runner.gate.inside == 0
+
+    monkeypatch.setattr(Engine, "close", lambda self: None)
+    try:
+        asyncio.run(main())
+    finally:
+        monkeypatch.undo()
+        llm.close()
+
+
+def test_a_dead_thread_begins_nothing(llm, monkeypatch):
+    async def main() -> None:
+        async with served(llm) as (runner, client):
+            runner._aio._broken = True
+            health = await client.get("/health")
+            assert health.status_code == 503 and health.json() == {"status": "the engine's thread has ended"}
+            assert (await client.post("/v1/completions", json=BODY | {"model": runner.name})).status_code == 500
+
+    asyncio.run(main())
+
+
+def test_deltas_make_up_the_answer(llm):
+    """Texts, tokens, logprobs and steps, taken as they come or late."""
+
+    async def main() -> None:
+        async with AsyncLLM(llm=llm) as face:
+            params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+            for late in (False, True):
+                stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
+                while late and not stream._answer.over:
+                    await asyncio.sleep(0.01)
+                deltas = [delta async for delta in stream.deltas()]
+                found = stream.completion
+                assert len(deltas) == 1 if late else len(deltas) > 1
+                assert "".join(delta.text for delta in deltas) == found.text
+                assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
+                assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
+                steps = [step for delta in deltas for step in delta.steps]
+                assert len(steps) == found.statistics.steps and sum(step["emitted"] for step in steps) == len(found.token_ids) - 1
+                emitted = [found.token_ids[0]]
+                for step in steps:
+                    accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
+                    emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
+                    assert all(node["text"] == llm.tokenizer.decode([node["token"]]) for node in [*step["nodes"], step["next"]])
+                assert emitted == found.token_ids
+                assert [delta async for delta in stream.deltas()] == []
+                times = stream.times
+                assert times.arrived <= times.began <= times.first
+
+    asyncio.run(main())
+
+
+def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        calls, steps = list[int](), list[int]()
+        call, step = loop.call_soon_threadsafe, llm.engine.step
+        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: calls.append(threading.get_ident()) or call(*given))
+        monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
+        async with AsyncLLM(llm=llm) as face:
+            found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
+            assert all(len(one.token_ids) == 200 for one in found)
+            assert calls.count(face._thread.ident) <= len(steps) + 1
+
+    asyncio.run(main())
+
+
+def test_a_stream_that_nobody_holds_ends(llm):
+    async def main() -> None:
+        async with served(llm) as (runner, _):
+            with braked(llm.engine) as brake:
+                task = asyncio.create_task(begun(runner, job(llm)))
+                await until(brake.waits.is_set)
+                brake.release(1)
+                streams = await task
+                del streams, task
+                gc.collect()
+                brake.release(2)
+                await until(lambda: idle(runner))
+
+    asyncio.run(main())
+
+
+def test_fingerprints_tell_models_apart(llm, toy_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(fingerprint, "cache_folder", lambda: tmp_path / "cache")
+    read, digest = list[Path](), fingerprint._digest
+    monkeypatch.setattr(fingerprint, "_digest", lambda file: read.append(file) or digest(file))
+    first = fingerprint.fingerprint_of(llm)
+    assert re.fullmatch(r"fp_[0-9a-f]{16}", first) and read
+    read.clear()
+    assert fingerprint.fingerprint_of(llm) == first and read == []  # known by path, size and time
+    with LLM(toy_folder, "ar", dtype="float32") as other:
+        assert fingerprint.fingerprint_of(other) != first
+    with LLM(toy_folder, "logitspec") as other:
+        assert fingerprint.fingerprint_of(other) == first  # no method changes an answer
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for file in Path(toy_folder).iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    assert fingerprint.digest_of(str(copy)) == fingerprint.digest_of(toy_folder)
+    weights = copy / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    os.utime(weights, ns=(1, 1))
+    assert fingerprint.digest_of(str(copy)) != fingerprint.digest_of(toy_folder)
+    assert fingerprint.digest_of("nobody/knows-this") == "nobody/knows-this"
+    (tmp_path / "cache" / fingerprint.KNOWN).write_text("[broken")
+    assert fingerprint.fingerprint_of(llm) == first
+
+
+def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
+    monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
+    with closing(socket.create_server(("127.0.0.1", 0))) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(InvalidInput, match=f"port {port}"):
+            listen("127.0.0.1", port)
+        for arguments, words in (
+            (["--port", str(port)], f"port {port} ("),
+            (["--host", "no.such.host.invalid"], "no.such.host.invalid"),
+            (["--port", "99999"], "99999"),
+            (["--max-waiting", "0"], "max_waiting=0"),
+            (["--max-body", "much"], "'much'"),
+            (["--api-key", "a b\n"], "API key"),
+            (["--method", "lgitspec"], "lgitspec"),
+            (["--default-temperature", "-1"], "temperature=-1"),
+        ):
+            result = CliRunner().invoke(command, ["serve", *arguments])
+            assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+            assert words in result.stderr
+
+
+def test_addresses_for_browsers():
+    for host, name in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")):
+        with closing(listen(host, 0)) as one:
+            assert url(one) == f"http://{name}:{one.getsockname()[1]}"
+
+
+def test_what_is_said_when_it_serves(llm, monkeypatch):
+    runner = Runner(ServeSettings(served_name="it's", api_keys=("secret-key",)), llm)
+    said = greeting(runner, "http://127.0.0.1:8000")
+    curl = shlex.split(said.splitlines()[-1].removeprefix("try it: "))
+    assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"] and json.loads(curl[-1])["model"] == "it's"
+    assert "Authorization: Bearer $QUICKBEAM_API_KEY" in curl and "secret-key" not in said and llm.kernels in said
+    asyncio.run(runner.close())
+    assert keys_of("a, b,,c ") == ["a", "b", "c"] and keys_of("") == []
+
+
+@pytest.mark.parametrize(("host", "key", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)])
+def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
+    def run(runner: Runner, load: Callable[[], LLM], *, warm: bool, ready: Callable[[str], None]) -> None:
+        assert runner.settings.api_keys == tuple(keys_of(key))
+        runner.attach(llm, "fp_x")
+        ready("http://127.0.0.1:8000")
+        asyncio.run(runner.close())
+
+    monkeypatch.setattr("quickbeam.serve.server.run", run)
+    monkeypatch.setenv("QUICKBEAM_API_KEY", key)
+    result = CliRunner().invoke(command, ["serve", "--host", host], catch_exceptions=False)
+    assert ("warning: everybody who can reach 0.0.0.0" in result.stderr) is warned
+
+
+def test_names_of_models(tmp_path):
+    assert name_of("some/model") == "some/model" and name_of(str(tmp_path)) == tmp_path.name
+
+
+def test_the_unit_and_the_image_are_as_they_should_be():
+    unit = configparser.RawConfigParser(strict=False)
+    unit.optionxform = str  # type: ignore[assignment]
+    unit.read(ROOT / "deploy" / "quickbeam.service")
+    service = unit["Service"]
+    drain = int(re.search(r"--drain-timeout (\d+)", service["ExecStart"])[1])  # type: ignore[index]
+    assert int(service["TimeoutStopSec"]) > drain + 5
+    assert (service["Restart"], service["KillSignal"], service["NoNewPrivileges"], service["ProtectSystem"]) == (
+        "always",
+        "SIGTERM",
+        "yes",
+        "strict",
+    )
+    options = CliRunner().invoke(command, ["serve", "--help"], terminal_width=300).stdout
+    image = (ROOT / "deploy" / "Dockerfile").read_text()
+    entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])  # type: ignore[index]
+    for line in (shlex.split(service["ExecStart"]), entry):
+        assert line[0].endswith("quickbeam") and line[1] == "serve"
+        assert all(option in options for option in line if option.startswith("--"))
+    stages = image.split("\nFROM ")
+    assert re.search(r"^USER quickbeam$", stages[-1], re.M) and "HEALTHCHECK" in stages[-1] and "/health" in stages[-1]
+    assert stages[-1].index("\nUSER ") < stages[-1].index("\nENTRYPOINT ")
+
+
+# ---- processes of their own
+
+
+@pytest.fixture
+def port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as one:
+        return one.getsockname()[1]
+
+
+def start(port: int, *options: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm", *options]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+
+
+def healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
+    """How long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def finish(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.wait()
+    server.stderr.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", (False, True))
+def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, port, again):
+    server = start(port, "--drain-timeout", "120")
+    try:
+        wait(lambda: healthy(port))
+        address = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", address, json=body, timeout=120) as response:
+            got = response.iter_lines()
+            next(got)
+            server.send_signal(signal.SIGTERM)
+            wait(lambda: httpx.post(address, json=body, timeout=30).status_code == 503)
+            if again:
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(30) == 128 + signal.SIGTERM
+                return
+            chunks = [line.removeprefix("data: ") for line in got if line.startswith("data: ")]
+            assert chunks[-1] == "[DONE]" and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+        assert server.wait(60) == 0
+        assert "try it: curl" in server.stderr.read()
+    finally:
+        finish(server)
+
+
+@pytest.mark.long
+def test_a_process_that_loads_can_be_ended(smollm2, port):
+    server = start(port)
+    try:
+        wait(lambda: not healthy(port) and _listens(port))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        finish(server)
+
+
+def _listens(port: int) -> bool:
+    with closing(socket.socket()) as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.long
+def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, port):
+    """As systemd does with `Restart=always`."""
+    servers, stop = list[subprocess.Popen[str]](), threading.Event()
+
+    def supervise() -> None:
+        while not stop.is_set():
+            servers.append(start(port))
+            servers[-1].wait()
+
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    try:
+        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        texts = []
+        for life in range(2):
+            wait(lambda life=life: len(servers) > life and healthy(port))
+            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
+            texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
+            if not life:
+                servers[0].send_signal(signal.SIGKILL)
+                wait(lambda: not healthy(port), seconds=5)
+        assert texts[0] == texts[1]
+    finally:
+        stop.set()
+        for server in servers:
+            finish(server)
+        supervisor.join()

@@ -1,0 +1,343 @@
+"""`model.generate` with our loop gives what it gives without, or says why not. `pytest tests/test_transformers_face.py`"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import re
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from scipy.stats import chisquare
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopPLogitsWarper,
+)
+from transformers.generation import logits_process as processing
+from transformers.generation.stopping_criteria import StopStringCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import quickbeam.transformers
+from answers import answer
+from cases import few
+from models import CONFIGS, VOCAB, tiny
+from quickbeam import InvalidInput
+from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.target.model import Model
+from quickbeam.transformers import engines, generate, generator
+from quickbeam.transformers.params import params_of
+from quickbeam.trees import make_policy
+
+PAD, END = 0, 2
+TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
+ROWS = torch.tensor([TEXT, [PAD] * 5 + [11, 12, 13, 11, 12, 13, 11], [PAD] * 9 + [40, 41, 42]])
+MASK = (ROWS != PAD).long()
+COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)  # not in older versions of transformers
+GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
+
+
+@pytest.fixture(scope="module")
+def llama() -> PreTrainedModel:
+    return tiny("llama")
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Engines that were made."""
+    found: list[Any] = []
+    init = engines.Loaded.__init__
+
+    def counted(self: Any, *arguments: Any) -> None:
+        found.append(self)
+        init(self, *arguments)
+
+    monkeypatch.setattr(engines.Loaded, "__init__", counted)
+    yield found
+
+
+@pytest.mark.parametrize(("layout", "method"), few([(one, "auto") for one in CONFIGS] + [("llama", "ar"), ("gpt2", "pld")], [
+    ("llama", "auto"), ("llama", "ar"), ("gpt2", "pld"), ("gemma3-window", "auto"), ("qwen2-window", "auto"),
+]))  # fmt: skip
+def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None:
+    model = tiny(layout)
+    expected = model.generate(ROWS, attention_mask=MASK, **GREEDY)
+    assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate, method=method), expected)
+    assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)  # the model is as it was
+
+
+def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
+    model = tiny("llama", torch.bfloat16)
+    params = SamplingParams(max_tokens=40, stop_token_ids=(END,), ignore_eos=True)
+    ours = Model(copy.deepcopy(model))
+    rows = [
+        answer(ours, make_policy((), "none"), params, [token for token in row if token != PAD]).output.token_ids for row in ROWS.tolist()
+    ]
+    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)[:, ROWS.shape[1] :]
+    width = max(map(len, rows))
+    assert found.tolist() == [row + [PAD] * (width - len(row)) for row in rows]
+
+
+def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama: PreTrainedModel) -> None:
+    plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[:, ROWS.shape[1] :]
+    ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20])]
+    wanted = {**GREEDY, "eos_token_id": ends, "pad_token_id": 96}
+    expected = llama.generate(ROWS, attention_mask=MASK, **wanted)
+    assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
+    assert torch.equal(llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate), expected)
+
+
+@pytest.mark.parametrize("asked", [
+    dict(max_length=20), dict(repetition_penalty=1.7), dict(min_new_tokens=7), dict(min_length=30), dict(suppress_tokens=[5, 11]),
+    dict(bad_words_ids=[[5], [12]]), dict(sequence_bias={(6,): 3.0, (7,): -5.0}, repetition_penalty=1.3), dict(renormalize_logits=True),
+    dict(max_time=60.0), dict(use_cache=False), dict(return_dict_in_generate=True), dict(cache_implementation="static"),
+], ids=lambda asked: ",".join(asked))  # fmt: skip
+def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
+    wanted = {**GREEDY, **asked}
+    if "repetition_penalty" in asked and not COUNTS_NO_PADDING:
+        with pytest.raises(InvalidInput, match="rows of one length"):
+            llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate)
+        expected, found = (llama.generate(ROWS[:1], **wanted, **how) for how in ({}, {"custom_generate": generate}))
+        assert torch.equal(found, expected)
+        return
+    if "max_length" in asked:
+        del wanted["max_new_tokens"]
+    if "min_length" in asked or "min_new_tokens" in asked:
+        wanted["eos_token_id"] = llama.generate(ROWS, attention_mask=MASK, **GREEDY)[:, -40:].unique().tolist()[1:20]
+    expected, found = (llama.generate(ROWS, attention_mask=MASK, **wanted, **how) for how in ({}, {"custom_generate": generate}))
+    if "return_dict_in_generate" in asked:
+        assert type(found) is type(expected)
+        expected, found = expected.sequences, found.sequences
+    assert torch.equal(found, expected)
+
+
+class Heard(BaseStreamer):
+    def __init__(self) -> None:
+        self.said: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.said.append(value.tolist())
+
+    def end(self) -> None:
+        self.said.append("end")
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_streamer_hears_the_prompt_each_token_and_the_end(llama: PreTrainedModel, rows: int) -> None:
+    told = []
+    for how in ({}, {"custom_generate": generator(method="logitspec", budget=6)}):
+        told.append(Heard())
+        llama.generate(ROWS[:rows], attention_mask=MASK[:rows], **GREEDY, streamer=told[-1], **how)
+    assert told[0].said == told[1].said and len(told[0].said) > 10
+
+
+class Until(StoppingCriteria):
+    """Ends a row once one of its last tokens is among `tokens`; remembers what it was shown."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens, self.shown = torch.tensor(tokens), list[list[list[int]]]()
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        assert scores is None
+        self.shown.append(input_ids.tolist())
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+@pytest.mark.parametrize("end", [END, None])
+def test_stopping_criteria_are_asked_after_each_token(llama: PreTrainedModel, end: int | None) -> None:
+    wanted = {**GREEDY, "eos_token_id": end}
+    plain = llama.generate(ROWS, attention_mask=MASK, **wanted)
+    ends, seen, found = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
+    for how in ({}, {"custom_generate": generate}):
+        seen.append(Until(ends))
+        found.append(llama.generate(ROWS, attention_mask=MASK, **wanted, stopping_criteria=StoppingCriteriaList([seen[-1]]), **how))
+    assert torch.equal(*found) and seen[0].shown == seen[1].shown
+    assert found[0].shape[1] < ROWS.shape[1] + 40
+
+
+def test_stop_strings_and_time(toy_folder: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(toy_folder), AutoTokenizer.from_pretrained(toy_folder)
+    ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
+    wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
+    text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
+    stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
+    expected, found = (
+        model.generate(ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]), **how) for how in ({}, {"custom_generate": generate})
+    )
+    assert torch.equal(found, expected) and expected.shape[1] < ids.shape[1] + 24
+    assert model.generate(ids, **wanted, max_time=0.0, custom_generate=generate).shape[1] == ids.shape[1] + 1
+
+
+def test_a_smaller_model_drafts(toy_folder: str) -> None:
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(toy_folder), AutoTokenizer.from_pretrained(toy_folder)
+    ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
+    wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
+    mine = generator(method="dyspec", drafter=toy_folder, tokenizer=tokenizer)
+    found = [model.generate(ids, **wanted, custom_generate=how) for how in (mine, generator(method="dyspec", drafter=toy_folder))]
+    expected = model.generate(ids, **wanted)
+    assert all(torch.equal(one, expected) for one in found)
+    with pytest.raises(InvalidInput, match="drafter"):
+        model.generate(ids, **wanted, custom_generate=generate, method="dyspec")
+    model.config._name_or_path = model.name_or_path = "/nowhere"
+    with pytest.raises(InvalidInput, match="tokenizer"):
+        model.generate(ids, **wanted, custom_generate=generate, drafter=toy_folder, exact=False)
+
+
+SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD)
+
+
+@pytest.mark.parametrize("asked", [
+    dict(top_k=0), dict(temperature=0.6), dict(top_k=7, temperature=1.4), dict(top_p=0.8, top_k=0),
+    dict(min_p=0.1, top_k=0, temperature=0.7),
+    dict(top_k=20, top_p=0.9, min_p=0.05, temperature=0.8, repetition_penalty=1.4, suppress_tokens=[7], sequence_bias={(8,): 2.0}),
+], ids=lambda asked: ",".join(asked))  # fmt: skip
+def test_the_law_of_a_token_is_that_of_the_processors(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
+    taken: dict[str, Any] = {}
+    llama.generate(ROWS[:1], **SAMPLED, **asked, custom_generate=lambda model, input_ids, **given: taken.update(given))
+    processors, config = taken["logits_processor"], taken["generation_config"]
+    params = params_of(processors, taken["stopping_criteria"], config, ROWS.shape[1], [TEXT])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        logits = torch.randn(VOCAB, generator=generator) * 3
+        expected = processors(ROWS[:1], logits[None].clone())[0].softmax(0)
+        torch.testing.assert_close(Sampler(params, TEXT, VOCAB).law(logits), expected, rtol=1e-4, atol=1e-6)
+
+
+def test_sampled_rows_follow_the_law_of_transformers(llama: PreTrainedModel) -> None:
+    torch.manual_seed(0)
+    asked, draws = dict(temperature=0.25, top_k=4, num_return_sequences=300), 300
+    rows = llama.generate(ROWS[:1], **SAMPLED, **asked, custom_generate=generate, method="logitspec", budget=4)[:, -2:].tolist()
+    assert len(rows) == draws
+
+    def law(temperature: float) -> dict[tuple[int, int], float]:
+        found = {}
+        first = llama(ROWS[:1]).logits[0, -1].topk(4)
+        for one, p in zip(first.indices.tolist(), (first.values / temperature).softmax(0).tolist(), strict=True):
+            second = llama(torch.tensor([[*TEXT, one]])).logits[0, -1].topk(4)
+            for two, q in zip(second.indices.tolist(), (second.values / temperature).softmax(0).tolist(), strict=True):
+                found[one, two] = p * q
+        return found
+
+    def fits(expected: dict[tuple[int, int], float]) -> float:
+        assert all(tuple(row) in expected for row in rows)
+        kept = [pair for pair, p in expected.items() if p * draws >= 5]
+        counts = [sum(tuple(row) == pair for row in rows) for pair in kept]
+        rest, mass = draws - sum(counts), 1 - sum(expected[pair] for pair in kept)
+        means = [expected[pair] * draws for pair in kept]
+        if mass * draws > 1:
+            counts, means = [*counts, rest], [*means, mass * draws]
+        return float(chisquare(counts, [mean * sum(counts) / sum(means) for mean in means]).pvalue)
+
+    with torch.no_grad():
+        assert fits(law(0.25)) > 1e-3
+        assert fits(law(0.6)) < 1e-6  # it would be seen
+
+
+def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedModel) -> None:
+    def rows(seed: int, method: str) -> list[list[int]]:
+        torch.manual_seed(seed)
+        wanted = {**SAMPLED, "max_new_tokens": 24, "num_return_sequences": 3}
+        return llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate, method=method)[:, -24:].tolist()
+
+    first = rows(1, "ar")
+    assert rows(1, "ar") == rows(1, "logitspec") == rows(1, "pld") == first != rows(2, "ar")
+    assert len({tuple(row) for row in first}) == 9  # each row has noise of its own
+    state = torch.get_rng_state()
+    llama.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("asked", "named"), [
+    (dict(num_beams=2), "beam_search"), (dict(prompt_lookup_num_tokens=3), "assisted"), (dict(no_repeat_ngram_size=2), "NoRepeatNGram"),
+    (dict(guidance_scale=1.5), "ClassifierFreeGuidance"), (dict(do_sample=True, typical_p=0.5), "TypicalLogitsWarper"),
+    (dict(do_sample=True, epsilon_cutoff=0.1), "EpsilonLogitsWarper"), (dict(do_sample=True, eta_cutoff=0.1), "EtaLogitsWarper"),
+    (dict(sequence_bias={(5, 6): 1.0}), r"SequenceBias.*\[5, 6\]"), (dict(bad_words_ids=[[5, 6]]), r"NoBadWords.*\[5, 6\]"),
+    (dict(begin_suppress_tokens=[5]), "SuppressTokensAtBegin"), (dict(forced_eos_token_id=END), "ForcedEOS"),
+    (dict(remove_invalid_values=True), "InfNanRemove"), (dict(exponential_decay_length_penalty=(2, 1.1)), "ExponentialDecay"),
+    (dict(prefix_allowed_tokens_fn=lambda row, ids: [5]), "PrefixConstrained"), (dict(synced_gpus=True), "synced_gpus"),
+    (dict(return_dict_in_generate=True, output_scores=True), "output_scores"), (dict(labels=ROWS[:1]), "labels"),
+    (dict(return_dict_in_generate=True, output_hidden_states=True), "output_hidden_states"), (dict(method="dypsec"), "dypsec"),
+    (dict(position_ids=torch.arange(12)[None] + 3), "position_ids"), (dict(past_key_values=DynamicCache()), "past_key_values"),
+    (dict(attention_mask=torch.tensor([[1] * 11 + [0]])), "attention_mask"),
+    (dict(attention_mask=torch.tensor([[1, 0] + [1] * 10])), "left"),
+    (dict(logits_processor=LogitsProcessorList([processing.RepetitionPenaltyLogitsProcessor(1.2, 3)])), "prompt_ignore_length"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])), "min_tokens_to_keep"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=5), "TopKLogitsWarper.*put it first"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=0, top_p=0.5), "TopP.*twice"),
+    (dict(logits_processor=LogitsProcessorList([processing.MinLengthLogitsProcessor(20, 7)])), "eos_token_id"),
+    (dict(max_new_tokens=5000), "context"),
+], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
+def test_what_has_no_like_is_refused_by_name(llama: PreTrainedModel, asked: dict[str, Any], named: str) -> None:
+    with pytest.raises(InvalidInput, match=named):
+        llama.generate(ROWS[:1], **{**GREEDY, **asked}, custom_generate=generate)
+
+
+def test_models_that_are_refused(llama: PreTrainedModel) -> None:
+    ask = dict(**GREEDY, custom_generate=generate)
+    with pytest.raises(InvalidInput, match="assisted"):
+        llama.generate(ROWS[:1], assistant_model=tiny("llama"), **ask)
+    with pytest.raises(InvalidInput, match="inputs_embeds"):
+        llama.generate(inputs_embeds=torch.zeros(1, 4, 32), **ask)
+    with pytest.raises(InvalidInput, match=r"model\.eval"):
+        copy.deepcopy(llama).train().generate(ROWS[:1], **ask)
+    adapted = copy.deepcopy(llama)
+    adapted.model.layers[0].mlp.get_base_layer = nn.Identity()
+    with pytest.raises(InvalidInput, match="merge_and_unload"):
+        adapted.generate(ROWS[:1], **ask)
+
+
+def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: list[Any]) -> None:
+    model = tiny("llama")
+    for _ in range(2):
+        model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
+    assert len(made) == 1
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
+    expected = model.generate(ROWS[:1], **GREEDY)
+    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), expected) and len(made) == 2
+    model.generate(ROWS[:1], **GREEDY, custom_generate=generate, fast=False)
+    assert len(made) == 3
+    model.double()
+    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), model.generate(ROWS[:1], **GREEDY))
+    assert len(made) == 4
+    engine = weakref.ref(made[-1].engine)
+    made.clear()
+    del model
+    gc.collect()
+    assert engine() is None
+
+
+def test_weights_are_shared_with_the_model(made: list[Any]) -> None:
+    model = tiny("gpt2")  # whose products are not packed in float32
+    model.generate(ROWS[:1], **GREEDY, custom_generate=generate)
+    ours = {one.data_ptr() for one in made[0].model._model.parameters()}
+    assert ours == {one.data_ptr() for one in model.parameters()}
+
+
+def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) -> None:
+    class Broken(StoppingCriteria):
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+            if input_ids.shape[1] > 20:
+                raise RuntimeError("broken")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    model = tiny("llama")
+    with pytest.raises(RuntimeError, match="broken"):
+        model.generate(ROWS, attention_mask=MASK, **GREEDY, stopping_criteria=StoppingCriteriaList([Broken()]), custom_generate=generate)
+    assert not made[0].engine.busy
+    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), llama.generate(ROWS[:1], **GREEDY))
+
+
+def test_the_name_does_not_hide_transformers() -> None:
+    assert quickbeam.transformers.generate is generate and AutoTokenizer.__module__.startswith("transformers.")
