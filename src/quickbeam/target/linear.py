@@ -122,13 +122,13 @@ def pack_linears(model: nn.Module, name: str = BFLOAT16, head: nn.Module | None 
     embedding) is copied, not taken away. `name`: the weights of native products; the `head` has those of `head_format`."""
     replaced = 0
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for attribute, child in list(parent.named_children()):
             fast: nn.Module | None = None
             if type(child) in (nn.Linear, Conv1D):
                 fast = native_linear([child], head_format(name) if child is head else name)
             if fast is None and name == BFLOAT16 and type(child) is nn.Linear and (packed := FastLinear(child)).packed:
                 fast = packed
             if fast is not None:
-                setattr(parent, name, fast)
+                setattr(parent, attribute, fast)
                 replaced += 1
     return replaced
