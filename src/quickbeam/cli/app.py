@@ -28,6 +28,7 @@ from quickbeam.cli.train_all import train_all
 from quickbeam.cli.trees import bench_trees
 from quickbeam.cli.version import version as show_version
 from quickbeam.cli.vocabulary import bench_vocabulary
+from quickbeam.cli.weights import bench_weights
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 
@@ -88,6 +89,7 @@ bench.commands.command()(throughput)
 bench.commands.command()(structured)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)
+bench.commands.command("weights")(bench_weights)
 app.add_typer(bench.commands, name="bench")
 train.commands.command("all")(train_all)
 app.add_typer(train.commands, name="train")

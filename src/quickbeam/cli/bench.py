@@ -74,6 +74,7 @@ def bench(
     vocab: options.Vocab = None,
     shortlist: options.Shortlist = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
@@ -94,7 +95,7 @@ def bench(
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
         from quickbeam.bench.environment import environment
 
-        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading)
+        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading, weights.value)
     results = begin(runners, params)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
@@ -108,6 +109,7 @@ def bench(
         "drafter": drafter,
         "vocab": vocab,
         "shortlist": shortlist,
+        "weights": weights.value,
     }
     log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
     carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))

@@ -33,6 +33,7 @@ def chat(
     exact: options.Exact = None,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -49,7 +50,7 @@ def chat(
         coupling=options.coupling(coupling),
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory)
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights)
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
-from quickbeam.cli.options import Device, Dtype
+from quickbeam.cli.options import Device, Dtype, WeightsKind
 from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.presets import PRESETS, check_vocab, preset
@@ -69,6 +69,7 @@ def load(
     shortlist: int | None = None,
     trust_remote_code: bool = False,
     kv_memory: str | None = None,
+    weights: WeightsKind = WeightsKind.bfloat16,
     **more: Any,
 ) -> LLM:
     """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
@@ -100,6 +101,7 @@ def load(
             progress=report,
             trust_remote_code=trust_remote_code,
             kv_memory=kv_memory,
+            weights=weights.value,
             **more,
         )
 

@@ -48,6 +48,7 @@ def generate(
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -87,13 +88,14 @@ def generate(
         ours |= {"coupling": coupling, "json-schema": json_schema, "json-object": json_object or None, "regex": regex, "lark": lark}
         ours["trust-remote-code"] = trust_remote_code or None
         ours["kv-memory"] = kv_memory
+        ours["weights"] = None if weights is options.WeightsKind.bfloat16 else weights.value
         place = device.value if device else None
         show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json, peer.KERNELS)
         return
     if trace_path is not None:
         report.check_output("--trace", trace_path)
     trace = Trace() if trace_path is not None else None
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory)
+    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights)
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )

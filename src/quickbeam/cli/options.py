@@ -28,6 +28,12 @@ class Device(str, Enum):
     cuda = "cuda"
 
 
+class WeightsKind(str, Enum):
+    bfloat16 = "bfloat16"
+    int8 = "int8"
+    int4 = "int4"
+
+
 class Coupling(str, Enum):
     coupled = COUPLED
     residual = RESIDUAL
@@ -55,6 +61,9 @@ Shortlist = Annotated[
     ),
 ]
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights; auto: what the model's configuration says.")]
+Weights = Annotated[
+    WeightsKind, typer.Option("--weights", help="Bits of the weights, on a CPU: int8 and int4 read a half and a third of the bytes.")
+]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]
 Budget = Annotated[
     str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step; auto: by measured cost. Default: the method's own.")

@@ -39,6 +39,7 @@ def passes(
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
@@ -63,7 +64,7 @@ def passes(
             if llama_cpp is not None:
                 loading(f"{PEER}: reading {max(contexts)} tokens", None)
                 singles[PEER] = stack.enter_context(run_llama_cpp(llama_cpp, contexts, llama_cpp_python))
-            made = make_passes(hub.resolve(model, loading), dtype.value, place, contexts, names, loading)
+            made = make_passes(hub.resolve(model, loading), dtype.value, place, contexts, names, loading, weights.value)
             bandwidth = None
             if made.parts:
                 loading("the memory's bandwidth", None)
@@ -75,7 +76,7 @@ def passes(
     ours = "native" if "native" in figures else list(figures)[-1]
     beside = compare(figures[ours], peer) if peer else {}
     if as_json:
-        record: dict[str, Any] = {"context": contexts[0], "dtype": dtype.value}
+        record: dict[str, Any] = {"context": contexts[0], "dtype": dtype.value, "weights": weights.value}
         record["milliseconds"] = {name: found[contexts[0]] for name, found in figures.items()}  # behind the first context
         record |= {"contexts": figures, "over_first_width": by_width, "over_first_context": by_context}
         if bandwidth:

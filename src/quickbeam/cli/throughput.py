@@ -46,6 +46,7 @@ def throughput(
     kv_memory: options.KVMemory = None,
     raw: options.Raw = False,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     server: Annotated[
         list[str],
@@ -85,6 +86,7 @@ def throughput(
                 device=device.value if device else None,
                 drafter=drafter,
                 kv_memory=kv_memory,
+                weights=weights.value,
                 progress=told,
             )
             for item in items:
@@ -123,6 +125,7 @@ def throughput(
                 "rate": rate,
                 "cancel": cancel,
                 "rounds": rounds,
+                "weights": weights.value,
             },
             "concurrency": {load: {name: cell.to_json() for name, cell in by_name.items()} for load, by_name in cells.items()},
             "over_ar": ratios(cells),

@@ -19,6 +19,7 @@ from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
+from quickbeam.target.quantised import QuantisedLinear
 
 SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
 KEPT = 2  # shortlists: each holds a copy of the head's rows
@@ -108,6 +109,8 @@ def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
     """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the identity, which no rounding touches."""
     if isinstance(head, NativeLinear):
         return head.packed.rows()[: model.vocab_size]
+    if isinstance(head, QuantisedLinear):
+        return head.quantised.dense[: model.vocab_size, :size].to(model.dtype)
     weight = getattr(head, "weight", None)
     if type(head) is nn.Linear and weight is not None:
         linear: torch.Tensor = weight.detach()[: model.vocab_size]

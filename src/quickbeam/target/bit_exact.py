@@ -19,6 +19,7 @@ from quickbeam.target.batch import Batch, Chain, Draft, Passed
 from quickbeam.target.kv_cache import LayerShape, Pool
 from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import WIDEST, FastLinear, NativeLinear
+from quickbeam.target.quantised import QuantisedLinear, is_whole, own_tensors
 from quickbeam.tree import TokenTree
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
@@ -99,7 +100,7 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
     broken = [f"attention of {dim} dimensions a head" for dim in dims if not attention_is_order_free(dim, wide=wide)]
     rows = 1 if all(attention_is_order_free(dim, alone=1, wide=wide) for dim in dims) else 2
     for module in modules:
-        if isinstance(module, NativeLinear):
+        if isinstance(module, NativeLinear | QuantisedLinear):
             continue  # by construction
         if isinstance(module, FastLinear | nn.Linear | Conv1D) and type(module) in (FastLinear, nn.Linear, Conv1D):
             conv = isinstance(module, Conv1D)
@@ -112,19 +113,14 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
                 module.min_rows, module.max_rows = found.least, found.most if found.most < WIDTHS[-1] else WIDEST
             else:
                 rows = max(rows, found.least)
-        elif isinstance(module, nn.Linear | Conv1D) or any(_is_product(tensor) for tensor in _tensors(module)):
+        elif isinstance(module, nn.Linear | Conv1D) or any(_is_product(tensor) for tensor in own_tensors(module)):
             broken.append(f"the products of {type(module).__name__} are not known")
     return Promise(rows, tuple(dict.fromkeys(broken)), wide)
 
 
-def _tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-
-
 def _is_product(tensor: torch.Tensor) -> bool:
     """Whether a module that is no linear has such weights for one: those of several experts, or quantised ones."""
-    whole_numbers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-    return (isinstance(tensor, nn.Parameter) and tensor.dim() > 2) or (whole_numbers and tensor.dim() > 1)
+    return (isinstance(tensor, nn.Parameter) and tensor.dim() > 2) or is_whole(tensor)
 
 
 @functools.cache

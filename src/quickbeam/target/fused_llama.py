@@ -18,9 +18,12 @@ from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.loading import MOVING
 from quickbeam.target.native import library
-from quickbeam.target.native.operands import Packed, Rows
+from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
+from quickbeam.target.native.quantised import BFLOAT16, AnyPacked, Packer
 from quickbeam.target.pages import PagePool
+from quickbeam.target.quantised import head_format
+from quickbeam.target.weight_file import WeightFile
 
 ANGLES = 1024  # positions that the table of angles grows by
 
@@ -28,7 +31,7 @@ ANGLES = 1024  # positions that the table of angles grows by
 class FusedLayer:
     """Weights of one decoder layer."""
 
-    def __init__(self, layer: Any, info: Layer, place: Callable[..., Packed]) -> None:
+    def __init__(self, layer: Any, info: Layer, place: Callable[..., AnyPacked]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.info = info
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
@@ -40,34 +43,46 @@ class FusedLayer:
 
 
 class FusedLlama:
-    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one."""
+    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one.
 
-    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool) -> None:
+    `name`: the kind of weights that products read; `kept`: where quantised ones are found, or put. The embedding stays as it is."""
+
+    def __init__(
+        self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str = BFLOAT16, kept: WeightFile | None = None
+    ) -> None:
         base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
         self.embedding: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
         self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
         head, self.heads = model.lm_head, base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim
-        sizes = [
-            Packed.size([linear.weight for linear in linears], gated) for layer in base.layers for linears, gated in self._linears(layer)
-        ]
         # One piece of memory, which the system can keep in huge pages; weights follow one another as a pass reads them.
-        self._weights = torch.empty(sum(sizes) + Packed.size([head.weight]), dtype=torch.bfloat16)
+        pack = Packer(kernels, name)
+        sizes = [
+            pack.size([linear.weight for linear in linears], gated) for layer in base.layers for linears, gated in self._linears(layer)
+        ]
+        head_pack = Packer(kernels, head_format(name))
+        total = sum(sizes) + head_pack.size([head.weight])
+        found = None if kept is None else kept.read(total)
+        self._weights = torch.empty(total, dtype=pack.dtype) if found is None else found
         used = 0
 
-        def place(linears: Sequence[nn.Linear], gated: bool = False) -> Packed:
+        def place(linears: Sequence[nn.Linear], gated: bool = False, pack: Packer = pack) -> AnyPacked:
             nonlocal used
             weights = [linear.weight for linear in linears]
-            size = Packed.size(weights, gated)
+            size = pack.size(weights, gated)
             used += size
-            return Packed(kernels, weights, bias_of(linears), gated=gated, place=self._weights[used - size : used])
+            return pack.pack(weights, bias_of(linears), gated, self._weights[used - size : used], found is not None)
 
         self.layers: list[FusedLayer] = []
         for i in range(len(base.layers)):
+            if kept is not None and found is None:
+                kept.progress(f"quantising to {name}", i / len(base.layers))
             self.layers.append(FusedLayer(base.layers[i], layers[i], place))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
         self.vocab = head.out_features
-        self.head = NativeLinear(kernels, place((head,)))
+        self.head = NativeLinear(kernels, place((head,), False, head_pack))
+        if kept is not None and found is None:
+            kept.write(self._weights)
         model.lm_head = nn.Identity()  # frees a head that is not the embedding's
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)

@@ -15,8 +15,10 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from quickbeam.target.native.library import Kernels, kernels
-from quickbeam.target.native.operands import Packed, plain_rows
+from quickbeam.target.native.operands import plain_rows
 from quickbeam.target.native.program import Program
+from quickbeam.target.native.quantised import BFLOAT16, AnyPacked, Packer
+from quickbeam.target.quantised import head_format
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +51,7 @@ def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 class NativeLinear(nn.Module):
     """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't depend on the other rows."""
 
-    def __init__(self, found: Kernels, packed: Packed) -> None:
+    def __init__(self, found: Kernels, packed: AnyPacked) -> None:
         super().__init__()
         self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
         self._program = Program(found)
@@ -66,8 +68,8 @@ class NativeLinear(nn.Module):
         return out
 
 
-def native_linear(linears: Sequence[nn.Linear | Conv1D]) -> NativeLinear | None:
-    """Linears fused by rows, for the native kernels; None where these can't be used."""
+def native_linear(linears: Sequence[nn.Linear | Conv1D], name: str = BFLOAT16) -> NativeLinear | None:
+    """Linears fused by rows, for the native kernels, with `name` weights; None where these can't be used."""
     weights = [linear.weight.detach() for linear in linears]
     found = kernels() if weights[0].device.type == "cpu" and weights[0].dtype is torch.bfloat16 else None
     if isinstance(linears[0], Conv1D):
@@ -76,7 +78,7 @@ def native_linear(linears: Sequence[nn.Linear | Conv1D]) -> NativeLinear | None:
         bias = bias_of(linears)
     if found is None or weights[0].shape[1] % 2:
         return None
-    return NativeLinear(found, Packed(found, weights, bias))
+    return NativeLinear(found, Packer(found, name).pack(weights, bias))
 
 
 class FastLinear(nn.Module):
@@ -115,18 +117,18 @@ class FastLinear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, name: str = BFLOAT16, head: nn.Module | None = None) -> int:
     """Replace every linear layer below `model` by a packed one, where packing works; give how many. A shared weight (a head tied to the
-    embedding) is copied, not taken away."""
+    embedding) is copied, not taken away. `name`: the weights of native products; the `head` has those of `head_format`."""
     replaced = 0
     for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
+        for attribute, child in list(parent.named_children()):
             fast: nn.Module | None = None
             if type(child) in (nn.Linear, Conv1D):
-                fast = native_linear([child])
-            if fast is None and type(child) is nn.Linear and (packed := FastLinear(child)).packed:
+                fast = native_linear([child], head_format(name) if child is head else name)
+            if fast is None and name == BFLOAT16 and type(child) is nn.Linear and (packed := FastLinear(child)).packed:
                 fast = packed
             if fast is not None:
-                setattr(parent, name, fast)
+                setattr(parent, attribute, fast)
                 replaced += 1
     return replaced

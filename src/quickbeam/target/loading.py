@@ -12,8 +12,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import gguf
 import torch
-from gguf import GGUFReader
 from safetensors import SafetensorError
 from tokenizers import pre_tokenizers
 from torch import nn
@@ -22,13 +22,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
 
+from quickbeam import hub
 from quickbeam.errors import InvalidInput
 
 logger = logging.getLogger(__name__)
@@ -64,20 +64,18 @@ def pick_device(name: str | None) -> torch.device:
     return device
 
 
-def _source(model: str) -> tuple[str, dict[str, Any]]:
-    """What `from_pretrained` takes for `model`, and with which options."""
+def _source(model: str) -> str:
+    """What `from_pretrained` takes for `model`."""
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
-        if not path.is_file():
-            raise InvalidInput(f"no such file: {path}")
-        return str(path.parent), {"gguf_file": path.name}
+        return str(hub.converted(path))
     if path.is_dir():
         if not any((path / file).is_file() for file in ("config.json", "adapter_config.json")):
             raise InvalidInput(f"{path} is not a model folder: it has no config.json")
-        return str(path), {}
+        return str(path)
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise InvalidInput(f"no such model folder or file: {model}")
-    return model, {}
+    return model
 
 
 def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
@@ -155,7 +153,7 @@ def _merge_adapters(model: PreTrainedModel) -> None:
             model.set_submodule(name, layer)
 
 
-def _refuse_incomplete(found: Mapping[str, Any]) -> None:
+def refuse_incomplete(found: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` naming the tensors that transformers made up, for lack of those or because theirs have another shape."""
     if mismatched := sorted(found["mismatched_keys"]):
         name, stored, expected = mismatched[0]
@@ -167,9 +165,9 @@ def _refuse_incomplete(found: Mapping[str, Any]) -> None:
         raise InvalidInput(f"its weights lack {', '.join(missing[:4])}{more}: download it again, with all of its files{hint}")
 
 
-def split_digits(tokenizer: PreTrainedTokenizerBase, gguf: Path) -> None:
+def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
     """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so: transformers reads every BPE as GPT-2's."""
-    pre = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
+    pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
     if pre is not None and pre.contents() == "smollm":
         digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
@@ -193,21 +191,19 @@ def load_model(
     Raises `InvalidInput` for what is not there, not a causal LM, not readable, or lacks weights.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages, and packed weights are read a little faster
-    name, options = _source(model)
+    name = _source(model)
     local = Path(name).is_dir()
     if revision is not None and local:
         raise InvalidInput(f"revision {revision!r}: {model} is on this machine, and only a Hugging Face id has revisions; leave it out")
-    hub = {"revision": revision, "trust_remote_code": trust_remote_code}
+    told = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantised = ""
     try:
-        base = None if options else _adapted(name, revision)
-        if not options:
-            config = AutoConfig.from_pretrained(base or name, **hub)
-            refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
-            quantised = _quantisation(config)
-            if quantised and device_map is None:
-                device_map = {"": device}  # most of these can't be moved
-        quantization = {"quantization_config": GgufConfig(dequantize=True)} if options else {}
+        base = _adapted(name, revision)
+        config = AutoConfig.from_pretrained(base or name, **told)
+        refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
+        quantised = _quantisation(config)
+        if quantised and device_map is None:
+            device_map = {"": device}  # most of these can't be moved
         with redirect_stderr(StringIO()) if local else nullcontext():  # bars of a load that is over in a moment
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 name,
@@ -215,12 +211,10 @@ def load_model(
                 device_map=device_map,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are named below
-                **hub,
-                **options,
-                **quantization,
+                **told,
             )
-            _refuse_incomplete(found)
-            tokenizer = AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(name, revision) else name, **hub, **options)
+            refuse_incomplete(found)
+            tokenizer = AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(name, revision) else name, **told)
         if device_map is None:
             loaded = loaded.to(device)
         elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
@@ -228,8 +222,6 @@ def load_model(
         if base:
             _merge_adapters(loaded)
         hold_angles(loaded)
-        if options:
-            split_digits(tokenizer, Path(model).expanduser())
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:

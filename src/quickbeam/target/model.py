@@ -23,8 +23,11 @@ from quickbeam.target.linear import pack_linears
 from quickbeam.target.loading import hold_angles, refuse_unfit
 from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import KVShape, RowList
+from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore, PagePool
+from quickbeam.target.quantised import check_weights, quantise_linears, refuse_unfit_for
+from quickbeam.target.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
 
@@ -43,15 +46,25 @@ class Model:
     that promise, True raises `InvalidInput` where they don't. The native kernels keep it by construction, whatever `exact` says, and a
     row's bits don't depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after the other. `gathered`:
     attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
-    Takes the model over: its weights may be packed in place.
+    `weights`: `bfloat16` (as they come), or `int8` or `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`:
+    where quantised ones are found, or put. Takes the model over: its weights may be packed in place.
 
     Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
     """
 
     def __init__(
-        self, model: PreTrainedModel, *, fast: bool = True, exact: bool | None = None, chunk: int = CHUNK, gathered: bool | None = None
+        self,
+        model: PreTrainedModel,
+        *,
+        fast: bool = True,
+        exact: bool | None = None,
+        chunk: int = CHUNK,
+        gathered: bool | None = None,
+        weights: str = BFLOAT16,
+        kept: WeightFile | None = None,
     ) -> None:
         refuse_unfit(type(model), model.config)
+        refuse_unfit_for(check_weights(weights), model, model.device, model.dtype)
         hold_angles(model)
         model.eval()
         self.config = model.config.get_text_config()
@@ -59,6 +72,7 @@ class Model:
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.chunk = chunk
+        self.weights = weights
         self._fused: FusedLlama | None = None
         self._lean: LeanModel | None = None
         self._model = model
@@ -70,7 +84,7 @@ class Model:
             self.pool: Pool
             if fast and (pages := self._pages(shapes)) is not None:
                 self.pool, self._native = pages, NativeAttention(pages)
-                promise = self._take_kernels(model, pages)
+                promise = self._take_kernels(model, pages, kept)
             else:
                 promise = self._take_operators(model, shapes, fast, exact)
             if exact and promise.broken:
@@ -105,17 +119,21 @@ class Model:
         found = kernels()
         return None if found is None else PagePool([KVShape(*shape) for shape in shapes], found)
 
-    def _take_kernels(self, model: PreTrainedModel, pages: PagePool) -> Promise:
+    def _take_kernels(self, model: PreTrainedModel, pages: PagePool, kept: WeightFile | None) -> Promise:
         """Hand the model over to the native kernels."""
         if FusedLlama.fits(model):
-            self._fused = FusedLlama(model, self._tap.layers, pages)
+            self._fused = FusedLlama(model, self._tap.layers, pages, self.weights, kept if self.weights != BFLOAT16 else None)
             return Promise(1, ())
-        pack_linears(model)
+        pack_linears(model, self.weights, model.get_output_embeddings())
+        if self.weights != BFLOAT16:
+            quantise_linears(model, self.weights, model.get_output_embeddings())  # those of an odd number of inputs
         return examine([], model.modules())
 
     def _take_operators(self, model: PreTrainedModel, shapes: list[LayerShape], fast: bool, exact: bool | None) -> Promise:
         """Prepare the model for PyTorch's operators."""
-        if fast and LeanModel.fits(model):
+        if self.weights != BFLOAT16:
+            quantise_linears(model, self.weights, model.get_output_embeddings())
+        elif fast and LeanModel.fits(model):
             self._lean = LeanModel(model, self._tap.layers, shapes[0].key_dim)
         elif fast:
             pack_linears(model)
@@ -134,6 +152,11 @@ class Model:
     def native(self) -> bool:
         """Whether the native kernels run it: then a row's bits depend on the tokens that it sees alone, however they were computed."""
         return self._native is not None
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the products of a pass read; 0 where that is not known."""
+        return 0 if self._fused is None else self._fused.weight_bytes
 
     @property
     def granularity(self) -> int:

@@ -24,19 +24,23 @@ HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # what a wheel carries
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+_VNNI = ("-DQB_VNNI", "-mavx512vnni")  # products of bytes
 SETS: dict[str, tuple[str, ...]] = {  # best first; how to compile each
-    "amx": ("-DQB_AMX", *_ZMM, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "avx512bf16": ("-DQB_AVX512BF16", *_ZMM, "-mavx512bf16"),
+    "amx": ("-DQB_AMX", *_ZMM, *_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "avx512bf16": ("-DQB_AVX512BF16", *_ZMM, *_VNNI, "-mavx512bf16"),
+    "avx512vnni": ("-DQB_AVX512", *_ZMM, *_VNNI),
     "avx512": ("-DQB_AVX512", *_ZMM),
     "avx2": ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
 EMULATED = "amx-emulated"  # AMX's way with its instructions in plain C++: for tests on machines without AMX
+_AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NEEDS = {  # flags in /proc/cpuinfo
-    "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512bf16": {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    EMULATED: {"avx512_bf16", "avx512f", "avx512bw", "avx512vl", "avx512dq"},
-    "avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq"},
+    "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
+    "avx512bf16": {"avx512_bf16", "avx512_vnni", *_AVX512},
+    EMULATED: {"avx512_bf16", "avx512_vnni", *_AVX512},
+    "avx512vnni": {"avx512_vnni", *_AVX512},
+    "avx512": _AVX512,
     "avx2": {"avx2", "fma", "f16c"},
     "plain": set(),
 }

@@ -16,9 +16,10 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
+FORMATS = ("bfloat16", "int8", "int4")  # of weights, by their number in an operation
 
 
 class Op(Structure):
@@ -38,6 +39,7 @@ class Op(Structure):
         *((name, c_float) for name in ("epsilon", "scaling", "softcap")),
         ("key", c_int32),
         ("value", c_int32),
+        ("format", c_int32),
         *((name, c_int64) for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")),
     )
 
@@ -95,6 +97,11 @@ class Kernels:
         self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
         self.pack = library.qb_pack
         self.pack.argtypes, self.pack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None
+        self.block_bytes = library.qb_block_bytes
+        self.block_bytes.argtypes, self.block_bytes.restype = (c_int32, c_int64), c_int64
+        self.quantise = library.qb_quantise
+        self.quantise.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
+        self.quantise.restype = c_int64
         self.put = library.qb_put
         self.put.argtypes, self.put.restype = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None
         self.unpack = library.qb_unpack

@@ -48,7 +48,7 @@ class Packed:
         self.inputs = weights[0].shape[1]
         if self.inputs % 2:
             raise ValueError(f"{self.inputs} inputs: must be even")
-        self.gated, self.outputs = gated, sum(len(weight) for weight in weights)
+        self.gated, self.outputs, self.format = gated, sum(len(weight) for weight in weights), 0
         self._kernels, block = kernels, self.inputs * BLOCK
         if gated or len(weights) == 1:
             parts, rows = list(weights), len(weights[0])
@@ -59,13 +59,7 @@ class Packed:
         for i, part in enumerate(parts):
             part = part.detach().to(torch.bfloat16).contiguous()
             kernels.pack(part.data_ptr(), rows, self.inputs, self.inputs, self.data.data_ptr() + 2 * i * block, block * len(parts))
-        self.bias: torch.Tensor | None = None
-        if bias is not None:
-            self.bias = bias.detach().float().contiguous()
-            if gated:  # by block, as the weights are
-                both = torch.zeros(2, self.blocks * BLOCK // 2)
-                both[:, :rows] = self.bias.view(2, rows)
-                self.bias = both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
+        self.bias = None if bias is None else gated_bias(bias, rows, self.blocks) if gated else bias.detach().float().contiguous()
 
     @staticmethod
     def size(weights: Sequence[torch.Tensor], gated: bool = False) -> int:
@@ -78,6 +72,13 @@ class Packed:
         weight = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
         self._kernels.unpack(self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr())
         return weight
+
+
+def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
+    """By block, as gated weights are."""
+    both = torch.zeros(2, blocks * BLOCK // 2)
+    both[:, :rows] = bias.detach().float().view(2, rows)
+    return both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
 
 class Rows:

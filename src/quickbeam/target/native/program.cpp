@@ -11,6 +11,7 @@
 
 #include "attention.h"
 #include "noise.h"
+#include "quantised.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -40,6 +41,7 @@ struct Op {
   const float* sinks;
   float epsilon, scaling, softcap;
   int32_t key, value;                       // buffers of SPLIT
+  int32_t format;                           // of LINEAR's weight
   int64_t query_stride, key_stride, key_head, value_stride, value_head;  // of SPLIT: numbers between rows and heads
 };
 
@@ -201,10 +203,11 @@ class Worker {
     const bf16* x = at<bf16>(op.source) + op.source_offset;
     const int64_t n = rows(op);
     if (op.epilogue == BEST) start_best(n);
-    panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, step == 2, sums_,
-           [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
-             for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
-           });
+    const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
+      for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
+    };
+    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, first, last, step == 2, sums_, done);
+    else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, step == 2, sums_, done);
     if (op.epilogue == BEST) finish_best(op, n);
   }
 
@@ -387,7 +390,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 4; }
+int64_t qb_version() { return 5; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -442,6 +445,26 @@ void qb_pack(const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t ro
           else std::memset(to + k * 32, 0, 4);
         }
       }
+}
+
+// Bytes of a block of 16 outputs in a format of quantised.h.
+int64_t qb_block_bytes(int32_t format, int64_t inputs) { return qb::block_bytes(format, inputs); }
+
+// [outputs, inputs] bfloat16 to blocks of that format, `stride` bytes apart. Gives whether all weights are finite.
+int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outputs, int64_t inputs, int64_t row_stride, uint8_t* blocks,
+                    int64_t stride) {
+  int64_t fine = 1;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) reduction(&& : fine)
+#endif
+  for (int64_t block = 0; block < (outputs + 15) / 16; ++block) {
+    uint8_t* to = blocks + block * stride;
+    std::memset(to, 0, size_t(qb::block_bytes(format, inputs)));
+    fine = fine && qb::finite(weight, row_stride, block, outputs, inputs);
+    if (format == qb::INT8) qb::quantise_whole(weight, row_stride, block, outputs, inputs, to);
+    else qb::quantise_halves(weight, row_stride, block, outputs, inputs, to);
+  }
+  return fine;
 }
 
 // Rows `token` [count] of `weight` into places `first` on of a packed weight.

@@ -12,6 +12,7 @@ import torch
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels, Op
 from quickbeam.target.native.operands import KVShape, Packed, Rows
+from quickbeam.target.native.quantised import AnyPacked
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class Program:
 
     def linear(
         self,
-        packed: Packed,
+        packed: AnyPacked,
         source: Buffer,
         target: Buffer,
         epilogue: int = library.STORE,
@@ -119,6 +120,7 @@ class Program:
             bias=packed.bias,
             inputs=packed.inputs,
             outputs=packed.outputs,
+            format=packed.format,
             epilogue=epilogue,
             source_offset=of,
             target_offset=column,

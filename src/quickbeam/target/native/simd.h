@@ -1,7 +1,7 @@
 // Sixteen float32 lanes, and pairs of bfloat16 numbers, on each instruction set. All kernels are written in these; one set is chosen when
 // this folder is compiled. Nothing here reorders a sum: `add` and `fma` act lane by lane, `sum` adds the lanes in one fixed tree.
 //
-//   QB_AMX, QB_AVX512BF16, QB_AVX512, QB_AVX2: what the compiler may use; none of them: plain C++.
+//   QB_AMX, QB_AVX512BF16, QB_AVX512, QB_AVX2: what the compiler may use; none of them: plain C++. QB_VNNI beside: products of bytes.
 #pragma once
 #include <cmath>
 #include <cstdint>

@@ -1,0 +1,224 @@
+"""Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer arithmetic, bit for bit.
+
+pytest tests/test_weights.py
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kernels import best_set, every_set, load, number, plain_rows
+from quickbeam.errors import InvalidInput
+from quickbeam.target import quantised
+from quickbeam.target.native import library, reference
+from quickbeam.target.native.library import Kernels
+from quickbeam.target.native.program import Program
+from quickbeam.target.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
+from quickbeam.target.quantised import Quantised, QuantisedLinear, quantise, quantise_rows
+
+WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
+SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
+kinds = pytest.mark.parametrize("name", [INT8, INT4])
+Product = Callable[[torch.Tensor], torch.Tensor]
+
+
+def kernels_product(kernels: Kernels, packed: QuantisedPacked, epilogue: int = library.STORE) -> Product:
+    """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
+    program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
+    program.linear(packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros(len(x), outputs)
+        program.run(plain_rows(len(x)), {"x": x.contiguous(), "y": y})
+        return y
+
+    return product
+
+
+def uneven(outputs: int, inputs: int) -> torch.Tensor:
+    """Weights of many sizes, with a row of zeros and one huge number."""
+    weight = number(outputs, inputs, seed=1) * 2.0 ** torch.randint(-9, 3, (outputs, 1), generator=torch.Generator().manual_seed(2))
+    if outputs > 4:
+        weight[3] = 0
+        weight[4, inputs // 2] = 1e4
+    return weight
+
+
+def rows(n: int, inputs: int) -> torch.Tensor:
+    """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal ones."""
+    x = number(n, inputs, seed=3)
+    for row, change in enumerate((0.0, 1e30, 1e-35)):
+        if n > row + 1:
+            x[row + 1] *= change
+    x[-1, 0] = 3e4
+    if n > 8:
+        x[5], x[6] = 1.0, x[6].abs()
+    return x
+
+
+@every_set
+@kinds
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_weights_and_products_are_those_of_the_reference(isa: str, name: str, inputs: int, outputs: int) -> None:
+    kernels, weight = load(isa), uneven(outputs, inputs)
+    packed, wanted = QuantisedPacked(kernels, [weight], name=name), quantise(weight, name)
+    values, scales, lows = packed.parts()
+    assert torch.equal(values[:outputs], wanted.values) and torch.equal(scales[:outputs], wanted.scales)
+    assert lows is None if wanted.lows is None else torch.equal(lows[:outputs], wanted.lows)
+    assert torch.equal(packed.rows(), wanted.dense[:, :inputs].bfloat16())
+    product = kernels_product(kernels, packed)
+    for n in WIDTHS:
+        assert torch.equal(product(rows(n, inputs)), quantised.product(rows(n, inputs), wanted)), n
+
+
+@every_set
+@kinds
+@pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
+def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: int) -> None:
+    weights = [uneven(217, 96)] + [number(217, 96, seed=4)] * (epilogue == library.GATED)
+    bias = number(217 * len(weights), like=torch.float32, seed=5)
+    packed = QuantisedPacked(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
+    assert rows_that_depend_on_others(kernels_product(load(isa), packed, epilogue), 96) == 0
+    product, x, before = kernels_product(load(isa), packed, epilogue), rows(40, 96), torch.get_num_threads()
+    alone = product(x)
+    try:
+        torch.set_num_threads(3)
+        assert torch.equal(product(x), alone)
+    finally:
+        torch.set_num_threads(before)
+    x = number(9, 96, seed=6)
+    parts = [quantised.product(x, quantise(weight, name)) + part for weight, part in zip(weights, bias.view(-1, 217), strict=True)]
+    if epilogue == library.GATED:
+        torch.testing.assert_close(product(x), torch.nn.functional.silu(parts[0]) * parts[1], rtol=1e-4, atol=1e-4)
+    else:
+        assert torch.equal(product(x), parts[0])
+
+
+def rows_that_depend_on_others(product: Product, inputs: int) -> int:
+    """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits than alone."""
+    x, rng, wrong = rows(64, inputs), random.Random(0), 0
+    alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
+    for width in range(1, len(x) + 1):
+        chosen = rng.choices(range(len(x)), k=width)
+        wrong += int((product(x[chosen]) != alone[chosen]).any(1).sum())
+    return wrong
+
+
+def test_one_scale_for_all_rows_is_seen() -> None:
+    """The usual way, a scale a call, makes a row depend on its neighbours."""
+    weight = quantise(uneven(40, 64), INT8)
+
+    def mistaken(x: torch.Tensor) -> torch.Tensor:
+        scale = x.float().abs().max() / 127
+        return (x.float() / scale).round() @ weight.dense.T * scale
+
+    assert rows_that_depend_on_others(mistaken, 64) > 1000
+    assert rows_that_depend_on_others(lambda x: quantised.product(x, weight), 64) == 0
+
+
+@every_set
+@kinds
+def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
+    """All numbers as large as they can be, of one sign and of both."""
+    weight = torch.ones(32, 4096, dtype=torch.bfloat16)
+    weight[16:] = -1
+    weight[::2, ::32] = 0  # int4 has a span then
+    x = torch.ones(9, 4096, dtype=torch.bfloat16)
+    x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
+    packed = QuantisedPacked(load(isa), [weight], name=name)
+    assert torch.equal(kernels_product(load(isa), packed)(x), quantised.product(x, quantise(weight, name)))
+
+
+@every_set
+@kinds
+def test_what_is_not_finite_stays_in_its_row(isa: str, name: str) -> None:
+    x, weight = number(9, 96), uneven(40, 96)
+    product = kernels_product(load(isa), QuantisedPacked(load(isa), [weight], name=name))
+    whole = product(x)
+    bad = {0: torch.nan, 4: torch.inf, 8: -torch.inf}
+    for row, value in bad.items():
+        x[row, 11 * row] = value
+    fine = [row for row in range(9) if row not in bad]
+    assert torch.equal(product(x)[fine], whole[fine]) and bool(product(x)[list(bad)].isnan().all())
+    assert bool(quantised.product(x, quantise(weight, name))[list(bad)].isnan().all())
+
+
+@best_set
+@kinds
+def test_the_best_is_found_among_quantised_logits(isa: str, name: str) -> None:
+    kernels, weight, x = load(isa), number(300, 64, seed=1), number(20, 64)
+    x[7, 3] = torch.nan
+    program, packed = Program(kernels), QuantisedPacked(kernels, [weight], name=name)
+    named = [program.given(*it) for it in (("x", 64), ("y", 300, True), ("best", 1))]
+    program.linear(packed, *named[:2], library.BEST, best=named[2])
+    y, best = torch.empty(20, 300), torch.empty(20, dtype=torch.int64)
+    program.run(plain_rows(20), {"x": x, "y": y, "best": best})
+    assert torch.equal(best, reference.best(y)) and best[7] == -1
+
+
+@kinds
+def test_weights_come_near_what_they_stand_for(name: str) -> None:
+    weight = number(64, 320, seed=1)
+    found = quantise(weight, name).dense[:, :320]
+    error = ((found - weight.float()).norm() / weight.float().norm()).item()
+    assert error < (0.01 if name == INT8 else 0.09)
+    x = number(16, 320)
+    exact = x.double() @ weight.double().T
+    error = ((quantised.product(x, quantise(weight, name)).double() - exact).norm() / exact.norm()).item()
+    assert error < (0.015 if name == INT8 else 0.09)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_weights_of_sixteen_levels_keep_them(signed: bool) -> None:
+    """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they were, scaled and shifted."""
+    generator = torch.Generator().manual_seed(0)
+    levels = torch.randint(0, 16, (40, 6, 32), generator=generator)
+    levels[..., 0], levels[..., 1] = 0, 15
+    step = torch.rand(40, 6, 1, generator=generator) * 0.01 + 0.001
+    low = -step * (8 if signed else 15 * torch.rand(40, 6, 1, generator=generator))
+    found = quantise((levels * step.half().float() + low.half().float()).flatten(1).bfloat16(), INT4)
+    assert torch.equal(found.values.long(), levels)
+    torch.testing.assert_close(found.scales.float(), step[..., 0], rtol=4e-3, atol=0)
+
+
+def test_rows_are_rounded_to_even_and_keep_their_largest() -> None:
+    x = torch.zeros(2, 64)
+    x[0, :4], x[1, 32:35] = torch.tensor([127.0, 0.5, 1.5, -2.5]), torch.tensor([-254.0, 1.0, 3.0])
+    values, scales = quantise_rows(x.bfloat16())
+    assert values[0, 0, :4].tolist() == [127, 0, 2, -2] and values[1, 1, :3].tolist() == [-127, 0, 2]
+    assert scales.tolist() == [[1.0, 0.0], [0.0, 2.0]]
+
+
+@best_set
+@kinds
+def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
+    for value in (torch.nan, torch.inf, -torch.inf):
+        weight = number(40, 64)
+        weight[39, 63] = value
+        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
+            quantise(weight, name)
+        with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
+            QuantisedPacked(load(isa), [weight], name=name)
+
+
+@best_set
+@kinds
+def test_a_layer_of_pytorch_is_the_kernels(isa: str, name: str) -> None:
+    weight, bias, x = uneven(40, 96), number(40, seed=6), rows(5, 96)
+    packed = QuantisedPacked(load(isa), [weight], bias, name=name)
+    layer = QuantisedLinear(weight, bias, name)
+    assert torch.equal(layer(x[None]), kernels_product(load(isa), packed)(x)[None].bfloat16())
+
+
+@best_set
+def test_sizes_are_those_of_what_is_packed(isa: str) -> None:
+    weights = [number(40, 96), number(40, 96)]
+    for name in (BFLOAT16, INT8, INT4):
+        for gated in (False, True):
+            packer = Packer(load(isa), name)
+            assert packer.pack(weights, None, gated).data.numel() == packer.size(weights, gated)
+    assert Quantised(torch.ones(1, 1, 32, dtype=torch.int8), torch.full((1,), 2.0)).dense.tolist() == [[2.0] * 32]
