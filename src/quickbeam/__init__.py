@@ -28,6 +28,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "transformers":  # of ours: `model.generate(…, custom_generate=quickbeam.transformers.generate)`
+        return import_module("quickbeam.transformers")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)

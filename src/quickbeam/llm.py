@@ -53,9 +53,8 @@ class LLM:
     where this machine's kernels allow it). `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto`
     for the checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU): the linear layers' weights in fewer bits, made at the
     first load and kept in the cache folder; what is promised of answers then holds for the quantised model. `revision`, `device_map`
-    (all on one device) and `trust_remote_code`: as in
-    transformers. `progress(stage, fraction)` hears of fetching an
-    embedded model, and of compiling the native kernels where that was not done before.
+    (all on one device) and `trust_remote_code`: as in transformers. `progress(stage, fraction)` hears of fetching an embedded model, and of
+    compiling the native kernels where that was not done before.
 
     Any number of answers may be under way at once, from any threads; they share each pass, and none of them depends on the others.
     `max_running`: so many side by side, the others wait their turn. `kv_memory`: bytes for keys and values, or as in `"2GB"`; None: half of
@@ -109,24 +108,28 @@ class LLM:
         if progress:
             progress(f"loading {self.name}", None)
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
-        loaded, self.tokenizer = load_model(
+        loaded, tokenizer = load_model(
             self.folder, torch_dtype, place, trust_remote_code=trust_remote_code, revision=revision, device_map=device_map
         )
-        self.eos_ids = eos_ids(loaded, self.tokenizer)
         kept = None
         if weights != BFLOAT16:
             kept = WeightFile.of(self.folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
-        self.model = Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept)
-        self._grammars = Compiler(self.tokenizer, self.model.vocab_size, self.eos_ids)
-        self.engine = Engine(self.model, most=max_running, share=share_prefixes)
+        engine = Engine(Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept), most=max_running, share=share_prefixes)
+        self._progress, self._trusted = progress, trust_remote_code
+        self._take(engine, tokenizer, eos_ids(loaded, tokenizer), drafter, fast)
+        self.prepare(method)
+
+    def _take(self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool) -> None:
+        """Answer with a model that is loaded."""
+        self.engine, self.model, self.tokenizer, self.eos_ids = engine, engine.model, tokenizer, ends
+        self._grammars = Compiler(tokenizer, self.model.vocab_size, ends)
         self._policies: dict[Setting, TreePolicy] = {}  # what was learned in earlier answers holds in the next
         self._shortlists: Shortlists | None = None
-        self._drafter_name, self._fast, self._progress, self._trusted = drafter, fast, progress, trust_remote_code
+        self._drafter_name, self._fast = drafter, fast
         self._drafter: Drafter | None = None
         self._routed = False  # it comes with a router
         self._prepared = set[tuple[str, str | None, int | None]]()  # what `prepare` was asked for
         self._bound_memory()
-        self.prepare(method)
 
     def _bound_memory(self) -> None:
         """Say how many pages of keys and values there may be."""

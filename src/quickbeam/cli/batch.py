@@ -6,6 +6,7 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,6 +40,7 @@ def batch(
     shortlist: options.Shortlist = None,
     exact: options.Exact = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -61,6 +63,7 @@ def batch(
         "model": model,
         "method": method,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
         "budget": options.nodes(budget),
         "exact": exact,
@@ -110,5 +113,4 @@ def on_ray(count: int, threads: int, name: str | None, wanted: dict[str, Any]) -
         from quickbeam.batch.ray import replicas
     except ImportError as error:
         raise InvalidInput(f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'") from error
-    place = wanted["device"].value if wanted["device"] else None
-    return replicas(count, name, {**wanted, "dtype": wanted["dtype"].value, "device": place}, threads)
+    return replicas(count, name, {key: value.value if isinstance(value, Enum) else value for key, value in wanted.items()}, threads)

@@ -33,6 +33,7 @@ def serve(
     shortlist: options.Shortlist = None,
     exact: options.Exact = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
+    weights: options.Weights = options.WeightsKind.bfloat16,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -123,6 +124,7 @@ def serve(
         "model": model,
         "method": method,
         "dtype": dtype,
+        "weights": weights,
         "device": device,
         "budget": nodes,
         "exact": exact,
@@ -149,7 +151,11 @@ def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
         raise InvalidInput(f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'") from error
     place = wanted["device"].value if wanted["device"] else None
     address = f"http://{settings.host}:{settings.port}"
-    run(settings, wanted | {"dtype": wanted["dtype"].value, "device": place}, lambda: say(f"{settings.served_name} at {address}, on Ray"))
+    run(
+        settings,
+        wanted | {"dtype": wanted["dtype"].value, "weights": wanted["weights"].value, "device": place},
+        lambda: say(f"{settings.served_name} at {address}, on Ray"),
+    )
 
 
 def keys_of(text: str) -> list[str]:

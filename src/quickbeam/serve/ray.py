@@ -38,6 +38,7 @@ class Arguments(BaseModel):
     model: str | None = None
     method: str = "auto"
     dtype: str = "bfloat16"
+    weights: str = "bfloat16"
     device: str | None = None
     budget: int | None = None
     drafter: str | None = None

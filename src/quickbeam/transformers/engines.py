@@ -34,14 +34,9 @@ class Loaded(LLM):
             library.prepare(lambda stage: None)
         self.folder = self.name = model.name_or_path or type(model).__name__
         self.method, self.budget, self.vocab, self.shortlist = "auto", None, None, None
-        self.tokenizer, self.eos_ids = tokenizer, set()  # the call says what ends an answer
-        self.model = Model(model, fast=options.fast, exact=options.exact)
-        self.engine = Engine(self.model)
-        self._policies, self._shortlists, self._drafter, self._routed = {}, None, None, False
-        self._prepared = set()
-        self._drafter_name, self._fast, self._progress, self._trusted = options.drafter, options.fast, None, False
-        self._kv_memory = None
-        self._bound_memory()
+        self._progress, self._trusted, self._kv_memory = None, False, None
+        engine = Engine(Model(model, fast=options.fast, exact=options.exact))
+        self._take(engine, tokenizer, set(), options.drafter, options.fast)  # the call says what ends an answer
 
 
 class Wordless:
