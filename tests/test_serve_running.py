@@ -201,6 +201,7 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
 
                     task = asyncio.create_task(ask())
                     await until(brake.waits.is_set)
+                    await until(lambda: len(one.runner._aio._followed) == 2)  # the second answer was begun, too
                     if steps:
                         brake.release(steps)
                         await until(lambda: llm.engine.scheduler.active and llm.engine.scheduler.active[0].started)
