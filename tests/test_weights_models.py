@@ -173,10 +173,13 @@ def test_a_full_disk_is_a_warning(toy_folder: str, cache: Path, monkeypatch: pyt
     assert list((cache / "weights").iterdir()) == []
 
 
-def test_weights_of_an_unknown_place_are_not_kept() -> None:
-    file = WeightFile.of("somebody/model", None, INT8, None)
-    file.write(torch.zeros(3, dtype=torch.uint8))
-    assert file.path is None and file.read(3) is None
+def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for place in ("somebody/model", str(tmp_path)):
+        file = WeightFile.of(place, None, INT8, None)
+        file.write(torch.zeros(3, dtype=torch.uint8))
+        assert file.path is None and file.read(3) is None
+    assert WeightFile.of("somebody/model", "c0ffee", INT8, None).path != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
 
 
 # --- what is refused ---

@@ -32,9 +32,9 @@ class WeightFile:
     @classmethod
     def of(cls, folder: str, commit: str | None, weights: str, progress: Callable[[str, float | None], None] | None) -> WeightFile:
         """That of a checkpoint: a folder, known by its files' sizes and times, or a Hugging Face id at a commit. Another checkpoint, or
-        another version of the layout, has another file."""
+        another version of the layout, has another file. None is kept of an adapter, whose model may change elsewhere."""
         place = Path(folder)
-        if not place.is_dir() and commit is None:
+        if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
         found = hashlib.sha256("\n".join([folder, str(commit), weights, *_state(place), *_layout()]).encode())
         name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name)
