@@ -142,9 +142,12 @@ def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path
     assert torch.equal(a, b) and f"quantising to {name}" in first and f"quantising to {name}" not in second
     (file,) = (cache / "weights").iterdir()
     assert name in file.name
+    older = file.with_name(f"{file.stem.rpartition('-')[0]}-older.safetensors")
+    older.touch()
     file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
     third = list[str]()
     assert torch.equal(logits(toy_folder, name, third), a) and f"quantising to {name}" in third
+    assert file.is_file() and not older.exists()  # of an earlier layout
 
 
 @needs_kernels
