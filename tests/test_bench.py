@@ -108,7 +108,8 @@ class FakeTarget:
 class FakeLLM:
     made: ClassVar[list[tuple]] = []
 
-    def __init__(self, model, method, *, dtype, device, exact, fast, drafter=None, progress=None):
+    def __init__(self, model, method, *, dtype, device, exact, fast, drafter=None, progress=None, weights="bfloat16"):
+        self.weights = weights
         self.made.append((model, method, dtype, device, exact, fast))
         self.drafter, self.prepared = drafter, []
         self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
@@ -135,7 +136,8 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
     monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "made", [])
     items = parse_methods("ar,pld:8,ar+exact,logitspec:4+exact,pld+plain")
-    runners, name = load_runners(items, "some/model", "float32", "cpu", "some/drafter")
+    runners, name = load_runners(items, "some/model", "float32", "cpu", "some/drafter", weights="int8")
+    assert {runner.llm.weights for runner in runners.values()} == {"int8"}
     assert name == "some/model" and list(runners) == [item.name for item in items]
     assert FakeLLM.made == [("some/model", method, "float32", "cpu", *key) for method, *key in
                             (("ar", None, True), ("ar", True, True), ("pld", None, False))]  # fmt: skip

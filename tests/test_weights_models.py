@@ -142,9 +142,12 @@ def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path
     assert torch.equal(a, b) and f"quantising to {name}" in first and f"quantising to {name}" not in second
     (file,) = (cache / "weights").iterdir()
     assert name in file.name
+    older = file.with_name(f"{file.stem.rpartition('-')[0]}-older.safetensors")
+    older.touch()
     file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
     third = list[str]()
     assert torch.equal(logits(toy_folder, name, third), a) and f"quantising to {name}" in third
+    assert file.is_file() and not older.exists()  # of an earlier layout
 
 
 @needs_kernels
@@ -173,10 +176,13 @@ def test_a_full_disk_is_a_warning(toy_folder: str, cache: Path, monkeypatch: pyt
     assert list((cache / "weights").iterdir()) == []
 
 
-def test_weights_of_an_unknown_place_are_not_kept() -> None:
-    file = WeightFile.of("somebody/model", None, INT8, None)
-    file.write(torch.zeros(3, dtype=torch.uint8))
-    assert file.path is None and file.read(3) is None
+def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    for place in ("somebody/model", str(tmp_path)):
+        file = WeightFile.of(place, None, INT8, None)
+        file.write(torch.zeros(3, dtype=torch.uint8))
+        assert file.path is None and file.read(3) is None
+    assert WeightFile.of("somebody/model", "c0ffee", INT8, None).path != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
 
 
 # --- what is refused ---

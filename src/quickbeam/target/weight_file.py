@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -32,13 +32,13 @@ class WeightFile:
     @classmethod
     def of(cls, folder: str, commit: str | None, weights: str, progress: Callable[[str, float | None], None] | None) -> WeightFile:
         """That of a checkpoint: a folder, known by its files' sizes and times, or a Hugging Face id at a commit. Another checkpoint, or
-        another version of the layout, has another file."""
+        another version of the layout, has another file. None is kept of an adapter, whose model may change elsewhere."""
         place = Path(folder)
-        if not place.is_dir() and commit is None:
+        if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
-        found = hashlib.sha256("\n".join([folder, str(commit), weights, *_state(place), *_layout()]).encode())
         name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name)
-        return cls(cache_folder() / "weights" / f"{name}-{weights}-{found.hexdigest()[:16]}.safetensors", progress)
+        checkpoint = _digest([folder, str(commit), *_state(place)])
+        return cls(cache_folder() / "weights" / f"{name}-{weights}-{checkpoint}-{_digest(_layout())}.safetensors", progress)
 
     def read(self, size: int) -> torch.Tensor | None:
         """So many bytes; None where there is no file, or none of that size."""
@@ -64,6 +64,9 @@ class WeightFile:
             with open(part, "rb+") as handle:
                 os.fsync(handle.fileno())
             os.replace(part, self.path)
+            for other in self.path.parent.glob(f"{self.path.stem.rpartition('-')[0]}-*.safetensors"):
+                if other != self.path:  # of an earlier layout
+                    other.unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "quantised weights (%.0f MB) can't be kept in %s (%s): the next load quantises again; "
@@ -74,6 +77,10 @@ class WeightFile:
             )
         finally:
             part.unlink(missing_ok=True)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
 def _state(folder: Path) -> Iterator[str]:

@@ -27,33 +27,35 @@ inline int64_t block_bytes(int32_t format, int64_t inputs) {
   return format == INT8 ? groups_of(inputs) * 512 + 64 : groups_of(inputs) * 320;
 }
 
-// Quantised rows, kept by each thread for itself.
+// Quantised rows, kept by each thread for itself: parts of a few rows that are worked on together, in each group by group, row beside row.
 struct QuantisedRows {
   static constexpr int64_t MOST = 1 << 19;  // bytes that a part of the rows may take, about: they stay in the cache meanwhile
 
-  std::vector<int8_t> values;  // [rows][groups][32]
-  std::vector<float> scales;   // [rows][groups]
-  std::vector<float> totals;   // [rows][groups]: sums of the values
-  std::vector<int32_t> shifts;  // [rows][groups]: those times -128
+  std::vector<int8_t> values;   // [parts][groups][rows][32]
+  std::vector<float> scales;    // [parts][groups][rows]
+  std::vector<float> totals;    // likewise: sums of the values
+  std::vector<int32_t> shifts;  // likewise: those times -128
   int64_t groups = 0;
 
   static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP)); }
 
-  void take(const bf16* x, int64_t stride, int64_t rows, int64_t inputs) {
+  void resize(int64_t rows, int64_t inputs) {
     groups = groups_of(inputs);
-    values.resize(size_t(rows * groups * GROUP));
-    scales.resize(size_t(rows * groups));
-    totals.resize(size_t(rows * groups));
-    shifts.resize(size_t(rows * groups));
-    for (int64_t r = 0; r < rows; ++r)
+    const size_t all = size_t(rows * groups);
+    values.resize(all * size_t(GROUP)), scales.resize(all), totals.resize(all), shifts.resize(all);
+  }
+
+  // A part: rows [first, first + count).
+  void take(const bf16* x, int64_t stride, int64_t first, int64_t count, int64_t inputs) {
+    for (int64_t r = 0; r < count; ++r)
       for (int64_t g = 0; g < groups; ++g) {
-        const bf16* from = x + r * stride + g * GROUP;
+        const bf16* from = x + (first + r) * stride + g * GROUP;
         bf16 part[GROUP] = {};
         if ((g + 1) * GROUP > inputs) {
           std::memcpy(part, from, size_t(inputs - g * GROUP) * 2);
           from = part;
         }
-        const size_t at = size_t(r * groups + g);
+        const size_t at = size_t(first * groups + g * count + r);
         const int32_t total = quantise(from, values.data() + at * size_t(GROUP), scales[at]);
         totals[at] = float(total), shifts[at] = -128 * total;
       }
@@ -96,13 +98,13 @@ struct Whole {  // INT8
   }
 
   template <int R, int B>
-  static void add(Sums (&s)[R][B], const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t stride) {
+  static void add(Sums (&s)[R][B], const int8_t* x, const uint8_t* w, int64_t stride) {
 #pragma GCC unroll 8
     for (int k = 0; k < 8; ++k) {
       Bytes v[B];
       for (int b = 0; b < B; ++b) v[b] = load_whole(w + b * stride + k * 64);
       for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b) s[r][b] = dot_whole(s[r][b], v[b], x + r * x_stride + k * 4);
+        for (int b = 0; b < B; ++b) s[r][b] = dot_whole(s[r][b], v[b], x + r * GROUP + k * 4);
     }
   }
 };
@@ -124,26 +126,26 @@ struct Halves {  // INT4
   static Lanes finished(const Lanes& y, const uint8_t*, int64_t) { return y; }
 
   template <int R, int B>
-  static void add(Sums (&s)[R][B], const int8_t* x, int64_t x_stride, const uint8_t* w, int64_t stride) {
+  static void add(Sums (&s)[R][B], const int8_t* x, const uint8_t* w, int64_t stride) {
 #pragma GCC unroll 4
     for (int k = 0; k < 4; ++k) {
       Bytes low[B], high[B];
       for (int b = 0; b < B; ++b) load_halves(w + b * stride + k * 64, low[b], high[b]);
       for (int r = 0; r < R; ++r)
         for (int b = 0; b < B; ++b) {
-          const int8_t* p = x + r * x_stride + k * 8;
+          const int8_t* p = x + r * GROUP + k * 8;
           s[r][b] = dot_half(dot_half(s[r][b], low[b], p), high[b], p + 4);
         }
     }
   }
 };
 
-// Rows x blocks of 16 outputs to y. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
+// A part of the rows from `row` on x blocks of 16 outputs to y. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
 template <class F, int R, int B>
 static void quantised_tile(const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, float* y, int64_t y_stride,
                            const uint8_t* ahead, int64_t lines) {
-  const int64_t groups = x.groups, x_stride = groups * GROUP;
-  const int8_t* values = x.values.data() + row * x_stride;
+  const int64_t groups = x.groups;
+  const int8_t* values = x.values.data() + row * groups * GROUP;
   const float *scales = x.scales.data() + row * groups, *totals = x.totals.data() + row * groups;
   const int32_t* shifts = x.shifts.data() + row * groups;
   const int64_t step = (lines + groups - 1) / groups;
@@ -153,13 +155,13 @@ static void quantised_tile(const QuantisedRows& x, int64_t row, const uint8_t* w
   for (int64_t g = 0; g < groups; ++g) {
     Sums s[R][B];
     for (int r = 0; r < R; ++r)
-      for (int b = 0; b < B; ++b) s[r][b] = F::start(shifts[r * groups + g]);
+      for (int b = 0; b < B; ++b) s[r][b] = F::start(shifts[g * R + r]);
     for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
-    F::template add<R, B>(s, values + g * GROUP, x_stride, w + g * F::GROUP_BYTES, stride);
+    F::template add<R, B>(s, values + g * R * GROUP, w + g * F::GROUP_BYTES, stride);
     for (int b = 0; b < B; ++b) {
       const typename F::Scale scale = F::scale(w + b * stride, groups, g);
       for (int r = 0; r < R; ++r) {
-        const int64_t at = r * groups + g;
+        const int64_t at = g * R + r;
         f[r][b] = add(f[r][b], F::scaled(to_lanes(s[r][b]), scale, scales[at], totals[at]));
       }
     }
@@ -216,8 +218,12 @@ static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, c
   const int64_t stride = block_bytes(F::FORMAT, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const int64_t n = std::min(most_rows, rows - begin);
-    taken.take(x + begin * x_stride, x_stride, n, inputs);
     const int64_t parts = (n + MOST_QUANTISED - 1) / MOST_QUANTISED, tallest = (n + parts - 1) / parts;
+    taken.resize(n, inputs);
+    for (int64_t part = 0; part < parts; ++part) {
+      const int64_t low = n * part / parts;
+      taken.take(x + begin * x_stride, x_stride, low, n * (part + 1) / parts - low, inputs);
+    }
     const int64_t most = even ? std::max(2, WIDEST_QUANTISED[tallest] & ~1) : WIDEST_QUANTISED[tallest];
     for (int64_t b = first; b < last; b += most) {
       const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
