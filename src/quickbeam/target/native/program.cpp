@@ -407,7 +407,8 @@ void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t thre
   static thread_local qb::Scratch scratch;
   qb::Scratch& mine = scratch;
 #ifdef _OPENMP
-  // Where other work holds a core, threads that meet after every operation wait more than they work: then the next calls go alone.
+  // Where other work holds a core, threads that meet after every operation wait more than they work: then the next calls go alone, two at
+  // first, as a moment's work is soon over, and ever more where it is not.
   static thread_local int64_t alone_for = 0, longer = 2;
   if (threads > 1 && !omp_in_parallel() && --alone_for < 0) {
     const int wished = int(std::min<int64_t>(threads, omp_get_max_threads()));
@@ -419,7 +420,7 @@ void qb_run(const qb::Op* ops, int64_t count, const qb::Call* call, int64_t thre
       meeting = std::make_unique<qb::Meeting>(omp_get_num_threads());
       qb::Worker(*call, mine, *meeting, omp_get_thread_num(), omp_get_num_threads()).run(ops, count);
     }
-    const bool busy = meeting->lost() * 3 > qb::Clock::now() - began;
+    const bool busy = meeting->lost() * 2 > qb::Clock::now() - began;
     if (busy) alone_for = longer;
     longer = busy ? std::min<int64_t>(2 * longer, 512) : 2;
     return;
