@@ -20,6 +20,7 @@ from quickbeam.engine import engine as engine_module
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
+from quickbeam.engine.scheduler import shares
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -330,3 +331,21 @@ def test_a_measured_budget_learns_from_answers(model: Model) -> None:
     assert sequence.output.token_ids == expected and max(sizes) > 16
     assert sum(map(sum, engine.budget._expect("l")._count.values())) > 0 and not engine.budget._chosen
     assert not engine.budget._expect("other")._count
+
+
+@pytest.mark.parametrize(
+    ("unread", "room", "expected"),
+    [
+        ([], 8, []),
+        ([100], 8, [8]),
+        ([3], 8, [3]),
+        ([100, 2], 8, [6, 2]),  # a short text does not wait for a long one
+        ([100, 90, 3], 8, [4, 1, 3]),
+        ([100, 90, 80], 9, [5, 0, 4]),  # whoever came first gets on whatever comes
+        ([1, 90, 5], 8, [1, 2, 5]),
+        ([100, 2], 1, [1, 0]),
+    ],
+)
+def test_texts_share_what_is_read_in_a_step(unread, room, expected):
+    counts = shares(unread, room)
+    assert counts == expected and sum(counts) == min(room, sum(unread))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import takewhile
 
@@ -158,12 +158,8 @@ class Scheduler:
         found = list[tuple[SequenceState, Part]]()
         if self.model.native:
             room = BESIDE if running else self.model.chunk
-            for one in reading:
-                if room <= 0:
-                    break
-                found.append((one, self._text(one, min(one.unread, room))))
-                room -= one.unread
-            return found
+            counts = shares([one.unread for one in reading], room)
+            return [(one, self._text(one, count)) for one, count in zip(reading, counts, strict=True) if count]
         for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts
             text = len(one.request.prompt) if one.read < len(one.request.prompt) else len(one.ids) - one.started
             chunk = self.model.chunk
@@ -184,3 +180,16 @@ class Scheduler:
         for token in tokens[1:deepest]:
             tree.add(len(tree) - 1, token, "again")
         return Draft(cache, tree)
+
+
+def shares(unread: Sequence[int], room: int) -> list[int]:
+    """How much of each text is read in a step that has room for `room` tokens. Half of it is for whoever came first, so that everyone's
+    turn comes, the rest for those that have least to read: a short text does not wait for the end of a long one."""
+    counts = [min(unread[0], room - room // 2)] if unread else []
+    room -= sum(counts)
+    counts += [0] * (len(unread) - 1)
+    for i in [*sorted(range(1, len(unread)), key=unread.__getitem__), 0][: len(unread)]:
+        more = min(unread[i] - counts[i], room)
+        counts[i] += more
+        room -= more
+    return counts
