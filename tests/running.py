@@ -9,11 +9,13 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.engine.engine import Engine
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Job, Runner
+from quickbeam.serve.server import listen
 from quickbeam.serve.settings import ServeSettings
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -88,3 +90,24 @@ def idle(runner: Runner) -> bool:
     gate, engine = runner.gate, runner.llm.engine
     counts = (gate.inside, gate.waiting, gate.waiting_tokens, len(engine.scheduler.active), len(engine.scheduler.waiting))
     return not any(counts) and not engine.busy
+
+
+@contextmanager
+def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
+    """Its address, and its event loop, in a thread of its own."""
+    listener = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
+    thread.start()
+    asyncio.run(until(lambda: server.started))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
+    finally:
+        server.should_exit = True
+        thread.join(30)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0))
+        loop.close()
+        assert not thread.is_alive()

@@ -11,10 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import threading
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import psutil
@@ -23,14 +21,11 @@ import pytest
 pytest.importorskip("fastapi")
 
 import httpx
-import uvicorn
 
 from quickbeam import LLM, SamplingParams
-from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.server import listen
 from quickbeam.serve.settings import ServeSettings
-from running import idle, until
+from running import idle, serving, until
 
 TEXTS = (
     "the cat sat on the mat and the cat",
@@ -76,27 +71,6 @@ def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> l
         body["stream"] = does == "leaves" or (does != "hurries" and chance.random() < 0.5)
         found.append(Client(path, body, does))
     return found
-
-
-@contextmanager
-def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
-    """Its address, and its event loop, in a thread of its own."""
-    listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5))
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
-    thread.start()
-    asyncio.run(until(lambda: server.started))
-    try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}", loop
-    finally:
-        server.should_exit = True
-        thread.join(30)
-        for task in asyncio.all_tasks(loop):
-            task.cancel()
-        loop.run_until_complete(asyncio.sleep(0))
-        loop.close()
-        assert not thread.is_alive()
 
 
 async def vanish(base: str, client: Client) -> None:
@@ -192,7 +166,7 @@ def under_load(folder: str | None, methods: tuple[str, ...], count: int, togethe
             asyncio.run(until(lambda: tasks(loop) <= before))
             port = int(base.rsplit(":", 1)[1])
             asyncio.run(until(lambda: not connections(port)))
-            assert runner.healthy and llm.engine.used == 0.0
+            assert runner.healthy and llm.engine.used == llm.engine.nodes == 0.0
             llm.reset()
             assert llm.model.pool.used == 0 and (llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0)
     assert set(seen) <= {200, 429, 503} and seen[200] and seen[429], seen

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import configparser
-import contextlib
 import gc
 import json
 import os
@@ -12,10 +11,7 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -215,58 +211,6 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
             assert llm.model.pool.used == 0
 
     asyncio.run(main())
-
-
-def test_under_load_every_answer_is_the_one_given_alone(toy_folder):
-    """Little memory, few places, clients that come again when they are turned away, others that leave: nothing is left behind."""
-    prompts = ["the cat sat on the mat and the cat", "one two three one two", "a b a b a b a b " * 6, "rain, rain, go away"]
-    page = LLM(toy_folder, "ar").model.pool.page_bytes
-
-    def body(i: int) -> dict[str, Any]:
-        sampled = {"temperature": 0.8, "seed": i % 5, "n": 1 + i % 3} if i % 2 else {"temperature": 0}
-        more = {"stream": i % 4 > 1, "max_tokens": 20 + i % 7 * 12, "speculation": {"method": ("pld", "logitspec", "ar")[i % 3]}}
-        return {"model": "tiny", "prompt": prompts[i % 4], "ignore_eos": True, **sampled, **more}
-
-    async def ask(client: httpx.AsyncClient, i: int) -> dict[int, str]:
-        texts: dict[int, str] = {}
-        async with client.stream("POST", "/v1/completions", json=body(i)) as response:
-            if response.status_code == 429:
-                assert int(response.headers["retry-after"]) >= 1
-                await asyncio.sleep(0.02)
-                return await ask(client, i)
-            assert response.status_code == 200
-            parts = [part async for part in lines(response)][:-1] if body(i)["stream"] else [await response.aread()]
-            for choice in (choice for part in parts for choice in json.loads(part)["choices"]):
-                texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
-        return texts
-
-    async def leave(client: httpx.AsyncClient, i: int) -> None:
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(ask(client, i), 0.01 * (i % 9))
-
-    async def main() -> dict[int, dict[int, str]]:
-        async with listening(llm, max_waiting=14) as (one, client):
-            turns = asyncio.Semaphore(24)
-
-            async def go(i: int) -> dict[int, str]:
-                async with turns:
-                    return await (leave(client, i) if i % 3 == 0 else ask(client, i)) or {}
-
-            found = await asyncio.gather(*map(go, range(90)))
-            await until(lambda: idle(one.runner))
-            assert not llm.engine._nodes and not one.runner._aio._followed
-        llm.reset()
-        assert llm.model.pool.used == 0
-        return {i: texts for i, texts in enumerate(found) if i % 3}
-
-    with LLM(toy_folder, "pld", max_running=4, kv_memory=10 * page) as llm:
-        found = asyncio.run(main())
-    with LLM(toy_folder, "ar") as plain:
-        for i, texts in found.items():
-            asked = body(i)
-            params = SamplingParams(asked["max_tokens"], asked["temperature"], seed=asked.get("seed"), n=asked.get("n", 1), ignore_eos=True)
-            alone = plain.generate([asked["prompt"]], params)
-            assert [texts[index] for index in sorted(texts)] == [answer.text for answer in alone]
 
 
 def test_health_fails_when_the_engine_is_silent(llm):
@@ -503,107 +447,3 @@ def test_the_unit_and_the_image_are_as_they_should_be():
 
 
 # ---- processes of their own
-
-
-@pytest.fixture
-def port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as one:
-        return one.getsockname()[1]
-
-
-def start(port: int, *options: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm", *options]
-    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
-
-
-def healthy(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
-def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
-    """How long it took."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds
-        time.sleep(0.1)
-    return time.monotonic() - began
-
-
-def finish(server: subprocess.Popen[str]) -> None:
-    server.kill()
-    server.wait()
-    server.stderr.close()
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("again", (False, True))
-def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, port, again):
-    server = start(port, "--drain-timeout", "120")
-    try:
-        wait(lambda: healthy(port))
-        address = f"http://127.0.0.1:{port}/v1/completions"
-        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", address, json=body, timeout=120) as response:
-            got = response.iter_lines()
-            next(got)
-            server.send_signal(signal.SIGTERM)
-            wait(lambda: httpx.post(address, json=body, timeout=30).status_code == 503)
-            if again:
-                server.send_signal(signal.SIGTERM)
-                assert server.wait(30) == 128 + signal.SIGTERM
-                return
-            chunks = [line.removeprefix("data: ") for line in got if line.startswith("data: ")]
-            assert chunks[-1] == "[DONE]" and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
-        assert server.wait(60) == 0
-        assert "try it: curl" in server.stderr.read()
-    finally:
-        finish(server)
-
-
-@pytest.mark.long
-def test_a_process_that_loads_can_be_ended(smollm2, port):
-    server = start(port)
-    try:
-        wait(lambda: not healthy(port) and _listens(port))
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 0
-    finally:
-        finish(server)
-
-
-def _listens(port: int) -> bool:
-    with closing(socket.socket()) as one:
-        return one.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.long
-def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, port):
-    """As systemd does with `Restart=always`."""
-    servers, stop = list[subprocess.Popen[str]](), threading.Event()
-
-    def supervise() -> None:
-        while not stop.is_set():
-            servers.append(start(port))
-            servers[-1].wait()
-
-    supervisor = threading.Thread(target=supervise)
-    supervisor.start()
-    try:
-        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-        texts = []
-        for life in range(2):
-            wait(lambda life=life: len(servers) > life and healthy(port))
-            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
-            texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
-            if not life:
-                servers[0].send_signal(signal.SIGKILL)
-                wait(lambda: not healthy(port), seconds=5)
-        assert texts[0] == texts[1]
-    finally:
-        stop.set()
-        for server in servers:
-            finish(server)
-        supervisor.join()

@@ -20,7 +20,7 @@ from quickbeam.cli.app import app
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from test_serve_load import serving
+from running import serving
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs/serving.md").read_text(encoding="utf-8")

@@ -62,7 +62,6 @@ class Metrics:
         self.answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
         self.most_tokens = self._histogram("vllm:request_params_max_tokens", "What max_tokens was.", TOKENS)
         self.nodes = self._histogram("quickbeam:nodes_per_step", "Nodes of a draft tree, the root included.", NODES)
-        self.set_back = self._counter("quickbeam:set_back", "Answers that were set back for lack of memory.")
         self._refused = self._family(
             Counter, "quickbeam:refused_requests", "Requests turned away: busy (429), unavailable (503).", "reason"
         )
@@ -151,7 +150,6 @@ class RequestMetrics:
         metrics.answer_length.observe(statistics.new_tokens)
         metrics.most_tokens.observe(self._params.max_tokens)
         metrics.preemptions.inc(statistics.set_back)
-        metrics.set_back.inc(statistics.set_back)
         for source, count in statistics.sources.items():
             drafted, accepted = metrics.by_source(source)
             drafted.inc(count.drafted)

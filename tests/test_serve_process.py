@@ -1,0 +1,120 @@
+"""`quickbeam serve` as a process of its own: signals, and what a supervisor does. `pytest tests/test_serve_process.py`"""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+
+import httpx
+import pytest
+
+
+@pytest.fixture
+def port() -> int:
+    with closing(socket.create_server(("127.0.0.1", 0))) as one:
+        return one.getsockname()[1]
+
+
+def start(port: int, *options: str) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm", *options]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
+
+
+def healthy(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def wait(condition: Callable[[], bool], seconds: float = 300) -> float:
+    """How long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < seconds
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def finish(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    server.wait()
+    server.stderr.close()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("again", (False, True))
+def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, port, again):
+    server = start(port, "--drain-timeout", "120")
+    try:
+        wait(lambda: healthy(port))
+        address = f"http://127.0.0.1:{port}/v1/completions"
+        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", address, json=body, timeout=120) as response:
+            got = response.iter_lines()
+            next(got)
+            server.send_signal(signal.SIGTERM)
+            wait(lambda: httpx.post(address, json=body, timeout=30).status_code == 503)
+            if again:
+                server.send_signal(signal.SIGTERM)
+                assert server.wait(30) == 128 + signal.SIGTERM
+                return
+            chunks = [line.removeprefix("data: ") for line in got if line.startswith("data: ")]
+            assert chunks[-1] == "[DONE]" and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+        assert server.wait(60) == 0
+        assert "try it: curl" in server.stderr.read()
+    finally:
+        finish(server)
+
+
+@pytest.mark.long
+def test_a_process_that_loads_can_be_ended(smollm2, port):
+    server = start(port)
+    try:
+        wait(lambda: not healthy(port) and _listens(port))
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 0
+    finally:
+        finish(server)
+
+
+def _listens(port: int) -> bool:
+    with closing(socket.socket()) as one:
+        return one.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.long
+def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, port):
+    """As systemd does with `Restart=always`."""
+    servers, stop = list[subprocess.Popen[str]](), threading.Event()
+
+    def supervise() -> None:
+        while not stop.is_set():
+            servers.append(start(port))
+            servers[-1].wait()
+
+    supervisor = threading.Thread(target=supervise)
+    supervisor.start()
+    try:
+        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        texts = []
+        for life in range(2):
+            wait(lambda life=life: len(servers) > life and healthy(port))
+            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
+            texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
+            if not life:
+                servers[0].send_signal(signal.SIGKILL)
+                wait(lambda: not healthy(port), seconds=5)
+        assert texts[0] == texts[1]
+    finally:
+        stop.set()
+        for server in servers:
+            finish(server)
+        supervisor.join()
