@@ -9,7 +9,8 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.model import Model
 from quickbeam.trees.base import TreePolicy

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from quickbeam.engine.result import Completion, Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 CALLS: list[tuple[str, object, SamplingParams]] = []

@@ -7,7 +7,7 @@ import torch
 from quickbeam.bench.base import Answer, Runner
 from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Results, begin, run
-from quickbeam.sampling import COUPLED, SamplingParams
+from quickbeam.params import COUPLED, SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 

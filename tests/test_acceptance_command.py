@@ -20,8 +20,8 @@ from quickbeam.cli.app import app
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams
 
 # Through a model
 

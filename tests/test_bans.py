@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import Sampler, SamplingParams, bad_word_ids, draw, most_probable
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler, bad_word_ids, draw, most_probable
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
 

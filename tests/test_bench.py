@@ -23,8 +23,8 @@ from quickbeam.bench.summary import by_category, summaries
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams
 
 # Methods
 

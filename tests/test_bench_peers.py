@@ -15,7 +15,7 @@ from quickbeam.bench.questions import Question
 from quickbeam.bench.summary import summaries
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 
 @pytest.fixture(scope="module")

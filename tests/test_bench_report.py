@@ -16,7 +16,7 @@ from quickbeam.bench.run import Results
 from quickbeam.bench.summary import summaries
 from quickbeam.cli import bench as command
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 
 def rendered(results: Results) -> str:

@@ -19,7 +19,8 @@ from quickbeam.draft.base import Context, Laws
 from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import QuickbeamError
 from quickbeam.noise import Noise
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.hybrid import Hybrid

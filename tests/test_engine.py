@@ -24,8 +24,8 @@ from quickbeam.engine.scheduler import shares
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams
 from quickbeam.target.batch import Batch, Draft, Passed
 from quickbeam.target.model import Model
 from quickbeam.trees import make_policy

@@ -28,7 +28,7 @@ from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.eagle_state import EagleState
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.model import Model
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.base import NoDraft

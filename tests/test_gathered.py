@@ -14,7 +14,7 @@ from answers import answer, request
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
 from quickbeam.draft.ngram import Ngram
 from quickbeam.engine.engine import Engine
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Chain, Draft
 from quickbeam.target.gathered import RowPool
 from quickbeam.target.model import Model

@@ -21,7 +21,8 @@ from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
 from quickbeam.noise import Noise
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.target.batch import Passed
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED

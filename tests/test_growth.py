@@ -21,8 +21,8 @@ from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, 
 from models import VOCAB, tiny
 from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.errors import InvalidInput
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED, best_first, make_policy, wide

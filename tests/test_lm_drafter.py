@@ -20,8 +20,9 @@ from quickbeam.draft.base import Context, DraftRequest
 from quickbeam.draft.draft_model import GAP, LMDrafter, LMState, check_vocabulary
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams, draw
+from quickbeam.sampling import draw
 from quickbeam.target.batch import Batch, Draft, Passed
 from quickbeam.target.kv_store import KVStore
 from quickbeam.target.model import Model

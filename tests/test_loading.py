@@ -20,7 +20,7 @@ from models import tiny
 from quickbeam.draft import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target import loading
 from quickbeam.target.bit_exact import examine
 from quickbeam.target.eager_llama import LeanModel

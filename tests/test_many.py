@@ -31,7 +31,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Draft
 from quickbeam.target.model import Model
 from quickbeam.target.pages import PagedStore

@@ -20,7 +20,8 @@ from transformers import (
 )
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import Sampler, SamplingParams, TokenCounts, draw, logprobs, most_probable, nucleus
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
 
 V = 12
 distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=True).map(lambda row: torch.tensor(row) / 8)

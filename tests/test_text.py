@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from quickbeam.engine.output import Detokenizer, Output
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, and the dog sleeps on.",

@@ -34,7 +34,8 @@ from answers import answer
 from cases import few
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.target.model import Model
 from quickbeam.transformers import engines, generate, generator
 from quickbeam.transformers.params import params_of

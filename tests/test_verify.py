@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cases import few
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
 from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree, reference_verify, sample_sequences

@@ -23,8 +23,8 @@ from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.draft.vocabulary import make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
+from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS
-from quickbeam.sampling import SamplingParams
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.overlap import WAYS, Overlap

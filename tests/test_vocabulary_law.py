@@ -21,7 +21,7 @@ from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
 from quickbeam.draft.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.model import Model
 from quickbeam.trees import DRAFTED
 from test_vocabulary import artefact

@@ -20,7 +20,7 @@ from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target import weight_file
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model

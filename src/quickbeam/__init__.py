@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
     from quickbeam.grammar.spec import Grammar
     from quickbeam.llm import LLM
-    from quickbeam.sampling import SamplingParams
+    from quickbeam.params import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
@@ -21,7 +21,7 @@ __all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "InvalidInput", "Quickbea
 _HOME = {
     "LLM": "quickbeam.llm",
     "AsyncLLM": "quickbeam.aio",
-    "SamplingParams": "quickbeam.sampling",
+    "SamplingParams": "quickbeam.params",
     "Completion": "quickbeam.engine.result",
     "Grammar": "quickbeam.grammar.spec",
 }

@@ -20,7 +20,7 @@ from quickbeam.engine.stream import Delta, Stream
 from quickbeam.engine.trace import StepRecord, Trace
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM, Message, Observer, Prompt
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 BEAT = 1.0  # seconds between two beats of an idle engine's heart
 NOTHING = Delta("", [], [], [])

@@ -22,8 +22,9 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.options import Options, Setting, check_options, warmth
+from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.presets import PRESETS, ROUTED, check_vocab, preset, stand_in
-from quickbeam.sampling import COUPLED, Sampler, SamplingParams, bad_word_ids
+from quickbeam.sampling import Sampler, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
 from quickbeam.target.memory import free_memory, parse_bytes

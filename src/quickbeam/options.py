@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple, TypedDict
 
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import COUPLED, SamplingParams
+from quickbeam.params import COUPLED, SamplingParams
 
 
 class Options(TypedDict, total=False):

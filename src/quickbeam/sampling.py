@@ -1,124 +1,20 @@
-"""What the caller asks of the output, and the law it makes of raw logits. Knows nothing of trees: a node is its logits and its path."""
+"""From raw logits to the law of the next token, as a request asks. Knows nothing of trees: a node is its logits and its path."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from numbers import Integral, Real
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.grammar.spec import Grammar
 from quickbeam.noise import CHUNK, LIKELY, Noise
+from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from quickbeam.grammar.masks import Masks
-
-COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How tokens are chosen and where the answer ends. Raises `InvalidInput` for values that can't be used.
-
-    Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
-    CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
-    occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes
-    the most probable token.
-    `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
-    `skip_special_tokens`: the text does not show them.
-    `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
-    `seed`: the same request with the same seed has the same answer; None draws one, which the completion tells. `n`: independent answers
-    of one prompt. `coupling`: where chance comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft
-    changes the answer; `residual`: draws that belong to the draft (the papers' rule), so that it depends on the method, too.
-    `min_tokens`: the first so many tokens do not end the answer. Ids that would are banned there, and stop strings that are complete by
-    then are left alone.
-    `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
-    `include_stop_str_in_output` cuts the text after the stop string, and not before it.
-    `grammar`: a language that the answer is of, unless `max_tokens` or a stop cuts it; end-of-sequence ids are allowed where it may end.
-    A place where these parameters leave no token ends the answer with an error.
-    """
-
-    max_tokens: int = 256
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    seed: int | None = None
-    n: int = 1
-    min_tokens: int = 0
-    bad_words: Sequence[str] = ()
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
-    coupling: str = COUPLED
-    grammar: Grammar | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("stop", "bad_words"):
-            if isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, (getattr(self, name),))
-        checks = {
-            "max_tokens": (_integer(self.max_tokens, 1), "an integer of at least 1"),
-            "temperature": (_finite(self.temperature) and self.temperature >= 0, "finite, at least 0 (0: the most probable token)"),
-            "top_k": (_integer(self.top_k, 0), "an integer of at least 0 (0: off)"),
-            "top_p": (_finite(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1: off)"),
-            "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1 (0: off)"),
-            "repetition_penalty": (_finite(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number above 0 (1: off)"),
-            "presence_penalty": (_finite(self.presence_penalty), "a finite number (0: off)"),
-            "frequency_penalty": (_finite(self.frequency_penalty), "a finite number (0: off)"),
-            "logit_bias": (_biases(self.logit_bias), "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"),
-            "stop": (_sequence(self.stop) and all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            "stop_token_ids": (_sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids), "token ids"),
-            "logprobs": (self.logprobs is None or _integer(self.logprobs, 0, 100), "an integer between 0 and 100, or None"),
-            "seed": (self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1), "an integer of at most 64 bits, or None"),
-            "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
-            "n": (_integer(self.n, 1, 128), "an integer between 1 and 128"),
-            "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
-            "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
-            "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
-            "grammar": (self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, as Grammar.json_schema(…) makes one"),
-            "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
-        }
-        for name, (good, accepted) in checks.items():
-            if not good:
-                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be {accepted}")
-
-    @property
-    def greedy(self) -> bool:
-        """Whether the most probable token is taken, with nothing left to chance."""
-        return self.temperature == 0
-
-    @property
-    def filters(self) -> bool:
-        """Whether unlikely tokens are ruled out."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-    @property
-    def penalises(self) -> bool:
-        """Whether tokens seen before change a node's logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
-
-    @property
-    def bans(self) -> bool:
-        """Whether tokens are banned at some places of the output."""
-        return self.min_tokens > 0 or bool(self.bad_words)
-
-    @property
-    def adjusts_logits(self) -> bool:
-        """Whether logits are changed before temperature: with `greedy` and without this, the model's own argmax decides."""
-        return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
 class TokenCounts:
@@ -385,27 +281,3 @@ def _require_finite(finite: bool) -> None:
         raise QuickbeamError(
             "the model returned NaN or infinite logits: try another dtype (--dtype float32), and check that its weights are whole"
         )
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _integer(value: object, low: int, high: float = math.inf) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
-
-
-def _at_most(value: object, other: object) -> bool:
-    """Whether `value` is an integer from 0 to `other`. What is wrong with `other` is not told here."""
-    return _integer(value, 0) and (not isinstance(other, Integral) or _integer(value, 0, int(other)))
-
-
-def _sequence(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, str | bytes)
-
-
-def _biases(bias: object) -> bool:
-    return isinstance(bias, Mapping) and all(
-        _integer(token, 0) and isinstance(value, Real) and (value == -math.inf or abs(float(value)) <= 1e30)
-        for token, value in bias.items()
-    )

@@ -21,7 +21,7 @@ from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Skipped
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from quickbeam.draft.base import Context, DraftRequest
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
 from quickbeam.engine.trace import StepRecord
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.drafted import DraftedPolicy

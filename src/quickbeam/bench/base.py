@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:  # `quickbeam --help` reads this file: torch takes seconds
     import torch

@@ -11,7 +11,7 @@ import torch
 
 from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest, Laws
 from quickbeam.noise import PLAIN, Noise
-from quickbeam.sampling import COUPLED
+from quickbeam.params import COUPLED
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.native.library import kernels
 from quickbeam.target.native.noise import NativeLoops

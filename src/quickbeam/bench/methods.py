@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
+from quickbeam.params import COUPLED, RESIDUAL, SamplingParams
 from quickbeam.presets import PRESETS, VOCABS, check_vocab
-from quickbeam.sampling import COUPLED, RESIDUAL, SamplingParams
 
 if TYPE_CHECKING:
     import torch

@@ -11,7 +11,7 @@ from transformers import GenerationConfig
 
 from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
 
 PROMPT_LOOKUP_TOKENS = 10  # the value transformers' documentation uses

@@ -20,7 +20,7 @@ from rich.text import Text
 from quickbeam.bench.run import Results, Trial
 from quickbeam.bench.summary import Summary, by_category, summaries
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import COUPLED
+from quickbeam.params import COUPLED
 
 PLOT_FORMATS = (".png", ".svg", ".pdf")
 

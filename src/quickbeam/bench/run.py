@@ -12,7 +12,8 @@ from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.bench.questions import Question
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
-from quickbeam.sampling import RESIDUAL, Sampler, SamplingParams
+from quickbeam.params import RESIDUAL, SamplingParams
+from quickbeam.sampling import Sampler
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import Grammar
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
 FREE, BOUND = "free text", "JSON schema"

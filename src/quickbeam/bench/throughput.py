@@ -14,7 +14,7 @@ from quickbeam.bench.questions import Question
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import COUPLED, SamplingParams
+from quickbeam.params import COUPLED, SamplingParams
 
 Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
 Other = Callable[[Sequence["Asked"], int], "Cell"]  # answers all, so many at a time

@@ -32,7 +32,8 @@ from quickbeam.bench.run import Skipped
 from quickbeam.draft.base import Context, Drafter, DrafterState
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
-from quickbeam.sampling import COUPLED, COUPLINGS, RESIDUAL, Sampler, SamplingParams
+from quickbeam.params import COUPLED, COUPLINGS, RESIDUAL, SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED, make_policy
 from quickbeam.trees.base import Grown, TreePolicy, grown

@@ -11,7 +11,7 @@ import torch
 
 from quickbeam.bench.passes import Figures, Pass, comb_pass
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Draft
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree

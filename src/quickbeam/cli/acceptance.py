@@ -18,8 +18,8 @@ from quickbeam.cli import options
 from quickbeam.cli.bench import INTERRUPTED
 from quickbeam.cli.common import load, progress_bar, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS, preset
-from quickbeam.sampling import SamplingParams
 
 
 def acceptance(

@@ -22,8 +22,8 @@ from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, stderr, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.hub import DEFAULT
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.sampling import SamplingParams
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 

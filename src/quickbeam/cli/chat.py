@@ -10,7 +10,7 @@ from functools import partial
 from quickbeam.cli import options
 from quickbeam.cli.common import follow, load, statistics_line
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C stops an answer and keeps it."
 

@@ -13,7 +13,7 @@ from rich.text import Text
 from quickbeam.cli import options
 from quickbeam.cli.common import load, stderr
 from quickbeam.engine.result import Completion
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from quickbeam.cli.common import follow, load, statistics_line, strict_json, wri
 from quickbeam.engine.result import Completion
 from quickbeam.engine.trace import Trace
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 
 def generate(

@@ -12,8 +12,8 @@ from quickbeam.bench.methods import PEERS
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import Grammar
 from quickbeam.hub import DEFAULT
+from quickbeam.params import COUPLED, RESIDUAL
 from quickbeam.presets import PRESETS, VOCABS
-from quickbeam.sampling import COUPLED, RESIDUAL
 
 
 class Dtype(str, Enum):

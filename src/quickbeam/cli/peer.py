@@ -11,7 +11,7 @@ from quickbeam.cli.common import progress_bar
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # of the parameters: what a peer is told
 KERNELS = "PyTorch's (transformers as it comes)"

@@ -15,7 +15,7 @@ from quickbeam import hub
 from quickbeam.cli import options
 from quickbeam.cli.common import load
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from quickbeam.serve.runner import Runner

@@ -35,7 +35,7 @@ def structured(
             from quickbeam.bench.methods import parse_methods
             from quickbeam.bench.structured import measure, tasks
             from quickbeam.llm import LLM
-            from quickbeam.sampling import SamplingParams
+            from quickbeam.params import SamplingParams
 
             items = parse_methods(methods)
             if peers := [item.name for item in items if item.is_peer]:

@@ -72,7 +72,7 @@ def throughput(
             from quickbeam.bench.servers import Serving, ourselves, parse_server, speculation
             from quickbeam.bench.throughput import Asked, Other, encode, fitting, measure, ratios, requests
             from quickbeam.llm import LLM
-            from quickbeam.sampling import SamplingParams
+            from quickbeam.params import SamplingParams
 
             items = parse_methods(methods)
             if peers := [item.name for item in items if item.is_peer]:

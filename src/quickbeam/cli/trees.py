@@ -18,7 +18,7 @@ from quickbeam.cli.acceptance import parse_temperatures
 from quickbeam.cli.bench import INTERRUPTED
 from quickbeam.cli.common import load, progress_bar, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.trees import DRAFTED
 
 

@@ -18,8 +18,8 @@ from quickbeam.cli.bench import Log, carry_out
 from quickbeam.cli.common import progress_bar, stdout
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
+from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS
-from quickbeam.sampling import SamplingParams
 
 SHORT = [word for word in VOCABS if word != vocabulary.FULL]
 

@@ -48,7 +48,7 @@ def bench_weights(
         from quickbeam.bench.questions import load_questions, spread
         from quickbeam.bench.throughput import encode, fitting
         from quickbeam.llm import LLM
-        from quickbeam.sampling import SamplingParams
+        from quickbeam.params import SamplingParams
         from quickbeam.target.quantised import check_weights
 
         for name in names:

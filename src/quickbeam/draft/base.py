@@ -13,7 +13,7 @@ import torch
 
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
 
 if TYPE_CHECKING:

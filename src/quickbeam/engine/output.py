@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
 PENDING = 32  # tokens that may wait for text to show; valid text needs few

@@ -17,7 +17,8 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.noise import PLAIN, Loops, Noise
-from quickbeam.sampling import COUPLED, Sampler, SamplingParams, logprobs
+from quickbeam.params import COUPLED, SamplingParams
+from quickbeam.sampling import Sampler, logprobs
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.kv_cache import SequenceCache
 from quickbeam.trees.base import TreePolicy

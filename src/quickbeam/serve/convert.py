@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import AssistantMessage, Content, Conversation, Message, Tool, ToolMessage

@@ -16,7 +16,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Times
 from quickbeam.engine.trace import StepRecord
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Gate, TurnedAway
 
 DEEPEST = 16  # places below the root that are counted apart; those below count as the last

@@ -14,7 +14,7 @@ from quickbeam.aio import AsyncLLM, AsyncStream
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import BYTES_A_TOKEN, Gate, Phase, Ticket, TurnedAway, Unavailable
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics

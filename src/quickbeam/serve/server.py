@@ -16,7 +16,7 @@ import uvicorn
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.serve.app import create_app
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.runner import Runner

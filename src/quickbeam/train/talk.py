@@ -13,7 +13,8 @@ import torch
 from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
-from quickbeam.sampling import Sampler, SamplingParams
+from quickbeam.params import SamplingParams
+from quickbeam.sampling import Sampler
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree

@@ -11,7 +11,7 @@ from transformers.generation import EosTokenCriteria
 from transformers.generation import logits_process as processing
 
 from quickbeam.errors import InvalidInput
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 
 
 class Reader(NamedTuple):

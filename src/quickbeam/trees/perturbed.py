@@ -19,7 +19,7 @@ import torch
 
 from quickbeam.draft.base import Context, Laws
 from quickbeam.noise import Array, Noise, Places, Wanted
-from quickbeam.sampling import SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.trees.wide import Row, likeliest
 
 FAINT = 1e-5  # of the likeliest token
