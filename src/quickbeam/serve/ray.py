@@ -116,5 +116,5 @@ def run(settings: ServeSettings, options: dict[str, Any], ready: Callable[[], No
     except RuntimeError as error:
         raise InvalidInput(f"Ray can't bring the server up: {str(error).strip().splitlines()[-1]}") from error
     finally:
-        serve.shutdown()  # type: ignore[no-untyped-call]
+        serve.shutdown()
         ray.shutdown()
