@@ -24,6 +24,8 @@ if not CHROMIUM.exists():
 REFUSED = re.compile(r"Failed to load resource: the server responded with a status of (4\d\d|503)")
 ROWAN = TEXT
 WAIT = 8000  # milliseconds, for a loaded machine
+expect = sync_api.expect  # what a page shows a moment later is waited for
+expect.set_options(timeout=WAIT)
 
 Open = Callable[..., Any]
 
@@ -180,7 +182,7 @@ def test_steps_are_chosen_by_keyboard(open_page: Open):
     page = open_page()
     answered(page, "rowans")
     steps = steps_of(words("rowans"), "auto")
-    assert page.locator("#timeline [role=option]").count() == len(steps)
+    expect(page.locator("#timeline [role=option]")).to_have_count(len(steps))
     assert text(page, "#step-title") == f"Step {len(steps)} of {len(steps)}"  # the newest, while nothing else is chosen
     page.focus("#timeline [aria-selected=true]")
     for key, chosen in {
@@ -194,19 +196,19 @@ def test_steps_are_chosen_by_keyboard(open_page: Open):
         page.keyboard.press(key)
         assert text(page, "#step-title") == f"Step {chosen + 1} of {len(steps)}"
         assert page.evaluate("[...document.activeElement.parentNode.children].indexOf(document.activeElement)") == chosen
-        assert page.locator("#timeline [aria-selected=true]").count() == 1
-        assert page.locator("#tree .node[data-node]").count() == len(steps[chosen]["nodes"])
+        expect(page.locator("#timeline [aria-selected=true]")).to_have_count(1)
+        expect(page.locator("#tree .node[data-node]")).to_have_count(len(steps[chosen]["nodes"]))
         accepted = sum(node["accepted"] for node in steps[chosen]["nodes"])
-        assert page.locator("#tree .node[data-node].taken").count() == accepted
+        expect(page.locator("#tree .node[data-node].taken")).to_have_count(accepted)
         assert page.locator("#tree .node.next").text_content().endswith(steps[chosen]["next"]["text"].replace(" ", "·"))
-        assert page.locator(".token.on").count() == steps[chosen]["emitted"] + (chosen == 0)  # and the prompt's, before the first
+        expect(page.locator(".token.on")).to_have_count(steps[chosen]["emitted"] + (chosen == 0))  # and the prompt's, before the first
     page.keyboard.press("Home")
     page.click("#after")
     assert text(page, "#step-title").startswith("Step 2 ")
     page.locator(".token").nth(5).click()
     assert text(page, "#step-title").startswith("Step 3 ")
     page.click("#as-table summary")
-    assert page.locator("#table tbody tr").count() == len(steps[2]["nodes"]) + 1
+    expect(page.locator("#table tbody tr")).to_have_count(len(steps[2]["nodes"]) + 1)
     assert "drafting 10.0 ms" in text(page, "#times") and "the rest 20.0 ms" in text(page, "#times")
 
 
@@ -252,8 +254,8 @@ def test_stop(open_page: Open, stand: Stand, how: str):
         page.keyboard.press("Escape")
     page.locator("#send").wait_for()
     assert "stopped by you" in text(page, ".meta")
-    assert page.evaluate("document.activeElement.id") == "prompt"
-    assert page.locator(".turn .compare").count() == 0  # half an answer can't be compared
+    expect(page.locator("#prompt")).to_be_focused()
+    expect(page.locator(".turn .compare")).to_have_count(0)  # half an answer can't be compared
     for _ in range(100):
         if stand.open == 0:
             break
@@ -273,7 +275,7 @@ def test_what_the_model_writes_stays_text(open_page: Open):
     page.click("#as-table summary")
     turn = answered(page, "bad")
     assert EVIL in turn.locator(".error").text_content()
-    assert page.locator("img, #turns script, #inspector script").count() == 0
+    expect(page.locator("img, #turns script, #inspector script")).to_have_count(0)
     assert page.evaluate("window.hacked") is None
 
 
@@ -301,7 +303,7 @@ def test_a_missing_key_is_asked_for(open_page: Open):
     page = open_page()
     turn = answered(page, "locked")
     assert turn.locator(".error strong").text_content() == "The server wants an API key"
-    assert page.evaluate("document.activeElement.id") == "key"
+    expect(page.locator("#key")).to_be_focused()
     page.keyboard.type("rowan")
     page.keyboard.press("Enter")
     turn.locator(".error button").click()
@@ -318,7 +320,7 @@ def test_an_answer_that_breaks_off(open_page: Open, prompt: str, title: str):
 
 def test_keyboard_alone(open_page: Open, stand: Stand):
     page = open_page()
-    assert page.evaluate("document.activeElement.id") == "prompt"
+    expect(page.locator("#prompt")).to_be_focused()
     page.keyboard.type("one")
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
@@ -345,7 +347,8 @@ def test_new_chat(open_page: Open, stand: Stand):
     page = open_page()
     answered(page, "rowans")
     page.click("#new")
-    assert page.locator(".turn").count() == 0 and page.locator("#timeline li").count() == 0
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator("#timeline li")).to_have_count(0)
     page.locator(".welcome button").first.click()
     page.locator(".token").first.wait_for()
     assert len(stand.asked[-1]["messages"]) == 1
@@ -429,7 +432,8 @@ def test_narrow(open_page: Open):
     assert page.evaluate(fits)
     assert not page.locator("#inspector").is_visible()
     page.click("#show-steps")
-    assert page.locator("#tree").is_visible() and not page.locator("#chat").is_visible()
+    expect(page.locator("#tree")).to_be_visible()
+    expect(page.locator("#chat")).to_be_hidden()
     assert page.evaluate("document.querySelector('#inspector').scrollWidth <= 360") and page.evaluate(fits)
     page.click("#open-settings")
     assert page.evaluate("document.querySelector('#settings').scrollWidth <= 360")
@@ -478,7 +482,7 @@ def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
     assert chosen < 10
     page.keyboard.press("Escape")
     page.locator("#send").wait_for()
-    assert page.locator("#after").is_disabled()  # at the last step
+    expect(page.locator("#after")).to_be_disabled()  # at the last step
 
 
 def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, stand: Stand):
@@ -513,7 +517,7 @@ def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open)
     page.route("**/v1/models", lambda route: route.fulfill(status=401, body=json.dumps({"error": {"message": "give a key"}})))
     page.reload()
     page.locator("#settings[open]").wait_for()
-    assert page.evaluate("document.activeElement.id") == "key"
+    expect(page.locator("#key")).to_be_focused()
     with page.expect_response("**/v1/models"):
         page.keyboard.press("Escape")
     page.get_by_text("The server wants an API key. give a key").wait_for()
