@@ -189,6 +189,22 @@ def test_a_full_disk_loses_nothing(source: Path, tmp_path: Path, monkeypatch: py
     whole(source, output)
 
 
+def test_answers_of_two_models_are_not_mixed(source: Path, tmp_path: Path) -> None:
+    def named(fingerprint: str) -> Callable[[str, dict[str, Any]], Any]:
+        async def answer(url: str, body: dict[str, Any]) -> Reply:
+            return Reply(200, {**(await echo(url, body)).body, "system_fingerprint": fingerprint})
+
+        return answer
+
+    output = tmp_path / "out.jsonl"
+    go(lines(source, LINES[:9]), output, named("fp_one"))
+    before = output.read_bytes()
+    with pytest.raises(InvalidInput, match=r"another model.*fp_one, this is fp_two.*another output"):
+        go(lines(source, LINES), output, named("fp_two"))
+    assert output.read_bytes() == before
+    assert go(source, output, named("fp_one")) == (23, 14)
+
+
 def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source: Path, tmp_path: Path) -> None:
     async def dying(url: str, body: dict[str, Any]) -> Reply:
         if body.get("prompt") == "text 6":

@@ -19,7 +19,8 @@ GROUP = 1.0  # seconds after which what was written is brought to the disk
 
 
 class Journal:
-    """Records of answers at `path`, a line each; those that are there already are `done`: their `id` by `custom_id`.
+    """Records of answers at `path`, a line each; those that are there already are `done`: their `id` by `custom_id`. All are of one model:
+    `fingerprint` is that of the first that says so.
 
     A record is handed to the system as a whole when it is written, which outlasts the program's end, and brought to the disk with others,
     at least every `GROUP` seconds of writing, which outlasts the machine's. A last line that is not whole is cut off. One program at a
@@ -28,6 +29,7 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path, self.done, self.failed = path, dict[str, str](), 0
+        self.fingerprint: str | None = None
         if path.exists() and not path.is_file():
             raise InvalidInput(f"{path}: must be a file")
         if not path.parent.is_dir():
@@ -62,7 +64,7 @@ class Journal:
                     if not line.endswith(b"\n"):
                         raise ValueError
                     record = json.loads(line)
-                    name, known, good = record["custom_id"], record["id"], not _failed(record)
+                    name, known, good, model = record["custom_id"], record["id"], not _failed(record), _fingerprint(record)
                     if not line.startswith(START):
                         raise ValueError
                 except (ValueError, KeyError, TypeError):
@@ -75,10 +77,18 @@ class Journal:
                     raise InvalidInput(f"{self.path}, line {number}: a second answer to custom_id {name!r}; give another output")
                 self.done[name], end = known, end + len(line)
                 self.failed += not good
+                self.fingerprint = self.fingerprint or model
         return end
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a record."""
+        """Add a record. Raises `InvalidInput` for one of another model than the others."""
+        model = _fingerprint(record)
+        if model is not None and self.fingerprint not in (None, model):
+            raise InvalidInput(
+                f"{self.path}: its answers are of another model, number format or version ({self.fingerprint}, this is {model}); "
+                "go on with that one, or give another output"
+            )
+        self.fingerprint = self.fingerprint or model
         line = json.dumps(record).encode() + b"\n"
         left = memoryview(line)
         try:
@@ -127,3 +137,9 @@ class Journal:
 
 def _failed(record: dict[str, Any]) -> bool:
     return record["error"] is not None or record["response"]["status_code"] != 200
+
+
+def _fingerprint(record: dict[str, Any]) -> str | None:
+    """Of the model that answered; None where the answer doesn't say."""
+    body = record["response"]["body"] if record["response"] is not None else {}
+    return body.get("system_fingerprint") if isinstance(body, dict) else None
