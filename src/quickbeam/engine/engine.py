@@ -78,7 +78,7 @@ class Engine:
         if limit is not None and prompt + most > limit:
             raise InvalidInput(
                 f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of {limit}: "
-                f"shorten the prompt, or lower max_tokens (there is room for {max(0, limit - prompt)})"
+                f"shorten the prompt, or lower max_tokens (at most {max(0, limit - prompt)} tokens fit)"
             )
         sequence = SequenceState(request, self._loops)
         if (drafter := sequence.drafter) is not None:
