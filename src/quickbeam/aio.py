@@ -83,8 +83,8 @@ class Answer:
 
 
 class AsyncStream(AsyncIterator[str]):
-    """Pieces of an answer's text as they come, for `async for`; or `deltas`, with its tokens. `completion` at any time. Leaving the loop
-    early and dropping the stream, or `close`, ends the answer, and its memory is free with the next step."""
+    """Pieces of an answer's text as they come, for `async for`; or `deltas`, with its tokens. `completion` may be read at any time. To
+    leave the loop early and drop the stream, or to `close` it, ends the answer; its memory is free after the next step."""
 
     def __init__(self, answer: Answer, drop: Callable[[Answer], None]) -> None:
         self._answer = answer
@@ -196,7 +196,7 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """False: the thread that takes steps has ended by a fault of its own."""
+        """False where the thread that takes steps has ended by an error of its own."""
         return not self._broken
 
     def close(self) -> None:

@@ -43,27 +43,27 @@ SHARE = 0.5  # of the memory that is free after loading, for keys and values
 
 
 class LLM:
-    """A causal language model that drafts ahead and answers what it would have answered anyway.
+    """A causal language model that drafts ahead and gives the answers that it would have given anyway.
 
     `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
-    `presets.py`. `budget`: nodes a draft tree, the root included; None takes the preset's, 0 lets measured cost decide. Each call may
-    name others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as `model` is, for the
-    methods that draft with one; None takes the one that comes with an embedded model. It is loaded when the first of them is asked for.
-    `vocab`: what of the vocabulary that drafter scores, one of `presets.VOCABS`; None takes the preset's. `shortlist`: how many tokens
-    that is, about; None takes what `draft/vocabulary.py` says. `exact`: the same bits as one token at a time (bfloat16 on a CPU; None:
-    where this machine's kernels allow it). `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto`
-    for the checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU): the linear layers' weights in fewer bits, made at the
-    first load and kept in the cache folder; what is promised of answers then holds for the quantised model. `revision`, `device_map`
-    (all on one device) and `trust_remote_code`: as in transformers. `progress(stage, fraction)` hears of fetching an embedded model, and of
-    compiling the native kernels where that was not done before.
+    `presets.py`. `budget`: nodes of a draft tree, the root included; None takes the preset's, 0 the measured budget. Each call may name
+    others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as `model` is; None takes the one
+    that comes with an embedded model. It is loaded when a method first needs it. `vocab`: which part of the vocabulary the drafter scores,
+    one of `presets.VOCABS`; None takes the preset's. `shortlist`: about how many tokens that is; None takes the default of
+    `draft/vocabulary.py`. `exact`: whether a draft is verified with the bits of one token at a time (bfloat16 on a CPU); None: where this
+    machine's kernels can. `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the
+    checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU), quantised at the first load and kept in the cache folder; the
+    promise about answers then holds for the quantised model. `revision`, `device_map` (all on one device) and `trust_remote_code`: as in
+    transformers. `progress(stage, fraction)` is called while an embedded model is fetched and while the native kernels are compiled.
 
-    Any number of answers may be under way at once, from any threads; they share each pass, and none of them depends on the others.
-    `max_running`: so many side by side, the others wait their turn. `kv_memory`: bytes for keys and values, or as in `"2GB"`; None: half of
-    what is free. `share_prefixes`: what texts begin with in common is computed once. `close` ends all, as leaving a `with` block does.
+    Any number of answers may be under way at once, from any threads. They share each pass, and none depends on the others. `max_running`:
+    how many run side by side; the others wait their turn. `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of
+    what is free. `share_prefixes`: whether texts that begin alike share what was computed of their beginning. `close` ends all answers, as
+    leaving a `with` block does.
 
-    What is learned in an answer, of budgets and by tree policies, holds in the next. It never changes a token of an answer. With
-    `SamplingParams(coupling="residual")` it does, though never its law; so that a seed repeats those answers too, they begin with a policy
-    that has learned nothing when seeded; with a measured budget they may still differ.
+    Acceptance rates and costs that were learned in one answer are used in the next. They never change a token of an answer, except with
+    `SamplingParams(coupling="residual")`, where the answer depends on the draft but its distribution does not. So that a seed repeats those
+    answers too, a seeded one begins with a policy that has learned nothing; with a measured budget they may still differ.
 
     Raises `InvalidInput` for what can't be used, before any work.
     """
@@ -146,7 +146,7 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """What computes the passes, in words: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and why."""
+        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and why."""
         found = "PyTorch's (the plain path)"
         if self._fast:
             found = library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
@@ -154,12 +154,12 @@ class LLM:
 
     @property
     def methods(self) -> list[str]:
-        """The presets that an answer may be asked by: where there is no drafter, those that do without."""
+        """The methods that can be used: without a drafter, those that need none."""
         return [name for name, one in PRESETS.items() if self._drafter_name or one.without or DRAFTER not in one.sources]
 
     def room(self, prompt: int, method: str | None = None) -> int:
-        """The most tokens that an answer to a prompt of so many tokens may have, by the contexts of the model and its drafter and by the
-        memory for keys and values; 0 or less where there is none."""
+        """The most tokens that an answer to a prompt of `prompt` tokens may have, by the context lengths of the model and its drafter and
+        by the memory for keys and values; 0 or less where there is no room."""
         name, limit = stand_in(method or self.method, self._drafter_name is not None), self.model.pool.limit
         drafter = (self._drafter or self.prepare(name)) if DRAFTER in preset(name).sources else None
         read = None if drafter is None else drafter.context_length
@@ -167,8 +167,8 @@ class LLM:
         return min(most for most in limits if most is not None) - prompt
 
     def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
-        """Load the drafter and what it needs for its vocabulary, unless they are there or `method` needs none; give it where it is needed
-        and there is one."""
+        """Load the drafter and its shortlist for `method`, unless they are loaded or it needs none. Returns the drafter, or None where
+        there is none or none is needed."""
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         asked = method, vocab, shortlist
@@ -219,10 +219,11 @@ class LLM:
         **options: Unpack[Options],
     ) -> list[Completion]: ...
     def generate(self, prompts: Any, params: Any = None, *, method: str | None = None, progress: bool | None = None, **options: Any) -> Any:
-        """Continue a prompt (text as it is, or token ids), or several side by side, each with its own parameters where `params` is a list.
+        """Continue a prompt (text as it is, or token ids), or a list of prompts side by side, each with parameters of its own where
+        `params` is a list.
 
-        With `params.n` above 1 each prompt has so many answers, one after the other in the list. `progress`: a bar for several answers;
-        None: on a terminal.
+        With `params.n` above 1 each prompt has `n` answers, one after the other in the list. `progress`: a bar for several answers; None:
+        on a terminal.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             found = self._all([self._ids(prompts)], params, method, options, False)
@@ -287,7 +288,7 @@ class LLM:
         template: dict[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """`chat`, piece by piece. `observer` is told of every step."""
+        """`chat`, piece by piece. `observer` is called with every step."""
         return self._begin(self.encode_chat(messages, **(template or {})), params, method, options, observer)
 
     def stream(
@@ -300,8 +301,8 @@ class LLM:
         choice: int = 0,
         **options: Unpack[Options],
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. `observer` is told of every step. `choice`: which of the `n` answers it is that the
-        seed of `params` gives, from 0 on."""
+        """`generate` for one prompt, piece by piece. `observer` is called with every step. `choice`: which of the `n` answers to give, from
+        0 on."""
         return self._begin(self._ids(prompt), params, method, options, observer, choice)
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -374,11 +375,11 @@ class LLM:
         return [int(token) for token in ids]
 
     def reset(self) -> None:
-        """Forget the texts that were computed, so that the next prompt is computed from its first token."""
+        """Empty the prefix cache, so that the next prompt is computed from its first token."""
         self.engine.forget()
 
     def close(self) -> None:
-        """End all answers that are under way, and give back their memory."""
+        """End all answers that are under way, and free their memory."""
         self.engine.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""What a call may name for itself, and what an answer is made with."""
+"""Options that a single call may set, and the setting that an answer is made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quickbeam.params import COUPLED, SamplingParams
 
 
 class Options(TypedDict, total=False):
-    """What a call may name for itself; see `LLM`."""
+    """What a call may set for itself; see `LLM`."""
 
     budget: int | None
     vocab: str | None
@@ -19,8 +19,8 @@ class Options(TypedDict, total=False):
 
 
 class Setting(NamedTuple):
-    """What an answer is made with, but for its budget. What drafts are worth is learned for each apart. `warmth`: a class of temperatures,
-    below 0 where children are drawn. `constrained`: by a grammar."""
+    """What an answer is made with, apart from its budget. Acceptance rates and costs are learned separately for each setting. `warmth`: a
+    class of temperatures, below 0 where children are drawn (`coupling="residual"`). `constrained`: by a grammar."""
 
     method: str
     vocab: str

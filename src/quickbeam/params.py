@@ -1,4 +1,4 @@
-"""What the caller asks of the output. Knows nothing of logits: `sampling.py` makes probabilities of them by it."""
+"""What a request asks of its answer. Knows nothing of logits: `sampling.py` turns these parameters into a distribution."""
 
 from __future__ import annotations
 
@@ -15,24 +15,30 @@ COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and where the answer ends. Raises `InvalidInput` for values that can't be used.
+    """How tokens are chosen and where an answer ends. Raises `InvalidInput` for values that can't be used.
 
     Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
     CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
     occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes
     the most probable token.
-    `stop` strings are cut from the text; `stop_token_ids` and the model's end-of-sequence ids end it (`ignore_eos` drops the latter).
-    `skip_special_tokens`: the text does not show them.
-    `logprobs`: k >= 0 reports each emitted token's log-probability under the raw model law and the k most probable alternatives.
-    `seed`: the same request with the same seed has the same answer; None draws one, which the completion tells. `n`: independent answers
-    of one prompt. `coupling`: where chance comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft
-    changes the answer; `residual`: draws that belong to the draft (the papers' rule), so that it depends on the method, too.
-    `min_tokens`: the first so many tokens do not end the answer. Ids that would are banned there, and stop strings that are complete by
-    then are left alone.
-    `bad_words` are not generated: the last token of a word is banned where the output ends with the tokens before it (`bad_word_ids`).
-    `include_stop_str_in_output` cuts the text after the stop string, and not before it.
-    `grammar`: a language that the answer is of, unless `max_tokens` or a stop cuts it; end-of-sequence ids are allowed where it may end.
-    A place where these parameters leave no token ends the answer with an error.
+
+    - `max_tokens`: the longest answer.
+    - `stop`: strings that end the answer and are cut from it, or kept with `include_stop_str_in_output`. `stop_token_ids` and the model's
+      end-of-sequence ids end it too; `ignore_eos` leaves the latter out.
+    - `seed`: the same request with the same seed has the same answer. None draws a seed, which the completion reports.
+    - `n`: independent answers of one prompt.
+    - `logprobs`: k >= 0 reports each emitted token's log-probability under the model's own distribution and the k most probable
+      alternatives.
+    - `min_tokens`: so many tokens come before the answer may end. Until then ids that would end it are banned, and stop strings are
+      ignored.
+    - `bad_words`: strings that are not generated. The last token of such a string is banned where the output ends with the tokens before it
+      (`bad_word_ids`).
+    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it. End-of-sequence ids are allowed where it may end.
+    - `coupling`: where randomness comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft changes
+      the answer; `residual`: draws that belong to the draft (the papers' rule), so that the answer depends on the method, too.
+    - `skip_special_tokens`: whether they are left out of the text.
+
+    Where these parameters leave no token at some place, the answer ends with an error.
     """
 
     max_tokens: int = 256

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 
 ROUTED = "routed"  # `router` where the drafter has one, else `full`
-VOCABS = ("full", "frequency", "context", "clusters", "router")  # what of the vocabulary a drafter scores (`draft/vocabulary.py`)
+VOCABS = ("full", "frequency", "context", "clusters", "router")  # which part of the vocabulary a drafter scores (`draft/vocabulary.py`)
 
 
 @dataclass(frozen=True)
@@ -29,23 +29,25 @@ PRESETS: dict[str, Preset] = {
     "logitspec": Preset(
         ("ngram", "last_logits"), "logitspec", 0, "LogitSpec: the last logits guess the token after next, n-grams continue both"
     ),
-    "dyspec": Preset(("drafter",), "greedy", 16, "DySpec: a tree grown from a drafter, always at the place most likely to be reached"),
-    "dyspec-printed": Preset(("drafter",), "greedy-printed", 16, "DySpec as printed: draft probability is taken for acceptance"),
-    "dyspec-threshold": Preset(
-        ("drafter",), "threshold", 16, "DySpec with fewer calls of the drafter: layer by layer, every place that is likely enough"
+    "dyspec": Preset(("drafter",), "greedy", 16, "DySpec: a tree grown from a drafter, always where a token is most likely to be reached"),
+    "dyspec-printed": Preset(
+        ("drafter",), "greedy-printed", 16, "DySpec as printed: assumes that acceptance probability equals draft probability"
     ),
-    # 5 tokens, as is usual: each costs a call of the drafter, and the fifth is reached 1 time in 10 where 6 in 10 are right.
+    "dyspec-threshold": Preset(("drafter",), "threshold", 16, "DySpec with one call of the drafter a layer: all places above a threshold"),
+    # 5 tokens, as is usual: each costs a call of the drafter, and at an acceptance rate of 0.6 the fifth is reached 1 time in 10.
     "chain": Preset(("drafter",), "drafted-chain", 6, "speculative decoding as first published: one chain of 5 tokens from a drafter"),
     "specinfer": Preset(("drafter",), "specinfer", 16, "SpecInfer: three branches from a drafter"),
     "sequoia": Preset(("drafter",), "sequoia", 16, "Sequoia: the best tree of a fixed shape, filled from a drafter"),
-    "eagle2": Preset(("drafter",), "eagle2", 16, "EAGLE-2's tree: a drafter's likeliest tokens, the likeliest paths of all layers kept"),
+    "eagle2": Preset(
+        ("drafter",), "eagle2", 16, "EAGLE-2: the drafter's likeliest tokens layer by layer, then the likeliest paths of all layers"
+    ),
     "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
     "dynaspec": Preset(("drafter",), "greedy", 16, "DynaSpec: DySpec's tree, the drafter scoring only what a router picks", "router"),
     "auto": Preset(
         ("ngram", "drafter"),
         "merged",
         0,
-        "one tree of n-grams and what a drafter says, each where it promises more than its time; LogitSpec where there is no drafter",
+        "one tree of n-grams and drafted tokens, each added only if it pays; LogitSpec where there is no drafter",
         ROUTED,
         without="logitspec",
     ),
@@ -60,12 +62,12 @@ def preset(method: str) -> Preset:
 
 
 def stand_in(method: str, drafter: bool) -> str:
-    """The preset to use where there is, or is not, a drafter. Raises as `preset` does."""
+    """The preset to use with, or without, a drafter. Raises as `preset` does."""
     return method if drafter else preset(method).without or method
 
 
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a word that is not of `VOCABS`, and for a size where all of the vocabulary is scored."""
+    """Raise `InvalidInput` for a name that is not in `VOCABS`, and for a size where the whole vocabulary is scored."""
     if vocab not in (*VOCABS, ROUTED):
         raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
     if vocab == "full" and size is not None:

@@ -6,13 +6,13 @@ import torch
 
 
 class TokenTree:
-    """Tokens drafted after a certain one, the root.
+    """Tokens drafted after a committed one, the root.
 
-    Node 0 is the root: a token that is already emitted but whose KV row the target has not computed. Parallel lists hold a node's
-    `token`, `parent` (always an earlier node; -1 for the root), `depth` (0 for the root), `source` (who proposed it), `value` (the
-    estimated probability that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node the `[vocab]` law
-    `q` it was drawn from, before its earlier siblings are struck out; `None` for a certain proposal (retrieval, logits), whose law is the
-    point mass on its token. Children keep the order they were proposed in, and siblings never share a token.
+    Node 0 is the root: a token that is already emitted but whose KV row the target has not computed. Parallel lists hold a node's `token`,
+    `parent` (always an earlier node; -1 for the root), `depth` (0 for the root), `source` (who proposed it), `value` (the estimated
+    probability that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node the `[vocab]` distribution
+    `q` that it was drawn from, before its earlier siblings are struck out; `None` for a deterministic proposal (n-grams, last logits),
+    whose distribution is the point mass on its token. Children keep the order of proposal, and siblings never share a token.
     """
 
     def __init__(self, root: int) -> None:

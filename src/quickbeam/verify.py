@@ -1,4 +1,4 @@
-"""The acceptance rules: which drafted tokens to keep so that the output has the target's own law. Knows nothing of models.
+"""The acceptance rules: which drafted tokens to keep so that the output has the target's own distribution. Knows nothing of models.
 
 **Equality.** The token that a place emits is known once the target's logits there are: its likeliest at temperature 0, else that of
 `Sampler.emitted`, by the noise of the place. A drafted token is accepted where it is that token (drafter-invariant sampling, 2408.07978).
@@ -7,17 +7,18 @@ The answer is then a function of model, prompt, parameters and seed. So trees ma
 **Residual.** The papers' own rule, for children that were drawn with noise of their own. Noise that the answer is drawn with must not be
 used for them: what they are would then tell what the target is going to emit, and this rule counts on their being independent.
 
-At a node with target law `p` and children y1..yk, where yi was proposed from a law Qi that depends on nothing but tokens drawn before it:
+At a node with target distribution `p` and children y1..yk, where yi was proposed from a distribution Qi that depends only
+on tokens drawn before it:
 
     R = p
     for i in 1..k:  accept yi with probability min(1, R[yi] / Qi[yi]);  otherwise R = normalise(max(R - Qi, 0))
     no child accepted:  emit a token drawn from R
 
-(DySpec, Algorithm 3; SpecInfer and Sequoia use the same rule.) A certain proposal has all of Qi on yi. A drawn one has Qi = the drafter's
-law with the tokens of all earlier siblings struck out, renormalised: drawn without replacement.
+(DySpec, Algorithm 3; SpecInfer and Sequoia use the same rule.) A deterministic proposal has all of Qi on yi. A drawn one has Qi = the
+drafter's distribution with the tokens of all earlier siblings struck out, renormalised: drawn without replacement.
 
-Where all children are certain, the rule says no more than: draw the token from p, and follow the child that holds it if there is one. Done
-that way, each emitted token takes one random number whatever the tree was, so a seed gives plain decoding's own answer.
+Where all children are deterministic, the rule comes down to: draw the token from p, and follow the child that holds it if there is one.
+Done that way, each emitted token takes one random number whatever the tree was, so a seed gives plain decoding's own answer.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
 
 
 def verify_residual(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator) -> Verdict:
-    """Accept along one path so that the emitted tokens have the target's law, whatever was drafted.
+    """Accept along one path so that the emitted tokens have the target's distribution, whatever was drafted.
 
-    `law(node)` is the target's law `[vocab]` of the token after `node`; only accepted nodes are asked for. The tree's draft laws are
-    `[vocab]` too, and may lie on another device. `generator` gives one uniform number for each token emitted; where there are drawn
-    children, one for each child tried and one for the token that ends the path.
+    `law(node)` is the target's distribution `[vocab]` of the token after `node`; only accepted nodes are asked for. The tree's draft
+    distributions are `[vocab]` too, and may lie on another device. `generator` gives one uniform number for each token emitted; where there
+    are drawn children, one for each child tried and one for the token that ends the path.
     """
     path = [0]
     while True:

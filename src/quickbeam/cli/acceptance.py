@@ -36,14 +36,14 @@ def acceptance(
     budget: options.Budget = None,
     temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6,1",
     bins: Annotated[int, typer.Option("--bins", min=1, max=100, help="Bins of draft probability, of equal width.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this + i.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this seed + i.")] = 0,
     coupling: options.CouplingOption = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """How often drafted tokens are accepted, by the probability that the drafter gave them and by depth. Ctrl-C shows what there is."""
+    """How often drafted tokens are accepted, by the drafter's probability and by depth. Ctrl-C shows the figures so far."""
     require_drafted(method, drafter, model)
     nodes = options.nodes(budget)
     if nodes == 1:

@@ -33,7 +33,7 @@ class Turns(str, Enum):
     all = "all"
 
 
-commands = typer.Typer(help="Measure: methods on questions (no command), what a pass or drafting costs, or how often drafts are accepted.")
+commands = typer.Typer(help="Measure. Without a command: methods side by side on the same questions.")
 
 
 @commands.callback(invoke_without_command=True)
@@ -55,7 +55,10 @@ def bench(
         int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
     ] = None,
     turns: Annotated[
-        Turns, typer.Option("--turns", help="Only the first turn of a question, or all; the conversation holds the reference's answers.")
+        Turns,
+        typer.Option(
+            "--turns", help="Ask only the first turn of a question, or all; earlier answers in the conversation are the reference method's."
+        ),
     ] = Turns.first,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
     temperature: options.Temperature = 0.0,
@@ -66,7 +69,7 @@ def bench(
     seed: options.Seed = None,
     coupling: options.CouplingOption = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step at most. Default: the method's own.")
+        str | None, typer.Option("--budget", metavar="N|auto", help="Most nodes of a draft tree. Default: the method's own.")
     ] = None,
     exact: options.Exact = None,
     fast: Annotated[bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")] = True,

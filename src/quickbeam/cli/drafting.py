@@ -24,7 +24,8 @@ def drafting(
     cold: Annotated[bool, typer.Option("--cold", help="Empty the processor's caches in every call, as a real drafter does.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Milliseconds a step that tree policies take apart from the drafter's calls, by made-up laws; in brackets: calls a step."""
+    """Milliseconds of a step that growing a tree takes apart from the drafter's calls, on made-up distributions; in brackets the number of
+    calls."""
     sizes = _numbers("--budgets", budgets, 2, LARGEST)
     if not all(size.is_integer() for size in sizes):
         raise InvalidInput(f"--budgets {budgets!r}: must be whole numbers")

@@ -57,7 +57,7 @@ def generate(
         Path | None, typer.Option("--trace", metavar="FILE.json", help="Write every step's draft tree here, for `quickbeam inspect`.")
     ] = None,
 ) -> None:
-    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps what there is."""
+    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the answer so far."""
     if raw and system is not None:
         raise InvalidInput("--system goes through the chat template, which --raw skips: leave one of them out")
     if logprobs is not None and not as_json:

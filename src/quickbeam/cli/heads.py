@@ -17,7 +17,7 @@ def heads(
     shapes: Annotated[
         str, typer.Option("--shapes", help="VOCABxSIZE, comma-separated. Default: those of SmolLM2, Llama-3-8B, Qwen3-4B and Gemma-3-270M.")
     ] = "",
-    rows: Annotated[str, typer.Option("--rows", help="Tree nodes a call, comma-separated.")] = "1,4,8",
+    rows: Annotated[str, typer.Option("--rows", help="Nodes that a call of the drafter scores, comma-separated.")] = "1,4,8",
     shares: Annotated[str, typer.Option("--shares", help="Tokens scored, in % of the vocabulary, comma-separated.")] = "6,12.5,25",
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed calls of each kind; the median counts.")] = 15,
     dtype: options.DtypeOption = options.Dtype.bfloat16,

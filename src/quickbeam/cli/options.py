@@ -50,31 +50,39 @@ Drafter = Annotated[
 ]
 Vocab = Annotated[
     str | None,
-    typer.Option("--vocab", metavar="|".join(VOCABS), help="What of the vocabulary a feature drafter scores. Default: the method's own."),
+    typer.Option(
+        "--vocab", metavar="|".join(VOCABS), help="Which part of the vocabulary a feature drafter scores. Default: the method's own."
+    ),
 ]
 Shortlist = Annotated[
     int | None,
     typer.Option(
         "--shortlist",
         metavar="SIZE",
-        help="How many tokens that is, about. Default, of the vocabulary: frequency a quarter, clusters an eighth, router a sixteenth.",
+        help="About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an eighth, router a sixteenth.",
     ),
 ]
-DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights; auto: what the model's configuration says.")]
+DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of the weights; auto: the one in the model's configuration.")]
 Weights = Annotated[
-    WeightsKind, typer.Option("--weights", help="Bits of the weights, on a CPU: int8 and int4 read a half and a third of the bytes.")
+    WeightsKind, typer.Option("--weights", help="Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third.")
 ]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]
 Budget = Annotated[
-    str | None, typer.Option("--budget", metavar="N|auto", help="Tree nodes a step; auto: by measured cost. Default: the method's own.")
+    str | None,
+    typer.Option(
+        "--budget", metavar="N|auto", help="Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."
+    ),
 ]
 Exact = Annotated[
     bool | None,
-    typer.Option("--exact/--no-exact", help="Logits bit for bit those of plain decoding, or not (default: wherever the device can)."),
+    typer.Option(
+        "--exact/--no-exact", help="Require logits with the bits of plain decoding, or do without. Default: wherever the device can."
+    ),
 ]
 TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="Run Python code that comes with the model. Read it first.")]
 KVMemory = Annotated[
-    str | None, typer.Option("--kv-memory", metavar="SIZE", help="For keys and values, as in 2GB or 512MiB. Default: half of what is free.")
+    str | None,
+    typer.Option("--kv-memory", metavar="SIZE", help="Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."),
 ]
 Raw = Annotated[bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")]
 System = Annotated[str | None, typer.Option("--system", help="System message put before the conversation.")]
@@ -90,7 +98,10 @@ FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", help="Su
 Stop = Annotated[list[str], typer.Option("--stop", metavar="TEXT", help="End before this text. May be repeated.")]
 StopTokenId = Annotated[list[int], typer.Option("--stop-token-id", metavar="N", help="End at this token. May be repeated.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on after the model's end-of-sequence token.")]
-Logprobs = Annotated[int | None, typer.Option("--logprobs", metavar="K", help="With --json: log-probabilities, and K alternatives.")]
+Logprobs = Annotated[
+    int | None,
+    typer.Option("--logprobs", metavar="K", help="With --json: log-probabilities of the tokens, and of the K likeliest alternatives."),
+]
 Seed = Annotated[int | None, typer.Option("--seed", help="Makes a sampled answer repeatable.")]
 CouplingOption = Annotated[
     Coupling | None,

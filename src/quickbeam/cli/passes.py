@@ -25,17 +25,20 @@ PEER = "llama.cpp"
 
 def passes(
     model: options.Model = None,
-    context: Annotated[str, typer.Option("--context", help="Tokens behind the pass; several, comma-separated.")] = "200",
-    widths: Annotated[str, typer.Option("--widths", help="Tokens a pass looks at, comma-separated, 128 at most.")] = "1,2,4,8,16,32,64",
+    context: Annotated[str, typer.Option("--context", help="Tokens of context before the pass, comma-separated.")] = "200",
+    widths: Annotated[str, typer.Option("--widths", help="Rows of a pass, comma-separated, 128 at most.")] = "1,2,4,8,16,32,64",
     ways: Annotated[
         str | None,
-        typer.Option("--ways", help="Of transformers, plain, fast, exact and native, comma-separated. Default: all that are to be had."),
+        typer.Option(
+            "--ways", help="Some of transformers, plain, fast, exact and native, comma-separated. Default: all that this machine has."
+        ),
     ] = None,
     llama_cpp: Annotated[
-        Path | None, typer.Option("--llama-cpp", metavar="FILE.gguf", help="The same model for llama.cpp, timed over one token.")
+        Path | None,
+        typer.Option("--llama-cpp", metavar="FILE.gguf", help="The same model for llama.cpp, whose pass over one token is timed."),
     ] = None,
     llama_cpp_python: Annotated[
-        str | None, typer.Option("--llama-cpp-python", metavar="PATH", help="An interpreter that has llama_cpp. Default: this one.")
+        str | None, typer.Option("--llama-cpp-python", metavar="PATH", help="A Python that has llama_cpp installed. Default: this one.")
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
@@ -43,8 +46,8 @@ def passes(
     device: options.DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Milliseconds of one pass of the model by its width and context: transformers as it comes, our plain path, PyTorch's operators (fast,
-    and bit-identical ones: exact), our own kernels (native), and where the time of the last goes."""
+    """Milliseconds of one pass of the model by its rows and context: transformers as it comes, the plain path, PyTorch's operators (fast,
+    or exact: bit-identical), the native kernels, and where the time of a native pass goes."""
     width_numbers = numbers("--widths", widths, 128)
     contexts = numbers("--context", context, None)
     names = [] if ways is None else [part.strip() for part in ways.split(",")]

@@ -38,23 +38,26 @@ def serve(
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
     share_prefixes: Annotated[
-        bool, typer.Option("--share-prefixes/--no-share-prefixes", help="Compute what prompts begin with in common once.")
+        bool, typer.Option("--share-prefixes/--no-share-prefixes", help="Share the computed beginning of prompts that begin alike.")
     ] = True,
     host: Annotated[str, typer.Option("--host", help="Address to listen at. Default: only this machine can connect.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option("--port", help="Port to listen at; 0: any that is free.")] = 8000,
     served_name: Annotated[
         list[str], typer.Option("--served-name", metavar="NAME", help="What clients call the model. May be repeated, for other names.")
     ] = [],  # noqa: B006 (typer copies it)
     default_temperature: Annotated[
-        float | None, typer.Option("--default-temperature", help="For requests that name none. Default: 1, as OpenAI's.")
+        float | None, typer.Option("--default-temperature", help="Temperature of requests that name none. Default: 1, as OpenAI's.")
     ] = None,
     api_key: Annotated[
         list[str],
-        typer.Option("--api-key", metavar="KEY", help=f"Ask for it. May be repeated. {KEY} (comma-separated) keeps keys out of `ps`."),
+        typer.Option(
+            "--api-key", metavar="KEY", help=f"Clients must send this key. May be repeated. {KEY} (comma-separated) keeps keys out of `ps`."
+        ),
     ] = [],  # noqa: B006
     protect_metrics: Annotated[bool, typer.Option("--protect-metrics", help="/metrics needs a key, too.")] = False,
     cors_origin: Annotated[
-        list[str], typer.Option("--cors-origin", metavar="URL", help="Let web pages from there ask. May be repeated; * is all.")
+        list[str],
+        typer.Option("--cors-origin", metavar="URL", help="Let web pages of this origin send requests. May be repeated; *: of any."),
     ] = [],  # noqa: B006
     allowed_host: Annotated[
         list[str],
@@ -65,15 +68,22 @@ def serve(
         ),
     ] = [],  # noqa: B006
     max_running: Annotated[int, typer.Option("--max-running", min=1, help="Answers made side by side.")] = 32,
-    max_waiting: Annotated[int, typer.Option("--max-waiting", help="Requests that may wait beside those; more get a 429.")] = 128,
-    max_waiting_tokens: Annotated[int, typer.Option("--max-waiting-tokens", help="Tokens of their prompts, about.")] = 262_144,
+    max_waiting: Annotated[
+        int, typer.Option("--max-waiting", help="Requests that may wait beside the running ones; further ones get a 429.")
+    ] = 128,
+    max_waiting_tokens: Annotated[
+        int, typer.Option("--max-waiting-tokens", help="Most tokens of all waiting prompts, estimated by length.")
+    ] = 262_144,
     max_prompt_tokens: Annotated[
         int | None, typer.Option("--max-prompt-tokens", help="Longest prompt. Default: what the model's context takes.")
     ] = None,
     max_body: Annotated[str, typer.Option("--max-body", metavar="SIZE", help="Largest request, as in 8MB; larger ones get a 413.")] = "8MB",
-    queue_timeout: Annotated[float, typer.Option("--queue-timeout", metavar="SECONDS", help="Longest wait; then a 503.")] = 60,
+    queue_timeout: Annotated[
+        float, typer.Option("--queue-timeout", metavar="SECONDS", help="How long a request may wait; then it gets a 503.")
+    ] = 60,
     drain_timeout: Annotated[
-        float, typer.Option("--drain-timeout", metavar="SECONDS", help="For answers under way when the server is told to end.")
+        float,
+        typer.Option("--drain-timeout", metavar="SECONDS", help="How long answers under way may take when the server is told to end."),
     ] = 30,
     heartbeat_limit: Annotated[
         float, typer.Option("--heartbeat-limit", metavar="SECONDS", help="/health fails when the engine is silent for longer.")

@@ -26,30 +26,28 @@ def bench_trees(
     questions: Annotated[Path | None, typer.Option("--questions", help="Spec-Bench lines. Default: a set of our own.")] = None,
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories.")] = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer, in tokens.")] = 48,
-    every: Annotated[int, typer.Option("--every", min=1, help="Grow trees at every so-manieth token.")] = 4,
+    every: Annotated[int, typer.Option("--every", min=1, help="Grow trees at every N-th token of the answers.")] = 4,
     trees: Annotated[
         str,
         typer.Option(
             "--trees",
-            help=f"Of {', '.join(DRAFTED)}, each alone or with {DRAWN}, comma-separated; the first is what others are held against.",
+            help=f"Of {', '.join(DRAFTED)}, each alone or with {DRAWN}, comma-separated; the others are compared with the first.",
         ),
     ] = ",".join(DRAFTED),
     budgets: Annotated[str, typer.Option("--budgets", help="Nodes of a tree, the root counted, comma-separated.")] = "8,16,32,64",
     temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6",
-    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this + i.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this seed + i.")] = 0,
     coupling: options.CouplingOption = None,
-    draws: Annotated[
-        int, typer.Option("--draws", min=1, help="Noises that coupled trees are grown with at a place; the mean counts.")
-    ] = DRAWS,
+    draws: Annotated[int, typer.Option("--draws", min=1, help="Random noises that coupled trees are averaged over at each place.")] = DRAWS,
     model: options.Model = None,
     drafter: options.Drafter = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
 ) -> None:
-    """Tokens a step that trees promise at the same places of the same answers, by policy and budget. Above temperature 0 chance is averaged
-    out: over several noises, or over the chances of verification where children are drawn (--coupling residual, or NAME+residual). So
-    policies compare at any temperature. Ctrl-C shows what there is."""
+    """Expected tokens of a step, by tree policy and budget, at the same places of the same answers. Above temperature 0 randomness is
+    averaged out: over several noises, or over the acceptance probabilities where children are drawn (--coupling residual, or
+    NAME+residual), so that policies can be compared at any temperature. Ctrl-C shows the figures so far."""
     names, sizes = parse_trees(trees, options.coupling(coupling)), parse_budgets(budgets)
     items = [(name, size) for name in names for size in sizes]
     requests = [SamplingParams(max_tokens=max_tokens, temperature=value, seed=seed) for value in parse_temperatures(temperatures)]

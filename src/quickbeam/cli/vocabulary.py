@@ -32,7 +32,7 @@ def bench_vocabulary(
     seed: options.Seed = None,
     model: options.Model = None,
     drafter: options.Drafter = None,
-    method: Annotated[str, typer.Option("--method", help="Whose tree is drafted.")] = "dyspec",
+    method: Annotated[str, typer.Option("--method", help="The method whose tree is drafted.")] = "dyspec",
     budget: options.Budget = None,
     vocabs: Annotated[str, typer.Option("--vocabs", help=f"Of {', '.join(SHORT)}, comma-separated.")] = ",".join(SHORT),
     shares: Annotated[str, typer.Option("--shares", help="Sizes to ask for, in % of the vocabulary, comma-separated.")] = "6,10,15,25",

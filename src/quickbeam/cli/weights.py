@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 def bench_weights(
     model: options.Model = None,
     weights: Annotated[str, typer.Option("--weights", help="Of bfloat16, int8 and int4, comma-separated.")] = "bfloat16,int8,int4",
-    widths: Annotated[str, typer.Option("--widths", help="Tokens a pass looks at, comma-separated, 128 at most.")] = "1,8,16",
-    context: Annotated[int, typer.Option("--context", min=1, help="Tokens behind a pass.")] = 200,
-    text: Annotated[Path | None, typer.Option("--text", help="What perplexity is measured on. Default: a text of our own.")] = None,
+    widths: Annotated[str, typer.Option("--widths", help="Rows of a pass, comma-separated, 128 at most.")] = "1,8,16",
+    context: Annotated[int, typer.Option("--context", min=1, help="Tokens of context before a pass.")] = 200,
+    text: Annotated[
+        Path | None, typer.Option("--text", help="Text file that perplexity is measured on. Default: a text of our own.")
+    ] = None,
     questions: Annotated[
         Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
     ] = None,

@@ -16,7 +16,7 @@ from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
 class Chance(NamedTuple):
-    """Where a sequence's chance comes from: the `noise` of its places, or `generator` where draws belong to drafts (the residual rule)."""
+    """Where a sequence's randomness comes from: the `noise` of its places, or `generator` for the residual rule."""
 
     noise: Noise | None
     generator: torch.Generator
@@ -32,9 +32,11 @@ def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position
 
 
 def accept(sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int) -> Verdict:
-    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Laws are made for the nodes it visits only.
+    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Distributions are made only for the nodes that
+    it visits.
 
-    Raises `DeadEnd` where no token may come after the root. Below it, the path ends before: the answer may be over by then.
+    Raises `DeadEnd` where no token may come after the root. Where that happens deeper in the tree, the path ends before it: the answer may
+    be over by then.
     """
     reached = 0
 

@@ -1,9 +1,9 @@
-"""One budget for all running sequences: nodes and calls of a drafter go where they promise most for their time.
+"""One budget for all running sequences: it decides how many nodes each tree gets and which calls of a drafter are made.
 
-To maximise tokens over seconds is to maximise tokens - rate * seconds, with the best rate there is (Dinkelbach, 1967). So whatever promises
-more tokens than its seconds would give at the rate of late is worth having, in whichever tree it is, and rates of late come to the best
-one. What a pass over so many rows takes is measured; the more sequences share it, the more a further row costs beside what it takes alone,
-and at a full batch little but the roots is worth it.
+Tokens a second are tokens over seconds. To maximise that ratio is to maximise tokens - rate * seconds, with the best rate there is
+(Dinkelbach, 1967). So a node or a call is added only if its expected tokens outweigh its time at the recent rate, in whichever tree it is;
+recent rates approach the best one. The time of a pass is measured by its rows. The more sequences share a pass, the more a further row
+costs beside what it takes alone, and in a full batch little but the roots is worth its time.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
 class NodePrices(Prices):
-    """By nodes of one tree: along the lower convex hull of what passes cost, in tokens. Steps in the cost, as of a kernel's tiles, are
-    spread over their nodes; beyond the widest a node is without bound."""
+    """The marginal cost of a node, in tokens, by the size of its tree: the slope of the lower convex hull of pass times. Steps in the time
+    of a pass (a kernel's tiles) are spread over their nodes. Beyond the widest measured tree a node costs infinitely much."""
 
     def __init__(self, widths: Sequence[int], passes: Sequence[float], trial: bool = False) -> None:
         self.trial = trial
@@ -46,10 +46,10 @@ class NodePrices(Prices):
 
 
 class Expected:
-    """How many tokens a step emits by the nodes of its tree, learned apart for each situation that a policy tells apart.
+    """Expected tokens of a step by the number of nodes of its tree, learned separately for each situation that a policy tells apart.
 
-    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), each step tells for every m up to its size what it would
-    have emitted: the accepted nodes before m, the root counted for the token that follows the path.
+    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), one step shows for every m up to its size what that tree
+    would have emitted: the accepted nodes before m, the root counted for the token that follows the path.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
@@ -101,10 +101,10 @@ class Expected:
 
 @dataclass
 class Rate:
-    """Tokens a second of one method under one load, in sums that fade; at first those of one plain step.
+    """Tokens a second of one method under one load, as fading sums; at first those of one plain step.
 
-    Of its steps some are trials, whose first call is made all the same: the first ones, and now and then another one, on which no more than
-    a share `TRIAL` of the time goes. Where drafting was not worth its price, it may be by now.
+    Some steps are trials, in which the first call of the drafter is made whether or not it seems worth its time: the first few steps, and
+    later one now and then, on no more than a share `TRIAL` of the time. Drafting that was not worth its cost may have become so.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
@@ -156,7 +156,8 @@ class Load:
 
 
 class Budget:
-    """Prices by load, which calls are made, and how the nodes of a pass are shared. `setting`s name methods: each has its own record."""
+    """Converts measured time into the tokens that a node or a call must add; decides which calls are made and how many nodes each tree has.
+    Each `setting` (a method and what its drafts depend on) has a record of its own."""
 
     HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
     CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
@@ -173,7 +174,7 @@ class Budget:
         self._drafting: dict[tuple[Hashable, int], tuple[float, int]] = {}  # by setting and nodes: seconds of growing, how often seen
 
     def plain(self, load: Load) -> float:
-        """Seconds of a step without drafts. Prompts don't count: what reading them brings comes later."""
+        """Seconds of a step without drafts. Prompts that are read in it don't count."""
         if load.plain is None:
             many = max(1, len(load.contexts))
             reading = self.cost.reading(1, sum(load.contexts.values()), many)
@@ -181,24 +182,24 @@ class Budget:
         return load.plain
 
     def rate(self, setting: Hashable, load: Load) -> Rate:
-        """Of a method, under a load of as many sequences."""
+        """The record of a method under a load of about as many sequences."""
         key = setting, _bucket(len(load.contexts))
         if key not in self._rates:
             self._rates[key] = Rate(float(len(load.contexts)), self.plain(load))
         return self._rates[key]
 
     def best_rate(self, setting: Hashable, load: Load) -> float:
-        """Tokens a second: those of late, and at least what plain decoding would give."""
+        """Tokens a second: the recent rate, and at least that of plain decoding."""
         return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
 
     def call(self, setting: Hashable) -> CallCost:
-        """What calls for this method cost."""
+        """The cost of calls for this method."""
         if setting not in self.calls:
             self.calls[setting] = CallCost(self.cost.alone(1))
         return self.calls[setting]
 
     def prices(self, one: Hashable, setting: Hashable, load: Load, trial: bool = False) -> Plan:
-        """For a policy that heeds prices."""
+        """The plan for a policy that uses marginal costs itself (`TreePolicy.priced`)."""
         beside, rate = load.rows - load.nodes.get(one, 1), self.best_rate(setting, load)
         steps, rows, made = self._held.get(one, (0, 0, None))
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
@@ -211,8 +212,9 @@ class Budget:
         return Plan(self.limit if trial or made.node(1) < 1.0 else 1, made)
 
     def nodes(self, one: Hashable, setting: Hashable, load: Load, situation: int) -> Plan:
-        """For a policy that does not: the number of nodes with most tokens a second; beside others the one whose tokens are most above the
-        price of what it adds to the pass. (The rate of all together would not do: where all others are too wide, it pays to be so, too.)"""
+        """The plan for any other policy: the number of nodes with the most tokens a second. Beside other sequences, the number whose
+        expected tokens most exceed the cost of the rows it adds (to maximise the common rate instead would reward every tree for being too
+        wide where the others are)."""
         beside = load.rows - load.nodes.get(one, 1)
         chosen, steps, rows = self._chosen.get((one, situation), (0, 0, 0))
         if steps <= 0 or abs(rows - beside) * 4 > rows:
@@ -228,8 +230,8 @@ class Budget:
         return Plan(chosen, None, situation, measured=True)
 
     def worthwhile(self, gains: Sequence[float], call: CallCost, rate: float) -> list[bool]:
-        """Which of the requests of a round to answer in one call, by the tokens that each is to bring: those whose sum is most above the
-        call's price. Infinite ones always are."""
+        """Which requests of a round to answer in one call: the set whose expected tokens (`gains`) most exceed the cost of the call.
+        Infinite gains are always answered."""
         order = sorted(range(len(gains)), key=lambda i: -gains[i])
         asked = sum(map(math.isinf, gains))
         count, best, total = asked, 0.0, 0.0
@@ -243,8 +245,9 @@ class Budget:
         return [i in taken for i in range(len(gains))]
 
     def share(self, values: Sequence[Sequence[float]], rows: int, rate: float) -> list[int]:
-        """How many nodes each tree keeps beside its root. `values`: by tree, the tokens that its nodes promise, in order of worth; `rows`:
-        of the pass without them. The next node goes to whichever tree promises most, as long as that is more than the row's price."""
+        """How many nodes each tree keeps beside its root. `values`: for each tree, the expected tokens of its nodes, in order of worth;
+        `rows`: of the pass without them. The next node goes to the tree with the largest value, as long as that exceeds the marginal cost
+        of a row."""
         kept = [0] * len(values)
         waiting = sorted(((value, tree) for tree, row in enumerate(values) for value in row), key=lambda pair: -pair[0])
         prices = NodePrices([max(1, width) for width in self._grid(rows)], [rate * self.cost.alone(width) for width in self._grid(rows)])
@@ -259,25 +262,25 @@ class Budget:
         return sorted({rows, *(width for width in WIDTHS if width > rows), *(rows + width for width in WIDTHS)})
 
     def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
-        """Growing a tree of a measured number of nodes took so long with a drafter. A single slow one changes little."""
+        """Record how long growing a tree of a measured number of nodes took with a drafter. A single slow one changes little."""
         key = setting, nodes
         known, count = self._drafting.get(key, (seconds, 0))
         after = min(known, seconds) if count < self.FIRST else known + 0.05 * (min(seconds, 2 * known) - known)
         self._drafting[key] = after, count + 1
 
     def _growing(self, setting: Hashable, nodes: int) -> float:
-        """Expected time for growing a tree; what was not observed lies between the sizes around it, and is 0 where none was."""
+        """Expected time for growing a tree; between observed sizes it is interpolated, and 0 where none was observed."""
         table = {1: 0.0} | {size: seconds for (name, size), (seconds, _) in self._drafting.items() if name == setting}
         if nodes > max(table):
             return table[max(table)] * math.sqrt(nodes / max(table))
         return interpolate(dict(sorted(table.items())), nodes)
 
     def learn(self, setting: Hashable, plan: Plan, path: Sequence[int], nested: bool) -> None:
-        """What became of a tree of a measured number of nodes."""
+        """Record which nodes of a tree of a measured size were accepted."""
         self._expect(setting).observe(plan.situation, plan.nodes, path, nested)
 
     def observe(self, settings: Sequence[Hashable], load: Load, tokens: int, seconds: float) -> None:
-        """A step of these methods emitted `tokens` in all and took `seconds`."""
+        """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)
 

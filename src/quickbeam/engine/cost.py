@@ -22,12 +22,13 @@ PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes a
 
 
 class CostModel:
-    """Seconds of one pass of the target, by its number of rows and the tokens before each tree: measured once, then followed.
+    """Seconds of one pass of the target, by its number of rows and the tokens before each tree: measured once, then corrected with every
+    pass.
 
     `seconds`: by rows, with nothing before the trees. `per_token`: by a tree's nodes, what each token before it adds; every node reads them
-    all, so long contexts make wide trees dearer. Both are interpolated. Beyond the widest they grow in proportion, or as fast as they did
-    last where that is faster. `per_sequence`: what a row adds that is another sequence's and not another node. `beside`: the part of
-    `per_token` that many sequences take, each reading tokens of its own, as they keep all threads busy.
+    all, so a wide tree costs more in a long context. Both are interpolated. Beyond the widest measured width they grow in proportion, or by
+    the last slope where that is steeper. `per_sequence`: what a row adds when it belongs to another sequence and not to the same tree.
+    `beside`: the part of `per_token` that remains when many sequences are read side by side and all threads are busy.
     """
 
     RATE = 0.05  # of a difference that one pass corrects
@@ -44,7 +45,7 @@ class CostModel:
     @classmethod
     def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
         """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind `FAR` tokens, and the roots of `MANY`
-        sequences. The tokens don't matter. The pool's limit doesn't hold for what is measured."""
+        sequences. Which tokens they hold does not matter. The pool's limit is lifted meanwhile."""
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         per_token: dict[int, float] = {}
@@ -75,12 +76,12 @@ class CostModel:
         return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
 
     def reading(self, nodes: int, context: int, sequences: int = 1) -> float:
-        """What `context` tokens before a tree of `nodes` add, in a pass over so many trees."""
+        """What `context` tokens before a tree of `nodes` nodes add, in a pass over `sequences` trees."""
         return context * interpolate(self._per_token, nodes) * float(self._beside ** (1 - 1 / sequences))
 
     def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
-        """A pass over trees of so many sequences took so long, `reading` seconds of which are expected of what stands before them. A single
-        slow one (the machine was busy) changes little."""
+        """Record that a pass over trees of `sequences` sequences took `seconds`, of which `reading` are expected for the tokens before the
+        trees. A single slow pass (the machine was busy) changes little."""
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         for width in set(_bracket(self._seconds, rows)[:2]):
             self._seconds[width] *= 1 + self.RATE * (ratio - 1)
@@ -89,7 +90,7 @@ class CostModel:
 class CallCost:
     """Seconds of one call of the drafter and what growing from it takes, by how many sequences it serves."""
 
-    CALLS = 16  # of late that tell what a call costs
+    CALLS = 16  # recent calls that tell what one costs
     ENOUGH = 4  # calls that tell what one for so many sequences costs,
     ALIKE = 1.5  # or for so many times as many
     GUESS = 0.25  # of a plain pass, before one was seen
@@ -100,9 +101,9 @@ class CallCost:
         self._seen: dict[int, deque[float]] = {}
 
     def seconds(self, sequences: int) -> float:
-        """The lower quartile of late, of calls for about as many sequences where there were `ENOUGH`; else the least that calls for other
-        numbers make of it. Some are slow (new shapes, a busy machine). What looks cheap gets tried, and is known then; what looks dear
-        never would be."""
+        """The lower quartile of recent calls for about as many sequences, where there were `ENOUGH`; otherwise the least that calls for
+        other numbers of sequences suggest. Some calls are slow (new shapes, a busy machine). An estimate that is too low gets corrected,
+        because the call is then made and timed; one that is too high never would be."""
         if not self._seen:
             return self.GUESS * self._plain * self._more(sequences)
         found = {count: sorted(seen)[len(seen) // 4] * self._more(sequences) / self._more(count) for count, seen in self._seen.items()}
@@ -115,7 +116,7 @@ class CallCost:
         return 1 + self.MORE * (sequences - 1)
 
     def observe(self, sequences: int, seconds: float) -> None:
-        """A call for so many took so long."""
+        """Record that a call for `sequences` sequences took `seconds`."""
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
 

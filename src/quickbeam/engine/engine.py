@@ -1,4 +1,5 @@
-"""All running sequences, one step after another: trees grow side by side, one pass verifies all of them, each keeps its path."""
+"""The engine: all running sequences, one step after another. Trees grow side by side, one pass verifies all of them, each sequence keeps
+its path."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ UNHEARD = 1024  # hidden states that a drafter may leave unread, before they are
 
 
 class Ready(NamedTuple):
-    """A sequence with its part of the next pass. `growing`: of a draft; None for a text that is read."""
+    """A sequence with its part of the next pass. `growing`: its draft tree; None for a text that is read."""
 
     sequence: SequenceState
     part: Part
@@ -42,8 +43,8 @@ class Ready(NamedTuple):
 class Engine:
     """Answers any number of requests through one model. `add` one, then `step` until it is over; or `cancel` it.
 
-    `budget` is made when it is first needed: it measures. `most`: sequences side by side; the others wait. `pages`: of keys and values,
-    None for any number. `share`: whether beginnings that texts have in common are computed once. What was asked ends with a reason or an
+    `budget` is made when it is first needed, because it measures. `most`: sequences side by side; the others wait. `pages`: of keys and
+    values, None for any number. `share`: whether texts that begin alike share their beginning. Every request ends with a reason or an
     `error` of its own: nothing that goes wrong in one sequence touches another. Calls from several threads take turns.
     """
 
@@ -77,7 +78,7 @@ class Engine:
         if limit is not None and prompt + most > limit:
             raise InvalidInput(
                 f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of {limit}: "
-                f"shorten the prompt or ask for at most {max(0, limit - prompt)} tokens"
+                f"shorten the prompt, or lower max_tokens (at most {max(0, limit - prompt)} tokens fit)"
             )
         sequence = SequenceState(request, self._loops)
         if (drafter := sequence.drafter) is not None:
@@ -108,7 +109,7 @@ class Engine:
             self._cancelled.append(sequence)
 
     def _sort(self) -> None:
-        """Take up those that arrived, and let go of the cancelled."""
+        """Take up sequences that arrived, and let go of cancelled ones."""
         while self._arrived:
             sequence = self._arrived.popleft()
             if sequence.over:  # cancelled before it was taken up
@@ -133,7 +134,7 @@ class Engine:
             self.forget()
 
     def forget(self) -> None:
-        """Forget the beginnings of texts, so that the next prompt is computed from its first token."""
+        """Empty the prefix cache, so that the next prompt is computed from its first token."""
         with self.lock:
             if self.prefixes is not None:
                 self.prefixes.clear()
@@ -202,7 +203,7 @@ class Engine:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Free what those hold that are over."""
+        """Free what finished sequences hold."""
         for sequence in [one for one in self.scheduler.active if one.over]:
             self._leave(sequence)
 
@@ -212,7 +213,7 @@ class Engine:
         return sequence.cache
 
     def _leave(self, sequence: SequenceState) -> None:
-        """It is over: what was computed of its text is remembered, the rest freed."""
+        """A sequence is over: keep what was computed of its text in the prefix cache, free the rest."""
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
@@ -364,5 +365,5 @@ class Engine:
 
 
 def _own(rows: torch.Tensor) -> torch.Tensor:
-    """The same, without the rest of a larger tensor that they are a slice of: who keeps them would keep all of it."""
+    """A copy without the rest of the larger tensor that it is a slice of, which would stay in memory with it."""
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows

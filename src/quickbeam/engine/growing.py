@@ -1,4 +1,4 @@
-"""The trees of one step, grown side by side: what all of them wish to know is one call of a drafter."""
+"""The draft trees of one step, grown side by side: the requests of all trees are one call of the drafter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Growing:
-    """A tree in the making. `laws`: the answer to its last wish."""
+    """A tree in the making. `laws`: the answer to its last request."""
 
     sequence: SequenceState
     plan: Plan
@@ -38,7 +38,7 @@ class Growing:
         return self.grown.tree
 
     def count(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
-        """To the sequence's statistics: what became of the `tree` that was verified, and what its step took."""
+        """Add the verified `tree`, its accepted path and its times to the sequence's statistics."""
         stats = self.sequence.statistics
         stats.steps += 1
         stats.nodes += len(tree)
@@ -53,14 +53,14 @@ class Growing:
 
 
 class Grower:
-    """Grows the trees of one step. `budget` gives the budget, which may have to be measured first; it is asked for where a tree's size is
+    """Grows the trees of one step. `budget` returns the budget, which may have to be measured first; it is called where a tree's size is
     not fixed. `load`: of the step. A sequence whose tree fails ends with an error of its own."""
 
     def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
         self.model, self.budget, self.load = model, budget, load
 
     def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
-        """Trees of all running sequences, side by side: each round answers one wish of each in one call."""
+        """The trees of all running sequences, side by side: each round answers one request of each tree in one call."""
         growing, trials = list[Growing](), set[Hashable]()
         for sequence in running:
             setting = sequence.request.setting
@@ -94,7 +94,7 @@ class Grower:
         return growing
 
     def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
-        """What its next tree may cost."""
+        """How many nodes and calls its next tree may have."""
         request, policy = sequence.request, sequence.policy
         assert sequence.context is not None
         if request.budget is not None:
@@ -107,7 +107,7 @@ class Grower:
         return plan
 
     def _round(self, drafter: Drafter, wishing: list[Growing]) -> None:
-        """Answer the wishes that are worth their time, all in one call."""
+        """Answer the requests that are worth their time, all in one call."""
         priced = [one for one in wishing if one.plan.prices is not None]
         refused: set[int] = set()
         if priced:
@@ -134,7 +134,8 @@ class Grower:
             self.budget().call(priced[0].sequence.request.setting).observe(len(asked), time.perf_counter() - began)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
-        """Laws of all wishes; where the call fails, sequence by sequence, so that only the one that makes it fail goes without drafts."""
+        """The distributions for all requests. Where the call fails it is made again sequence by sequence, so that only the one that makes
+        it fail goes without drafts."""
         wishes = [one.wish for one in asked if one.wish is not None]
         try:
             return list(drafter.answer(wishes))
@@ -146,7 +147,7 @@ class Grower:
             return [None]
 
     def _send(self, one: Growing, laws: Laws | None) -> None:
-        """Let a tree grow on to its next wish, or its end."""
+        """Let a tree grow to its next request, or to its end."""
         try:
             one.wish = one.growth.send(laws)
         except StopIteration as end:
@@ -156,7 +157,7 @@ class Grower:
             fail(one.sequence, error)
 
     def _share(self, growing: Sequence[Growing]) -> None:
-        """Among several trees, nodes go where they promise most."""
+        """Among several trees, nodes go where the most tokens are expected."""
         priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
         if len(growing) < 2 or all(len(one.tree) < 2 for one in priced):
             return

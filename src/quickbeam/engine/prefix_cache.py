@@ -1,8 +1,8 @@
-"""Beginnings of texts that were computed, by chunks of tokens: what requests have in common is computed once.
+"""The prefix cache: beginnings of texts that were computed, in chunks of tokens, so that requests that begin alike share them.
 
-Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`): so what is read from here has the bits of what would
-be computed anew. A drafter's rows lie beside the target's. The last of a chunk's is of the token after it, too; where texts part there, the
-one that came first decided it, which may cost drafts, never an answer.
+Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`), so what is read from here has the bits of what would
+be computed anew. A drafter's rows lie beside the target's. The drafter's last row of a chunk depends on the token after it, too; where
+texts differ there, the row is that of the text that came first. That may cost accepted drafts, never an answer.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Chunk:
 
 
 class PrefixCache:
-    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are kept beside, that of the first sequence
-    that has one. The least recently used chunks that no sequence holds go where the pool runs short."""
+    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are kept beside them, that of the first
+    sequence that has one. Where the pool runs short, the least recently used chunks that no sequence holds are dropped."""
 
     def __init__(self, size: int, pool: Pool) -> None:
         self.size, self._pool = size, pool
@@ -44,8 +44,8 @@ class PrefixCache:
         return len(self._order)
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
-        """The chunks that begin `ids` and leave at least one token; for a drafter that must hear of every token, as far as its rows are
-        known."""
+        """The chunks that begin `ids` and leave at least one token; for a drafter that needs the hidden states of every token, only as far
+        as its rows are known."""
         chunk, found = self._root, list[Chunk]()
         drafted = drafter is not None and drafter.needs_hidden
         if drafted and drafter is not self.drafter:

@@ -1,4 +1,4 @@
-"""What an answer carries."""
+"""The result of a request: text, tokens and statistics."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class SourceCount:
 
 @dataclass
 class Statistics:
-    """Where an answer's time went, in seconds. `seconds` is decoding only: it starts when target and sources have read the prompt, which
-    is `prefill_seconds`, and the first token is known."""
+    """How the time of an answer was spent, in seconds. `seconds` is decoding only: it starts when target and sources have read the prompt,
+    which takes `prefill_seconds`, and the first token is known."""
 
     new_tokens: int = 0
     steps: int = 0  # target passes over a tree
@@ -26,10 +26,10 @@ class Statistics:
     verify_seconds: float = 0.0
     cached_tokens: int = 0  # of the prompt that were not computed anew
     nodes: int = 0  # of all trees that were verified, roots included
-    set_back: int = 0  # how often memory ran short and what was read had to be computed again
+    set_back: int = 0  # how often memory ran short, so that keys and values had to be computed again
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
-    head: HeadUse | None = None  # what became of the drafter's vocabulary
+    head: HeadUse | None = None  # counters of the shortlist: time, tokens scored, recall
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -49,7 +49,8 @@ class Statistics:
 
 @dataclass
 class Logprob:
-    """Log-probability of an emitted token under the raw model law, and of the most probable alternatives (token id: log-probability)."""
+    """Log-probability of an emitted token under the model's own distribution, and of the most probable alternatives (token id:
+    log-probability)."""
 
     token: int
     logprob: float

@@ -1,4 +1,4 @@
-"""Who runs: first come, first served, as far as there is room for keys and values."""
+"""The scheduler: first come, first served, as far as there is room for keys and values."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Queue:
 class Scheduler:
     """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run. At most `most` are active.
 
-    A sequence is admitted when its text finds room, never before one that came earlier. Where memory runs short later, the active one that
-    came last is set back: its text stays, its keys and values are computed anew when there is room again. So the first one always goes on.
+    A sequence is admitted when there is room for its text, never before one that came earlier. Where memory runs short later, the active
+    sequence that came last is set back: its text stays, its keys and values are computed anew when there is room again. So the first one
+    always makes progress.
     """
 
     def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
@@ -104,7 +105,7 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether its text and a tree find room beside what the active ones are going to read, without anyone being set back."""
+        """Whether its text and a tree fit beside what the active sequences are still going to read, without setting one of them back."""
         if self.pool.limit is None:
             return True
         page = self.pool.page
@@ -115,7 +116,7 @@ class Scheduler:
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _soon_known(self, sequence: SequenceState) -> bool:
-        """Whether an active sequence is just reading what it begins with, so that it is better shared than read twice."""
+        """Whether an active sequence is reading the same beginning right now, so that waiting for it saves reading it twice."""
         if self.prefixes is None:
             return False
         size, ids = self.prefixes.size, sequence.ids

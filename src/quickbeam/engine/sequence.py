@@ -1,4 +1,4 @@
-"""One request on its way: all of its state, and nothing of any other."""
+"""One request under way: all of its state, and nothing of any other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _arrivals = count()
 
 @dataclass
 class Times:
-    """When what became of a request, in seconds of `time.perf_counter`; None: not yet."""
+    """When a request arrived, was taken up and so on, in seconds of `time.perf_counter`; None: not yet."""
 
     arrived: float
     began: float | None = None  # to be read: it had found room
@@ -38,10 +38,10 @@ class Times:
 
 
 class Request:
-    """What is asked: a prompt in token ids, how it is answered, and by which method.
+    """A request: a prompt in token ids, how it is answered, and by which method.
 
-    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: names the method and all that its drafts depend on, for
-    what is learned. `observer` is told of every step. `choice`: which of several answers to the prompt it is.
+    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: the method and all that its drafts depend on, by which
+    acceptance rates and costs are learned. `observer` is called with every step. `choice`: which of several answers to the prompt it is.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Request:
 
 
 class SequenceState:
-    """A request and what became of it so far.
+    """A request and its state so far.
 
     It waits, is read (its prompt), runs, and is over: `output.finish_reason` then says why, or `error` holds what went wrong. `context`
-    lives as long as it is running; what stands in `ids`, `output` and the generators outlasts a set-back, after which the rest is computed
-    anew. `read`: how many of the `ids` have keys and values.
+    exists while it is running. `ids`, `output` and the generators survive a set-back, after which the rest is computed anew. `read`: how
+    many of the `ids` have keys and values.
 
-    A seed, or one that is drawn where none was given, makes the noise of its places. For the residual rule it makes two generators, one for
-    what is emitted and one for what is drawn while drafting.
+    The request's seed, or one that is drawn where none was given, makes the noise of its places. For the residual rule it makes two
+    generators, one for what is emitted and one for what is drawn while drafting.
     """
 
     def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
@@ -135,7 +135,7 @@ class SequenceState:
         return None if drafter is None or self.context is None else self.context.states.get(drafter.name)
 
     def begin(self, cache: SequenceCache) -> None:
-        """Have sources read the text so far; keys and values come with `cache`."""
+        """Have the sources read the text so far; keys and values are in `cache`."""
         self.cache = cache
         self.times.began = self.times.began or time.perf_counter()
         self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise)
@@ -165,7 +165,7 @@ class SequenceState:
             self.statistics.head = used if self.statistics.head is None else self.statistics.head.plus(used)
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
-        """It is over; does nothing where it was."""
+        """End it; does nothing where it was over."""
         if not self.over:
             self.error = error
             self.output.close(reason)

@@ -1,4 +1,4 @@
-"""An answer as it comes, and answers run to their ends."""
+"""Streams: an answer as it comes. And answers run to their ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from quickbeam.engine.sequence import SequenceState, Times
 
 
 class Delta(NamedTuple):
-    """What is new of an answer."""
+    """The new part of an answer."""
 
     text: str  # that became certain; it may lag behind the tokens
     token_ids: list[int]
@@ -28,9 +28,9 @@ class Delta(NamedTuple):
 
 
 class Stream(Iterator[str]):
-    """Pieces of an answer's text as they come; `completion` then, or at any time for what there is.
+    """Pieces of an answer's text as they come; `completion` afterwards, or at any time for the answer so far.
 
-    Any number may be open at once, in any threads: a step that one of them takes moves all on. One that is dropped gives back what it held.
+    Any number may be open at once, in any threads: a step that one of them takes advances all. A stream that is dropped frees what it held.
     """
 
     def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
@@ -56,11 +56,11 @@ class Stream(Iterator[str]):
         self._engine.cancel(self._sequence)
 
     def taken(self) -> str:
-        """The text that is new since it was last taken, without a step."""
+        """The text since the last call, without taking a step."""
         return self._sequence.output.take()
 
     def new(self) -> Delta:
-        """What is new since this was last asked, without a step."""
+        """The new part since the last call, without taking a step."""
         sequence, start = self._sequence, self._given
         text, ids = sequence.output.take(), sequence.output.token_ids[start:]
         self._given += len(ids)
@@ -73,7 +73,7 @@ class Stream(Iterator[str]):
 
     @property
     def times(self) -> Times:
-        """When it came, was taken up, and had its first token."""
+        """When it arrived, was taken up, and had its first token."""
         return self._sequence.times
 
     @property

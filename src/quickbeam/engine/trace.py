@@ -1,4 +1,4 @@
-"""What every step drafted and what became of it, kept for a look afterwards. Knows nothing of models."""
+"""Traces: what every step drafted and what was accepted, kept to be looked at afterwards. Knows nothing of models."""
 
 from __future__ import annotations
 

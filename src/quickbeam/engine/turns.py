@@ -1,4 +1,4 @@
-"""A lock whose holders come in the order in which they asked for it."""
+"""A lock that threads get in the order in which they asked for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import deque
 
 
 class Turns:
-    """Threads take turns: `threading.Lock` lets the one that just released it have it again, before one that waits has woken up.
+    """A fair lock. `threading.Lock` may be taken again by the thread that just released it, before a waiting one has woken up.
 
     The thread that holds it may enter it again.
     """

@@ -1,4 +1,4 @@
-"""How likely it is that a child is accepted, which is not how likely the drafter says its token is."""
+"""Estimated acceptance rates: how likely a child is accepted, which differs from the probability that the drafter gives it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,32 @@ from bisect import bisect_right
 
 
 class Chances(ABC):
-    """What DySpec takes for the chance that a child is accepted, and for the worth of a place that no token was drawn for yet.
+    """DySpec's estimate of the probability that a child is accepted, and of the worth of a slot whose token is not drawn yet.
 
-    `place` counts a node's children from 0. `probability` is the child's: of a draw under the law that it was drawn from, earlier siblings
-    struck out, the rest renormalised; of a certain child as `trees/perturbed.py` gives it. `LIFT`: no chance is more than so many
-    times the probability of a certain child.
+    `place` is the rank of a child among its siblings, from 0. `probability` is the child's: for a drawn one, under the distribution that it
+    was drawn from (earlier siblings struck out, renormalised); for a deterministic one, as `trees/perturbed.py` gives it. `LIFT`: no
+    estimate exceeds this multiple of a deterministic child's probability.
     """
 
     LIFT = 1.0
 
     @abstractmethod
     def child(self, place: int, probability: float) -> float:
-        """That a child is accepted, once its parent is; of a draw, once its earlier siblings are rejected, too."""
+        """The probability that a child is accepted, given that its parent is; for a drawn child, given also that its earlier siblings are
+        rejected."""
 
     @abstractmethod
     def slot(self, place: int, peak: float) -> float:
-        """What is to be hoped for there before the token is known: accepted tokens, in any unit. `peak`: the largest probability of the law
-        that it will be drawn from."""
+        """The worth of a slot before its token is known: expected accepted tokens, in any unit. `peak`: the largest probability of the
+        distribution that the token will be drawn from."""
 
     def observe(self, place: int, probability: float, accepted: bool) -> None:  # noqa: B027 (most have nothing to do)
-        """A child had its turn."""
+        """Verification reached a child: record whether it was accepted."""
 
 
 class Printed(Chances):
-    """The paper's: a child is accepted as often as it is drawn, a slot is worth the probability that it is reached (2410.11744, Alg. 1)."""
+    """The paper's assumption (2410.11744, Alg. 1): a child is accepted with the probability that it was drawn with, and a slot is worth the
+    probability that it is reached."""
 
     def child(self, place: int, probability: float) -> float:
         return probability
@@ -40,13 +42,13 @@ class Printed(Chances):
 
 
 class Measured(Chances):
-    """Of draws: by the child's place and its probability, from what was accepted so far.
+    """Acceptance rates of drawn children, by rank and probability, corrected by what verification accepted.
 
-    A draw is accepted with min(1, target / draft probability): rare ones of a flat law are accepted about as often as its likely ones.
-    And where the first child was rejected, what is left of the target's law lies where the drafter does not look: the second child
-    is accepted about half as often as a first one of its probability, the third a third as often. `usual` says that in a formula, made on
-    our own questions at temperatures 0.6 and 1; each cell of `EDGES` and places corrects it by what came true. Before the token is drawn,
-    the law's largest probability stands for the token's.
+    A drawn token is accepted with min(1, target / draft probability), so rare tokens of a flat distribution are accepted about as often as
+    its likely ones. And where the first child was rejected, the rest of the target's distribution lies where the drafter gives little: the
+    second child is accepted about half as often as a first one of the same probability, the third a third as often. `usual` puts that into
+    a formula, fitted on our own questions at temperatures 0.6 and 1; each cell of `EDGES` and ranks is corrected by observed acceptance.
+    Before the token is drawn, the largest probability of the distribution stands for the token's.
     """
 
     EDGES = (0.1, 0.3, 0.6, 0.9)  # of probabilities
@@ -60,7 +62,7 @@ class Measured(Chances):
 
     @staticmethod
     def usual(place: int, probability: float) -> float:
-        """Before anything was observed."""
+        """The formula, before any correction."""
         return (0.28 + 0.35 * probability + 0.3 * probability**4) / (place + 1)
 
     def child(self, place: int, probability: float) -> float:
@@ -80,11 +82,11 @@ class Measured(Chances):
 
 
 class Likeliest(Measured):
-    """Of certain children, the likeliest by the drafter and the noise of their place (`trees/perturbed.py`).
+    """Acceptance rates of deterministic children, ranked by the drafter's probability and the noise of their place (`trees/perturbed.py`).
 
-    What the drafter says is spread wider than its errors are, so that the first child is right more often than it is likely. On our own
-    questions one of 0.37 was right in 0.55 at temperature 0, 0.52 at 0.6 and 0.42 at 1; later children are right about as often as they are
-    likely. Corrected as `Measured` is.
+    Drafters are underconfident in their first choice: on our own questions, first children of probability 0.37 were accepted in 0.55 of the
+    cases at temperature 0, 0.52 at 0.6 and 0.42 at 1; later children about as often as their probability says. Corrected by observed
+    acceptance as `Measured` is.
     """
 
     LIFT = 1.4

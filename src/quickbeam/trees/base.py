@@ -15,25 +15,26 @@ def _nothing(tree: TokenTree, path: Sequence[int]) -> None:
 
 
 class Grown(NamedTuple):
-    """A tree, and who wants to know what became of it: `learn(tree, path)` is told the accepted nodes of the tree that was verified, the
-    root first. That tree may hold the first nodes only. `truth`: accepted tokens that come of each one that `tree.value` promises; None
-    where values promise nothing."""
+    """A draft tree with what its policy learns from it. `learn(tree, path)` is called with the verified tree, which may be only its first
+    nodes, and the accepted nodes, the root first. `truth`: accepted tokens for each token that `tree.value` expects; None where values are
+    no expectations."""
 
     tree: TokenTree
     learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
     truth: float | None = None
 
 
-# It yields what it wants to know of a drafter and is sent laws, or None where the answer is not worth its time; it ends with a tree.
+# It yields requests to the drafter and is sent distributions, or None where the call is not worth its time; it ends with a tree.
 Growth = Generator[DraftRequest, Laws | None, Grown]
 
 
 class TreePolicy(ABC):
-    """Grows draft trees from the sources it was made with. What it learns is shared by all sequences; what belongs to one tree is the
-    growth's own.
+    """Grows draft trees from the sources it was made with. What it learns is shared by all sequences; what belongs to one tree is kept in
+    the generator that grows it.
 
-    `nested`: the first m nodes of a tree are what a budget of m would have grown, or nearly (where nodes are drawn: have the same law).
-    `priced`: unless it draws children it heeds `Context.prices` where they are given, and the budget only bounds it.
+    `nested`: the first m nodes of a tree are what a budget of m would have grown, or nearly (drawn nodes: have the same distribution).
+    `priced`: it uses the marginal costs of `Context.prices` where they are given (unless it draws children), and the budget is only an
+    upper bound.
     """
 
     sources: Sequence[Source] = ()
@@ -41,7 +42,8 @@ class TreePolicy(ABC):
     priced = False
 
     def situation(self, context: Context) -> int:
-        """A rough class of how much the next tree promises, 0 (little) to 4: budgets are learned for each apart (`engine/budget.py`)."""
+        """A rough class of how many tokens the next tree will give, 0 (few) to 4: budgets are learned separately for each
+        (`engine/budget.py`)."""
         return 0
 
     @abstractmethod

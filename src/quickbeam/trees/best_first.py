@@ -1,4 +1,4 @@
-"""Search for the likeliest paths, for proposals that are certain: what is kept may depend on the tokens themselves."""
+"""Search for the likeliest paths, for deterministic proposals: which ones are kept may depend on the tokens themselves."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Candidate(NamedTuple):
 class Search:
     """The `size` likeliest paths among those found so far, in `best`; `expand` finds their children.
 
-    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. `chances`: how
-    likely a child is, by its place among the likeliest and its probability. `floor`: a path that is no likelier has no place of its own,
-    but can take that of one that is less likely still. A token that a grammar forces is as likely as what it follows.
+    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of the expanded nodes only. `chances`: the
+    estimated acceptance rate of a child, by its rank and its probability. `floor`: a path that is no likelier adds no node, but can take
+    the place of one that is less likely still. A token that a grammar forces is as likely as what it follows.
     """
 
     def __init__(self, policy: DraftedPolicy, context: Context, size: int, chances: Chances = PLAIN) -> None:
@@ -51,8 +51,8 @@ class Search:
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
     ) -> Generator[DraftRequest, Laws | None, bool]:
-        """Ask the drafter once, for the `width` likeliest tokens after each of `due`: the root first, later any of `best`. `gain`: tokens
-        that come of it; false where that was not worth the time."""
+        """Ask the drafter once, for the `width` likeliest tokens after each of `due`: the root first, later any of `best`. `gain`: the
+        tokens expected from it. Returns False where the call was not worth its time."""
         name, seen, place = self._policy.drafter.name, self._seen, self.expanded
         for one in due:
             if one is not self.root:
@@ -82,7 +82,7 @@ class Search:
         return last if len(self.best) == self._size else max(last, -self.floor)
 
     def worth(self, one: Candidate) -> float:
-        """The probability that asking about `one` tells something: that it is reached, unless what follows is known."""
+        """The probability that a call for `one` is of use: that it is reached, and 0 where a grammar leaves no choice after it."""
         return -one.cost if self._context.forced(one.path) is None else 0.0
 
     def force(self, one: Candidate, token: int, worst: float) -> None:
@@ -91,7 +91,8 @@ class Search:
             self.best.append(self.new(one, token, 1.0, GRAMMAR))
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
-        """The drafter gives these tokens after `one`, the likeliest first. So much of their chances counts (`share`); `known` is there."""
+        """Enter the drafter's tokens after `one`, the likeliest first. `share`: their probabilities are multiplied by it. `known`: a token
+        that is in the tree already."""
         child, best, said, name = self._chances.child, self.best, self._said, self._policy.drafter.name
         for rank, (token, probability) in enumerate(zip(*row, strict=True)):
             if token == known:
@@ -118,20 +119,20 @@ class Search:
         return tree
 
     def said(self) -> dict[int, tuple[int, float]]:
-        """By node of the tree that was made: its place among its parent's likeliest children, and the drafter's probability."""
+        """For each node of the finished tree: its rank among its parent's children, and the drafter's probability."""
         both = ((self.place[one.number], self._said.get((one.parent, one.token))) for one in self.best)
         return {node: found for node, found in both if found is not None}
 
 
 def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:
-    """Of the paths found, keep the likeliest as long as each promises more than the next node costs, and look for no others from now on.
-    `truth`: how much of a promise comes true."""
+    """Keep the likeliest paths as long as each is expected to give more tokens than the marginal cost of its node, and ignore less likely
+    ones from now on. `truth`: accepted tokens for each expected one."""
     search.best = [one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)]
     search.floor = prices.node(len(search.best) + 1) / truth
 
 
 def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:
-    """The paths to be asked for next."""
+    """The paths that the drafter is asked for next."""
     expanded, worst = search.expanded, search.worst
     due = [
         one

@@ -1,11 +1,10 @@
-"""Trees within a grammar: what it bans is not proposed, and what it forces is there without a drafter's call.
+"""Trees within a grammar: banned tokens are not proposed, and forced tokens are added without a call of the drafter.
 
-A token is forced where it is the only one that the grammar allows: then it is certain. Nothing else of a grammar is taken for certain; what
-llguidance would write next, where the text is known and its tokens are not, already shows in its masks: they allow the canonical tokens of
-such a text and no others.
+A token is forced where it is the only one that the grammar allows; only such tokens count as sure. What llguidance would write next where
+the text is known and its tokens are not shows in its masks already: they allow the canonical tokens of such a text and no others.
 
-Policies know little of it. `Laws` come to them with the banned tokens struck out, and with forced tokens in place of what a drafter would
-say; those become children of probability 1, whose source is the grammar. No policy learns from them how often its own children are right.
+Policies need to know little of it. They are sent `Laws` with banned tokens struck out, and with forced tokens in place of the drafter's;
+those become children of probability 1, whose source is the grammar. No policy learns from them how often its own children are accepted.
 """
 
 from __future__ import annotations

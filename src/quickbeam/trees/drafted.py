@@ -1,4 +1,4 @@
-"""What all policies that grow from a drafter share."""
+"""The common part of all policies that grow from a drafter."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from quickbeam.trees.perturbed import proposals
 
 
 class DraftedPolicy(TreePolicy):
-    """Grows from one drafter: its likeliest tokens as certain proposals, the noise of their places counted in. Where children may not look
-    at the noise (`SamplingParams.coupling`) and the policy has use for them (`draws`), draws from its laws."""
+    """Grows from one drafter: its likeliest tokens, with the noise of their places, as deterministic proposals. With the residual rule
+    (`SamplingParams.coupling`), and if the policy supports it (`draws`), tokens drawn from the drafter's distributions instead."""
 
     draws = True
 
@@ -36,7 +36,7 @@ class DraftedPolicy(TreePolicy):
         return ranked(proposals(context, laws, [tree.depth[node] for node in nodes], count, least), laws.forced)
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
-        """Fill slot i of `node`; the new node, or `None` where the law gives no further token."""
+        """Fill slot i of `node`; the new node, or `None` where the distribution gives no further token."""
         draw = draws.draw(i)
         if draw is None:
             return None

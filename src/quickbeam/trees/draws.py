@@ -1,9 +1,9 @@
-"""What a drafter's law gives at a node: an ordered row of children, without replacement. Knows nothing of trees.
+"""The children that a drafter's distribution gives a node, in order, without replacement. Knows nothing of trees.
 
-A *drawn* child i comes from the law with the tokens of earlier children struck out, renormalised: a uniform number for each,
-laid on the running sum of what is left; or the distinct tokens of independent draws, in the order they first appear, which have just that
-law. (So have the largest of Gumbel-perturbed log-probabilities, but they take a random number for every token of the vocabulary: several
-times the cost of the running sum used here.) A *certain* child i is the i-th most probable token.
+A *drawn* child i comes from the distribution with the tokens of earlier children struck out, renormalised: a uniform number for each, laid
+on the running sum of what is left; or the distinct tokens of independent draws, in the order they first appear, which have the same
+distribution. (So have the largest of Gumbel-perturbed log-probabilities, but they take a random number for every token of the vocabulary:
+several times the cost of the running sum.) A *deterministic* child i is the i-th most probable token.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Draws:
     `P * probability`. That is DySpec's rule (Alg. 1) in closed form: with v the worth of slot i and `d = chance(i)`, the sibling's slot is
     worth `v * (1 - d)` and the child's first slot `v * d`.
 
-    `tokens` and their `probabilities`: certain proposals, the most probable first. Where tokens are drawn, there are none yet. `stream`:
-    the draws, each with its probability, repeats to be left out; `law` makes the `[vocab]` law that they are from, and `generator` more of
-    them. `tops`: gives the law's largest probabilities, largest first. `forced`: the one token is all that a grammar allows.
+    `tokens` and their `probabilities`: deterministic proposals, the most probable first; where tokens are drawn, there are none yet.
+    `stream`: the draws, each with its probability, repeats to be left out; `law` makes the `[vocab]` distribution that they are from, and
+    `generator` more of them. `tops`: gives its largest probabilities, largest first. `forced`: the one token is all that a grammar allows.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Draws:
 
     @cached_property
     def law(self) -> torch.Tensor | None:
-        """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for certain proposals."""
+        """`[vocab]`: what the tokens are drawn from, as `TokenTree.law` wants it; `None` for deterministic proposals."""
         return None if self._make_law is None else self._make_law()
 
     def worth(self, i: int) -> float:
         """The probability that slot i is reached once the node is; 0 where there is none.
 
         A draw's slot is reached when all earlier ones are rejected, whatever its own token: choosing slots by it keeps sampling exact.
-        A certain child counts with its token's probability. Draws 0 to i - 1 must have been asked for.
+        A deterministic child counts with its token's probability. Draws 0 to i - 1 must have been asked for.
         """
         if self._generator is not None:
             if len(self._left) <= len(self._tokens):
@@ -74,7 +74,7 @@ class Draws:
         return min(1.0, largest / left) if left > 0 else 1.0
 
     def draw(self, i: int) -> tuple[int, float] | None:
-        """The i-th token and its probability before anything is struck out, or `None` where the law gives no further token."""
+        """The i-th token and its probability before anything is struck out, or `None` where the distribution gives no further token."""
         while i >= len(self._tokens):
             if not (self._find() or (self._renew() and self._find())):
                 return None
@@ -95,7 +95,7 @@ class Draws:
         return False
 
     def _renew(self) -> bool:
-        """More draws, from what is left of the law."""
+        """More draws, from what is left of the distribution."""
         if self._generator is None or self.law is None:
             return False
         rest = self.law.clone()
@@ -104,12 +104,12 @@ class Draws:
         return True
 
     def _mass_left(self, count: int) -> list[float]:
-        """What of the law is not drawn yet, before each of the first `count` draws and after them."""
+        """How much of the distribution is not drawn yet, before each of the first `count` draws and after them."""
         return list(accumulate(self._probabilities[:count], lambda left, p: max(0.0, left - p), initial=1.0))
 
 
 def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
-    """Draws from each law; more are made when asked for. A forced token is a certain child."""
+    """Draws from each law; more are made when asked for. A forced token is a deterministic child."""
     tops = cache(lambda: peaks(laws.values, TOP))  # by those who want them
     streams = laws.named(distinct(laws.values, ROUND, generator))
     found = [
@@ -122,5 +122,5 @@ def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
 
 
 def ranked(rows: Sequence[Row], forced: Collection[int] = ()) -> list[Draws]:
-    """The likeliest tokens of each law as certain children, the likeliest first; of those rows that are `forced`, the only one."""
+    """The likeliest tokens of each law as deterministic children, the likeliest first; of those rows that are `forced`, the only one."""
     return [Draws(*row, forced=i in forced) for i, row in enumerate(rows)]

@@ -28,10 +28,11 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The open slots of a growing `tree`, in a heap; `fill` grows it. Filling one opens its sibling's and its child's.
+    """The open slots of a growing `tree`, in a heap; `fill` grows the tree. Filling a slot opens its sibling's and its child's.
 
-    A slot is worth the probability that it is reached, times that of its token being accepted, as far as that can be told before the token
-    is known (`chances`): that keeps sampling exact. `policy` asks its drafter. `drawn`: by node, the place and the probability of its draw.
+    A slot is worth the probability that it is reached, times the estimated acceptance rate of its token (`chances`), as far as that is
+    known before the token is drawn: that keeps sampling exact. `policy` asks its drafter. `drawn`: for each node, the rank and the
+    probability of its draw.
     """
 
     def __init__(self, policy: DraftedPolicy, context: Context, budget: int, max_depth: int, chances: Chances) -> None:
@@ -102,10 +103,10 @@ class Slots:
 
 
 class Promises:
-    """How much of what trees promise comes true: what a drafter says is not always so.
+    """How many tokens are accepted for each one that trees expect: drafters are not calibrated.
 
-    A tree promises the sum of its nodes' probabilities. Its calls were made for nodes that are reached with a probability, in sum `asked`.
-    Both are held against the tokens that were accepted, in sums that fade.
+    A tree expects the sum of its nodes' estimated probabilities. `asked` is the summed probability of being reached of the nodes that the
+    drafter was called for. Both are compared with the tokens that were accepted, in fading sums.
     """
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
@@ -117,16 +118,16 @@ class Promises:
 
     @property
     def truth(self) -> float:
-        """Accepted tokens for each one that was promised."""
+        """Accepted tokens for each expected one."""
         return (self._accepted + self.LEAST) / (self._promised + self.LEAST)
 
     @property
     def gain(self) -> float:
-        """Accepted tokens that come of asking for a node that is reached."""
+        """Accepted tokens for each node that is reached and was asked for."""
         return self._accepted / self._asked
 
     def observe(self, accepted: int, promised: float, asked: float) -> None:
-        """A tree promised `promised` tokens, with calls for nodes of `asked`."""
+        """Record a tree that expected `promised` tokens, with calls for nodes of summed probability `asked`."""
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted
         self._promised = keep * self._promised + promised
@@ -134,25 +135,27 @@ class Promises:
 
 
 class DySpec(DraftedPolicy):
-    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of their chances. Where children are drawn
+    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of estimated acceptance rates. Where children are drawn
     (`--coupling residual`), Alg. 1: a heap of open slots, the best of which is filled (`Slots`). Nodes stand in order of worth.
 
-    As printed, Alg. 1 takes the probability of a draw for the chance that it is accepted (`acceptance.Printed`). That makes trees too wide:
-    a rare draw is accepted often, by min(1, p / q), and its sibling, which comes after a rejection, seldom. `acceptance.Measured`, the
-    default, goes by what was accepted, and `acceptance.Likeliest` does in the search. Slots are chosen by what is known before their
-    tokens are: that keeps sampling exact.
+    DySpec assumes that acceptance probability equals draft probability (`acceptance.Printed`). For drawn children that makes trees too
+    wide: a rare draw is accepted often, by min(1, p / q), and its sibling, tried after a rejection, seldom. The defaults,
+    `acceptance.Measured` for draws and `acceptance.Likeliest` in the search, go by what was accepted. Slots are chosen by what is known
+    before their tokens are drawn: that keeps sampling exact.
 
-    The paper calls the drafter once a node. Here it is asked for several nodes at once, about as often as the tree is deep; a law
-    that comes early changes nothing of the tree, as it is not looked at before its turn.
+    The paper calls the drafter once for each node. Here it is asked for several nodes at once, about as often as the tree is deep. A
+    distribution that arrives early changes nothing of the tree, since it is not looked at before its turn.
 
-    - Alg. 1: when the best slot belongs to a node without a law, those nodes are asked for whose first slots are among the best of the
-      heap, as many as there are nodes left to add. Until a node's first slot is the best, it counts as one of a law of usual `PEAK`.
-    - Best-first: of the likeliest paths found so far, as many as fit the budget, those are asked for that have no law yet, have `HOPE` of
-      a child among them, and are at least `FRACTION` as likely as the best of these, until there is none. So few of the likeliest paths
-      are missed, those below a path that barely got in.
+    - Alg. 1: when the best slot belongs to a node without a distribution, the drafter is asked for the nodes whose first slots are among
+      the best of the heap, as many as there are nodes left to add. Until a node has its distribution, its first slot counts with the usual
+      largest probability, `PEAK`.
+    - Best-first: of the likeliest paths found so far, as many as fit the budget, the drafter is asked for those that have no distribution
+      yet, have `HOPE` of a child among them, and are at least `FRACTION` as likely as the best of these, until there is none. So few of the
+      likeliest paths are missed: those below a path that barely got in.
 
-    The paper's budget is a number of nodes. With `Context.prices` the tree in the search ends where the next likeliest path promises
-    less than a node's price, and no call is made for nodes that promise less than a call's (`Promises`: how much of it to believe).
+    The paper's budget is a number of nodes. With `Context.prices` the tree of the search ends where the next likeliest path is expected to
+    give fewer tokens than the marginal cost of a node, and no call is made for nodes that are expected to give fewer than a call costs
+    (`Promises` corrects the expectation).
     """
 
     priced = True
@@ -160,7 +163,7 @@ class DySpec(DraftedPolicy):
     def __init__(self, drafter: Drafter, chances: Chances | None = None) -> None:
         super().__init__(drafter)
         self.chances = chances or Measured()  # of draws
-        self.likeliest = chances or Likeliest()  # of certain children
+        self.likeliest = chances or Likeliest()  # of deterministic children
         self.promises = Promises()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
@@ -194,7 +197,7 @@ class DySpec(DraftedPolicy):
         return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
 
     def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
-        """Tokens that asking about `due` gives, less the price of the nodes it adds."""
+        """Expected tokens from asking about `due`, less the marginal cost of the nodes that it adds."""
         gain, price = self.promises.gain, FINDS * self.promises.truth * -search.worst
         return sum(max(0.0, search.worth(one) * gain - price) for one in due)
 
@@ -202,7 +205,7 @@ class DySpec(DraftedPolicy):
         return Search(self, context, size, self.likeliest)
 
     def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
-        """From a tree of certain children."""
+        """From a tree of deterministic children."""
         said = search.said()
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
@@ -213,7 +216,7 @@ class DySpec(DraftedPolicy):
             self.promises.observe(len(self._drafted(tree, path[1:])), promised, asked)
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
-        """From a tree of draws; siblings after the accepted one had no turn."""
+        """From a tree of drawn children; verification never reached the siblings after the accepted one."""
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
                 if child in slots.drawn:

@@ -14,11 +14,10 @@ from quickbeam.trees.wide import ROUNDING
 
 
 class Threshold(DraftedPolicy):
-    """Fill the slots worth `threshold` or more (`None`: 1 / budget), one layer of the tree and one call of the drafter after another.
+    """Fill all slots worth `threshold` or more (`None`: 1 / budget), layer by layer, with one call of the drafter a layer.
 
-    Worth is what it is to `DySpec`: the probability that a drawn slot is reached, else the product of probabilities down to its own
-    token. Where the budget ends within a layer, its best slots are filled and drawing stops. Nodes stand layer by layer, in order of
-    worth.
+    A drawn slot is worth the probability that it is reached, a deterministic child the product of probabilities down to its own token.
+    Where the budget ends within a layer, its best slots are filled and drawing stops. Nodes stand layer by layer, in order of worth.
 
     Raises `InvalidInput` for a threshold outside (0, 1].
     """

@@ -13,7 +13,7 @@ class Eagle2(DraftedPolicy):
     """Expansion: each node of a layer has its likeliest tokens as candidates, and the `width` candidates whose paths are likeliest are
     the next layer, `depth` layers at most. Reranking: the tree is the likeliest candidates of all layers.
 
-    What is kept depends on the tokens themselves, so they are certain proposals, never draws. 10 and 7 are the defaults
+    What is kept depends on the tokens themselves, so they are deterministic proposals, never draws. 10 and 7 are the defaults
     of EAGLE-2's code. A candidate that reranking has no place for any more is not expanded. Nodes stand in order of worth.
 
     Raises `InvalidInput` for a width or a depth below 1.

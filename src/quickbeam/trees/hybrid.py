@@ -1,4 +1,4 @@
-"""One tree of two sources: what the text so far repeats, and what a drafter says. Each has the nodes where it promises more."""
+"""One tree from n-grams of the text and from a drafter. Both compete in one search, scored by past acceptance."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ SURE = 2  # tokens that a guessed path must have in common with the text to be c
 
 
 class Repeats:
-    """How often the text goes on as it did before, by how many tokens it has been repeating itself for: at first a guess, from 1 time in 4
-    to 9 in 10 as `Expected.prior` has it, then by what came true."""
+    """Acceptance rates of n-gram continuations, by the number of tokens that the text has been repeating itself for: at first a guess, 0.25
+    to 0.9 as in `Expected.prior`, then corrected by what was accepted."""
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
     TRUST = 8.0  # observations that these count for
@@ -29,7 +29,7 @@ class Repeats:
         self._count = [self.TRUST] * len(self.USUAL)
 
     def chance(self, length: int) -> float:
-        """That the next token is the one that followed then."""
+        """The probability that the next token is the one that followed the earlier occurrence."""
         i = self._class(length)
         return min(0.99, self._right[i] / self._count[i])
 
@@ -43,10 +43,10 @@ class Repeats:
 
 
 class HybridSearch(Search):
-    """A search in which continuations of the text take part: paths that cost no call.
+    """A search that includes n-gram continuations: paths that cost no call of the drafter.
 
-    Where a drafter is asked about a node that has one, the two are one child of chance 1 - (1 - q)(1 - a), q being its probability and a
-    the continuation's chance, and the drafter's other tokens share what is left.
+    Where the drafter is asked about a node that has a continuation, the two proposals of one token are one child with probability 1 - (1 -
+    q)(1 - a), q being the drafter's acceptance rate and a the continuation's; the drafter's other tokens share the rest.
     """
 
     def __init__(self, policy: DySpec, context: Context, size: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
@@ -84,7 +84,7 @@ class HybridSearch(Search):
 
     @property
     def repeating(self) -> dict[int, int]:
-        """By node of the tree that was made: tokens of repetition before it, where it continues the text."""
+        """For each node of the finished tree that continues the text: for how many tokens the text repeats itself before it."""
         return {self.place[number]: length for number, length in self.lengths.items() if number in self.place}
 
     def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
@@ -109,7 +109,7 @@ class HybridSearch(Search):
         return (*self._context.ids[-most:], *one.path)[-most:]
 
     def _continued(self, one: Candidate) -> list[Candidate]:
-        """The continuation below `one`; it may have lost its place."""
+        """The continuation below `one`, where it is still among the best."""
         chain = self._chains.get(one.number, [])
         return chain if chain and any(found.number == chain[0].number for found in self.best) else []
 
@@ -133,10 +133,9 @@ class HybridSearch(Search):
 
 
 class Hybrid(DySpec):
-    """`DySpec`'s search with the continuations of the text so far as further paths (LogitSpec's and prompt lookup's
-    source, LogitSpec 2507.01449 §3; merging by calibrated value is ours). They cost nodes, but no call: where the text repeats itself for
-    long, the drafter is not asked at all.
-    """
+    """`DySpec`'s search with n-gram continuations of the text as further paths (the source of prompt lookup and LogitSpec 2507.01449, §3;
+    merging by calibrated value is ours). They cost nodes but no call: where the text repeats itself for long, the drafter is not asked at
+    all."""
 
     draws = False
 
@@ -160,7 +159,7 @@ class Hybrid(DySpec):
 
 
 def _observe(repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]) -> None:
-    """Tell what became of nodes that continue the text; `lengths`: for how long it repeated itself before each."""
+    """Record whether the nodes that continue the text were accepted. `lengths`: for how long it repeated itself before each."""
     for node, following in zip(path, [*path[1:], None], strict=True):
         for child in tree.children[node].values():
             if child in lengths:

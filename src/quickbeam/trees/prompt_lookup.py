@@ -26,7 +26,7 @@ def graft(tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget
 
 
 def promise(context: Context) -> int:
-    """How long the text has been repeating itself at its end, as a `TreePolicy.situation`: not at all, 1, 2, 4 or 8 tokens and more."""
+    """For how many tokens the text has been repeating itself at its end, as a `TreePolicy.situation`: none, 1, 2, 4 or 8 and more."""
     index: NgramIndex | None = context.states.get(Ngram.name)
     match = index.match(context.ids[-index.max_n :]) if index else None
     return min(index.extent(match).bit_length(), 4) if index and match else 0

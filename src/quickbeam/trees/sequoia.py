@@ -74,7 +74,7 @@ class Sequoia(DraftedPolicy):
 
     `acceptance` is the probability that a reached node's i-th child is accepted, measured beforehand as the paper does. Without it, a
     generic one is corrected by what verification accepts, and the shape found anew each time as much again was seen. So the shape
-    depends on what was answered before; the law of the output doesn't.
+    depends on earlier answers; the distribution of the output doesn't.
 
     Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """

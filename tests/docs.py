@@ -1,0 +1,97 @@
+"""The code blocks and links of README.md and docs/, for the tests that hold them to the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.router import Router, RouterConfig
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(
+    r"^(?P<mark><!-- not run: [^\n]+ -->\n)?(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+)
+ANSWERED = ("http://127.0.0.1:8000",)  # a block that names it needs the server
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    kind: str
+    body: str
+    skipped: bool  # a marker before it says why
+
+    @property
+    def served(self) -> bool:
+        """Whether it asks the server."""
+        return any(address in self.body for address in ANSWERED)
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+class Command(NamedTuple):
+    block: Block
+    words: list[str]
+
+    def __str__(self) -> str:
+        return f"{self.block} {' '.join(self.words)[:60]}"
+
+
+@cache
+def blocks() -> list[Block]:
+    """Every fenced block of every page."""
+    found = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        for each in FENCE.finditer(text):
+            line = text.count("\n", 0, each.start("body"))
+            found.append(Block(page, line, each["kind"], each["body"], bool(each["mark"])))
+    return found
+
+
+@cache
+def commands() -> list[Command]:
+    """Every line of a bash block."""
+    bash = [block for block in blocks() if block.kind == "bash"]
+    return [Command(block, shlex.split(line, comments=True)) for block in bash for line in block.body.splitlines()]
+
+
+def of_program(words: list[str]) -> list[list[str]]:
+    """The calls of quickbeam in a line, without its name: `echo … | quickbeam generate -` is one."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        parts.append([]) if word == "|" else parts[-1].append(word)
+    return [part[1:] for part in parts if part and part[0] == "quickbeam"]
+
+
+@cache
+def hooks() -> Any:
+    """docs/hooks.py, which makes parts of the site."""
+    spec = importlib.util.spec_from_file_location("docs_hooks", ROOT / "docs" / "hooks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def save_drafter(folder: Path, vocab: int, size: int, layers: int) -> None:
+    """A random feature drafter with a shortlist, for a target of so many tokens, of this width and depth."""
+    torch.manual_seed(5)
+    config = EagleConfig(
+        size, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, layers), target_size=size, vocab_size=vocab, feature_norms=True
+    )
+    embedding, head = torch.nn.Embedding(vocab, size), torch.nn.Linear(size, vocab, bias=False)
+    EagleHead(config, embedding, head).save(folder)
+    layout = Layout(torch.randperm(vocab), 33, 16, vocab)
+    Artefact(layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters))).save(folder)

@@ -1,0 +1,226 @@
+"""What README.md and docs/ tell the reader to do works: every code block is run, or says why not.
+
+`make test` runs them with a tiny random model in place of the default one; the long tests with the default model itself.
+
+pytest tests/test_docs.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from typer.testing import CliRunner
+
+from docs import PAGES, ROOT, Block, Command, blocks, commands, of_program, save_drafter
+from quickbeam import LLM, hub
+from quickbeam.cli.app import app
+from quickbeam.presets import PRESETS
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.settings import ServeSettings
+from running import serving
+
+SMALL = {
+    "generate": ["--max-tokens", "8"],
+    "chat": ["--max-tokens", "8"],
+    "demo": ["--max-tokens", "8"],
+    "bench": ["--limit", "1", "--max-tokens", "4"],
+    "bench passes": ["--repeats", "1"],
+    "bench weights": ["--repeats", "1"],
+}
+PROGRAMS = {"quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo"}
+PET = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"], "additionalProperties": false}'
+FILES = {"pet.json": PET, "list.lark": 'start: "a" ("," "a"){0,3}\n'}  # that commands read
+REAL = pytest.mark.long
+RUN = [command for command in commands() if of_program(command.words) and not command.block.skipped]
+PYTHON = [block for block in blocks() if block.kind == "python" and not block.skipped]
+ASKED = [command for command in commands() if command.words and command.words[0] == "curl" and not command.block.skipped]
+
+
+@pytest.fixture(scope="module")
+def little(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which the tiny model's drafter lies under the name of the default model."""
+    folder = tmp_path_factory.mktemp("drafters")
+    save_drafter(folder / hub.DEFAULT, 257, 32, 2)
+    return folder
+
+
+@pytest.fixture(params=["tiny", pytest.param("default", marks=REAL)])
+def model(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The model behind the default name: a tiny one, or the real one."""
+    if request.param == "default":
+        return str(request.getfixturevalue("smollm2"))
+    folder, drafters = request.getfixturevalue("toy_folder"), request.getfixturevalue("little")
+    monkeypatch.setattr(hub, "pull", lambda name=hub.DEFAULT, progress=None: Path(folder))
+    monkeypatch.setattr(hub, "DRAFTERS", drafters)
+    return str(folder)
+
+
+def is_tiny(model: str) -> bool:
+    return "toy" in model
+
+
+def smaller(arguments: list[str], tiny: bool) -> list[str]:
+    """The same command, of as little work as it can be."""
+    arguments = [*arguments]
+    if tiny and "--shortlist" in arguments:
+        arguments[arguments.index("--shortlist") + 1] = "90"
+    name = next((name for name in (" ".join(arguments[:2]), arguments[0]) if name in SMALL), "")
+    return [*arguments, *SMALL.get(name, [])]
+
+
+def test_every_block_is_run_or_says_why_not() -> None:
+    kinds = {block.kind for block in blocks()}
+    assert kinds <= {"bash", "python", "json", "text", "mermaid", "bibtex"}, kinds
+    for command in commands():
+        assert not command.words or command.words[0] in PROGRAMS, str(command)
+        if command.words and command.words[0] == "serve":
+            assert command.block.skipped, str(command)
+    assert len(RUN) > 20 and len(PYTHON) > 8 and len(ASKED) > 2
+    for page in PAGES:
+        assert "not run by tests" not in page.read_text(encoding="utf-8"), page
+
+
+@pytest.mark.parametrize("block", [block for block in blocks() if block.kind == "json"], ids=str)
+def test_json_is_json(block: Block) -> None:
+    for line in block.body.splitlines():
+        json.loads(re.sub(r"\{…\}", "{}", line))
+
+
+@pytest.mark.parametrize("command", [one for one in commands() if of_program(one.words)], ids=str)
+def test_commands_and_options_exist(command: Command) -> None:
+    for arguments in of_program(command.words):
+        found: Any = typer.main.get_command(app)
+        for word in arguments:
+            if word not in getattr(found, "commands", {}):
+                break
+            found = found.commands[word]
+        known = {option for parameter in found.params for option in [*parameter.opts, *parameter.secondary_opts]}
+        assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
+
+
+def test_make_targets_and_extras_are_there() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {word for command in commands() if command.words[:1] == ["make"] for word in command.words[1:]}
+    assert named and named <= targets
+    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    extras = set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
+    for page in PAGES:
+        for group in re.findall(r"(?:\.|quickbeam)\[([a-z,]+)\]", page.read_text(encoding="utf-8")):
+            assert set(group.split(",")) <= extras, (page, group)
+
+
+@pytest.mark.parametrize("command", RUN, ids=str)
+def test_command_runs(command: Command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    for arguments in of_program(command.words):
+        for before in earlier(command, arguments):
+            assert CliRunner().invoke(app, smaller(before, is_tiny(model))).exit_code == 0
+        result = CliRunner().invoke(app, smaller(arguments, is_tiny(model)), input="Hello\n/exit\n", catch_exceptions=False)
+        assert result.exit_code == 0, result.stderr
+        assert result.stdout.strip()
+
+
+def earlier(command: Command, arguments: list[str]) -> Iterator[list[str]]:
+    """Commands of the same block that make the files which this one reads."""
+    for other in commands():
+        if other.block == command.block and other.words != command.words and "--trace" in other.words and arguments[0] == "inspect":
+            yield other.words[1:]
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if not block.served], ids=str)
+def test_python_runs(block: Block, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.sub(r"(max_tokens|max_new_tokens)=\d+", r"\1=8", block.body)
+    code = code.replace("Qwen/Qwen2.5-0.5B-Instruct", model)
+    exec(compile(code, str(block), "exec"), {"__name__": "docs"})
+    assert capsys.readouterr().out.strip()
+
+
+# --- the server --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["tiny", pytest.param("default", marks=REAL)])
+def address(request: pytest.FixtureRequest, toy_folder: str) -> Iterator[str]:
+    real = request.param == "default"
+    if real:
+        request.getfixturevalue("smollm2")
+    with LLM(None if real else toy_folder) as llm, serving(Runner(ServeSettings(served_name=hub.DEFAULT), llm)) as (base, _):
+        yield base
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="no curl")
+@pytest.mark.parametrize("command", ASKED, ids=str)
+def test_a_request_is_answered(command: Command, address: str) -> None:
+    words = [word.replace("http://127.0.0.1:8000", address) for word in command.words]
+    asked = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert asked.returncode == 0 and asked.stdout
+    if "/v1/" not in " ".join(words):
+        return
+    body = json.loads(asked.stdout)
+    content = body["choices"][0]["message"]["content"]
+    assert content
+    if any("json_schema" in word for word in words):
+        assert body["choices"][0]["finish_reason"] == "length" or set(json.loads(content)) == {"name", "colour"}
+
+
+@pytest.mark.parametrize("block", [block for block in PYTHON if block.served], ids=str)
+def test_python_asks_the_server(block: Block, address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code = re.sub(r"max_tokens=\d+", "max_tokens=8", block.body.replace("http://127.0.0.1:8000", address))
+    exec(compile(code, str(block), "exec"), {"__name__": "docs"})
+    assert capsys.readouterr().out.strip()
+
+
+# --- tables that repeat the code ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_methods_is_that_of_the_presets() -> None:
+    text = (ROOT / "docs/guides/methods.md").read_text(encoding="utf-8").split("## All methods\n")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE) == [(name, preset.summary) for name, preset in PRESETS.items()]
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
+SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
+
+
+def test_options_of_the_server_have_the_defaults_told() -> None:
+    command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
+    defaults = {option: parameter.default for parameter in command.params for option in parameter.opts}
+    assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
+    told = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
+    assert told and {option: str(defaults[option]) for option in told} == told
+
+
+def test_paths_and_metrics_are_those_of_the_server(toy_folder: str) -> None:
+    from quickbeam.serve.app import create_app
+
+    with LLM(toy_folder, "ar") as llm:
+        runner = Runner(ServeSettings(), llm)
+        paths = {"/", *create_app(runner).openapi()["paths"]}
+        exposed = runner.metrics.expose("")[0].decode()
+    table = SERVING.split("| path | what it is |")[1].split("\n\n")[0]
+    assert set(re.findall(r"`(/[\w/]*)`", table)) <= paths
+    assert all(name in exposed for name in re.findall(r"`((?:vllm|quickbeam):\w+)`", SERVING))
+
+
+def test_troubleshooting_quotes_errors_that_the_code_raises() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one
+    source = re.sub(r"\{[^{}]*\}", "…", source)
+    quoted = [part for heading in re.findall(r"^### (.+)$", page, re.MULTILINE) for part in re.findall(r"`([^`]+)`", heading)]
+    assert len(quoted) > 20
+    for message in quoted:
+        for part in message.split("…"):
+            assert part.strip() in source, message
