@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-all lint clean
+.PHONY: install demo test test-all lint report clean
 
 install: $(STAMP)
 	@$(BIN)/python -m quickbeam.target.native.build
@@ -28,6 +28,10 @@ test-all: install
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The figures of the documents, measured anew on a quiet machine: all, or some by ONLY=methods,trees
+report: install
+	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -87,7 +87,8 @@ def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
         for place in reversed(places(path, text, plan)):
             entry = entries[place.name]
             try:
-                lines[place.begin : place.end] = _section(plan, entry, out, path.parent, drawn).split("\n")
+                before = "\n".join(lines[place.begin : place.end])
+                lines[place.begin : place.end] = (_section(plan, entry, out, path.parent, drawn) or _unmeasured(entry, before)).split("\n")
             except InvalidInput as error:
                 raise InvalidInput(f"{plan.path}: entry {entry.name}: {error}") from error
         found[path] = "\n".join(lines)
@@ -121,14 +122,14 @@ def load(entry: Entry, out: Path) -> Saved | None:
     return saved
 
 
-def _section(plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path, str]) -> str:
-    """What goes between the markers of a document in `folder`. Plots go to `drawn`, by file."""
-    saved, again = load(entry, out), f"`make report ONLY={entry.name}`"
+def _section(plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path, str]) -> str | None:
+    """What goes between the markers of a document in `folder`; None without a record. Plots go to `drawn`, by file."""
+    saved = load(entry, out)
     if saved is None:
-        return f"*{entry.title}: not measured yet ({again}).*"
+        return None
     run, parts = saved.content[KEY], list[str]()
     if why := stale(saved, entry, plan.root):
-        parts.append(f"> **This table is {why}.** {again} measures again.")
+        parts.append(f"> **This table is {why}.** {_again(entry)} measures again.")
     shown = pick(saved, entry.table.grid, entry.table.columns)
     parts += [f"*{shown.title[0].upper()}{shown.title[1:]}.*", shown.markdown()]
     if entry.plot is not None and (drawing := chart(saved, entry.plot.chart, entry.plot.alt)):
@@ -137,6 +138,19 @@ def _section(plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path
         parts.append(f"![{_alt(drawing.alt)}]({Path(os.path.relpath(image, folder)).as_posix()})")
     parts.append(f"Measured {run['date'][:10]} at {commit(run)}, {machine(saved)}: `{run['command']}`")
     return "\n\n".join(parts)
+
+
+def _unmeasured(entry: Entry, before: str) -> str:
+    """What stands there stays, with a word on it."""
+    empty = f"*{entry.title}: not measured yet ({_again(entry)}).*"
+    if before.strip() in ("", empty):
+        return empty
+    word = f"> **No record of this table is kept, so it may be older than the code.** {_again(entry)} measures it."
+    return before if before.startswith(word) else f"{word}\n\n{before}"
+
+
+def _again(entry: Entry) -> str:
+    return f"`make report ONLY={entry.name}`"
 
 
 def _alt(text: str) -> str:

@@ -115,6 +115,8 @@ def _method(labels: dict[str, str], one: Content, trials: Sequence[Content], nam
         "identical": same,
         **{column: figure(one[key]) for column, key in times.items()},
         "calls": figure(one["drafter_calls"]),
+        "a call ms": figure(one["drafter_ms"] / one["drafter_calls"] if one["drafter_ms"] and one["drafter_calls"] else None),
+        "break-even ms": figure(one["break_even_ms"]),
         "nodes": figure(one.get("nodes")),
         "prefill ms": figure(one.get("prefill_ms"), ".1f"),
         "shortlist": figure(one["shortlist"], ",.0f"),

@@ -21,6 +21,7 @@ from quickbeam.bench.saved import kind_of
 from quickbeam.errors import QuickbeamError
 
 Takes = Callable[[Sequence[str]], bool]  # whether the `--json` of a command takes a file; otherwise it prints
+QUICKBEAM = (sys.executable, "-m", "quickbeam")
 GRACE = 20.0  # seconds in which a process that is interrupted may end by itself
 
 
@@ -49,7 +50,7 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
     """Run `quickbeam` with these words by this Python. What it prints goes to `written` where it is not told of that file."""
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said, written.open("w", encoding="utf-8") as printed:
         process = subprocess.Popen(
-            [sys.executable, "-m", "quickbeam", *words],
+            [*QUICKBEAM, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if takes_file else printed,
             stderr=said,

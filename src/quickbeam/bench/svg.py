@@ -70,8 +70,10 @@ def style() -> Iterator[Any]:
 
 
 def draw(figure: Any, name: str, alt: str) -> Drawing:
-    """Closes the figure. `name`: of letters, digits and hyphens; apart from others of the same page, as it begins all ids."""
+    """Closes the figure. `name`: begins all ids, so it is apart from others of the same page."""
     from matplotlib import pyplot
+
+    name = re.sub(r"[^A-Za-z0-9]+", "-", name)
 
     out = StringIO()
     try:
