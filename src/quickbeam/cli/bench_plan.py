@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,23 +101,30 @@ def _run(plan: Any, entries: Sequence[Any], values: dict[str, str], out: Path) -
 def takes_file(words: Sequence[str]) -> bool:
     """Whether the `--json` of `quickbeam WORDS` takes a file; otherwise it prints. Raises `InvalidInput` for words that the command line
     doesn't know."""
-    from quickbeam.cli.app import app
-
-    command: Any = typer.main.get_command(app)
-    rest = list(words)
+    command, rest = _commands(), list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     try:
-        command.make_context("quickbeam", rest)
+        context = command.make_context("quickbeam", rest)
     except Exception as error:
         said = getattr(error, "format_message", None)  # what the parser raises
         if said is None:
             raise
         raise InvalidInput(f"`quickbeam {' '.join(words)}`: {' '.join(said().split())}") from error
+    if left := [*context.args, *getattr(context, "_protected_args", [])]:  # what a group takes for its command's name
+        raise InvalidInput(f"`quickbeam {' '.join(words)}`: unknown command {left[0]!r}")
     option = next((parameter for parameter in command.params if "--json" in parameter.opts), None)
     if option is None:
         raise InvalidInput(f"`quickbeam {' '.join(words)}` writes no record: it has no --json")
     return not option.is_flag
+
+
+@cache
+def _commands() -> Any:
+    """The whole command line."""
+    from quickbeam.cli.app import app
+
+    return typer.main.get_command(app)
 
 
 def _settings(given: Sequence[str], blanks: set[str]) -> dict[str, str]:
