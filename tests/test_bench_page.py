@@ -124,7 +124,7 @@ def test_the_summary_tells_date_commit_machine_and_what_was_cut_short() -> None:
         "trees",
         "bench trees",
         "m",
-        "2026-01-02T03:04:05Z",
+        "2026-01-02 03:04:05",
         "fffffffff with changes",
         machine,
         "quickbeam bench trees --limit 3",

@@ -7,7 +7,7 @@ from typing import Any
 
 from quickbeam.bench.grids import MODEL, phases_of, sources_of, speedup_error
 from quickbeam.bench.saved import Saved, told
-from quickbeam.bench.svg import COLOURS, HATCHES, INK, MARKERS, Drawing, draw, style
+from quickbeam.bench.svg import COLOURS, HATCHES, INK, LINE, MARKERS, Drawing, draw, style
 from quickbeam.errors import InvalidInput
 
 Content = Mapping[str, Any]
@@ -33,22 +33,34 @@ def _speed(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     groups: dict[str, list[Content]] = {}
     for trial in trials:
         groups.setdefault(trial["category"], []).append(trial)
-    figure, axis = pyplot.subplots(figsize=(max(7.0, 1.0 + (0.5 + 0.22 * len(methods)) * (len(groups) + 1)), 3.8), layout="constrained")
-    width = 0.8 / len(methods)
+    step = 0.8 / len(methods)
+    size = (7.5, 1.2 + (len(groups) + 1) * max(0.32, 0.13 * len(methods)))
+    figure, axis = pyplot.subplots(figsize=size, layout="constrained")
     for i, (name, one) in enumerate(methods.items()):
-        found = [one["by_category"][category] for category in groups] + [one]
+        found = [one["by_category"][category]["speedup"] for category in groups] + [one["speedup"]]
         errors = [speedup_error(held, name, reference) or 0.0 for held in [*groups.values(), trials]]
-        places = [place + (i - (len(methods) - 1) / 2) * width for place in range(len(found))]
-        heights = [part["speedup"] or 0.0 for part in found]
-        bars = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "label": name}
-        axis.bar(places, heights, width * 0.92, yerr=errors, ecolor=INK, error_kw={"elinewidth": 0.9, "capsize": 2}, **bars)
-    axis.axhline(1, color=INK, linewidth=0.9)
-    axis.set_xticks(range(len(groups) + 1), [*groups, "all"], rotation=25, ha="right")
-    axis.set_ylabel(f"speed-up over {reference}")
-    axis.grid(axis="x", visible=False)
-    figure.legend(loc="outside upper center", ncols=min(5, len(methods)))
+        points = [
+            (value, place + (i - (len(methods) - 1) / 2) * step, error)
+            for place, (value, error) in enumerate(zip(found, errors, strict=True))
+            if value is not None
+        ]
+        x, y, sides = zip(*points, strict=True) if points else ((), (), ())
+        axis.errorbar(x, y, xerr=sides, linestyle="none", label=name, capsize=2, markersize=5, elinewidth=0.9, **_look(i))
+    axis.axvline(1, color=INK, linewidth=0.9)
+    axis.set_yticks(range(len(groups) + 1), [*groups, "all"])
+    axis.invert_yaxis()
+    for place in range(len(groups)):
+        axis.axhline(place + 0.5, color=LINE, linewidth=0.6)
+    axis.set_xlabel(f"speed-up over {reference}")
+    axis.grid(axis="y", visible=False)
+    _legend(figure, axis)
     overall = ", ".join(f"{name} {one['speedup']:.2f}" for name, one in methods.items() if one["speedup"])
-    return figure, f"Bars of speed-up over {reference} by category, with standard errors; over all prompts: {overall}."
+    return figure, f"Points of speed-up over {reference} by category, with standard errors; over all prompts: {overall}."
+
+
+def _look(number: int) -> dict[str, str]:
+    """Of a series: apart from others in colour and marker."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]}
 
 
 def _budget(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -97,7 +109,7 @@ def _stacked(pyplot: Any, rows: Mapping[str, Mapping[str, float]], label: str) -
     axis.invert_yaxis()
     axis.set_xlabel(label)
     axis.grid(axis="y", visible=False)
-    figure.legend(loc="outside upper center", ncols=4)
+    _legend(figure, axis)
     return figure
 
 
@@ -126,8 +138,8 @@ def _calibration(pyplot: Any, content: Content) -> tuple[Any, str] | None:
         bins = [one for one in heat["bins"] if one["count"]]
         y = [one["acceptance"] for one in bins]
         sides = [[abs(one["interval"][side] - one["acceptance"]) for one in bins] for side in (0, 1)]
-        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)], "capsize": 2}
-        axis.errorbar([one["probability"] for one in bins], y, yerr=sides, label=f"temperature {heat['temperature']:g}", **look)
+        x, label = [one["probability"] for one in bins], f"temperature {heat['temperature']:g}"
+        axis.errorbar(x, y, yerr=sides, label=label, capsize=2, **_look(i))
     axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="draft probability", ylabel="accepted", aspect="equal")
     _legend(figure, axis)
     gaps = ", ".join(f"{heat['temperature']:g}: {heat['calibration_gap']:.3f}" for heat in content["temperatures"])
@@ -144,15 +156,18 @@ def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, 
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set(xlabel=x, ylabel=y)
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, 1.08 * max(height for points in lines.values() for _, height in points))
     _legend(figure, axis)
     words = "; ".join(f"{name} {min(points)[1]:.3g} to {max(points)[1]:.3g}" for name, points in lines.items())
     return figure, f"Lines of {what}, from the first place to the last: {words}."
 
 
 def _legend(figure: Any, axis: Any) -> None:
+    """Above, in as many columns as there is room for."""
     handles, labels = axis.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
+    column = 0.7 + 0.08 * max(map(len, labels))  # inches
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / column)))
+    figure.legend(handles, labels, loc="outside upper center", ncols=columns)
 
 
 def _load(pyplot: Any, content: Content) -> tuple[Any, str] | None:

@@ -55,7 +55,7 @@ def _methods(content: Content) -> list[Grid]:
     categories = list(dict.fromkeys(trial["category"] for trial in trials))
     rows = [_method({"method": name}, one, trials, name, reference) for name, one in content["methods"].items()]
     parts = [
-        _method({"category": category, "method": name}, one["by_category"][category], held, name, reference)
+        _answers({"category": category, "method": name}, one["by_category"][category], held, name, reference)
         for category in categories
         for held in [[trial for trial in trials if trial["category"] == category]]
         for name, one in content["methods"].items()
@@ -103,16 +103,22 @@ def sources_of(one: Content) -> dict[str, float] | None:
     return {MODEL: mat - sum(accepted.values()), **accepted}
 
 
-def _method(labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str) -> dict[str, str]:
+def _answers(labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str) -> dict[str, str]:
     error = speedup_error(trials, name, reference)
     same = NONE if one["identical"] is None else f"{one['identical']}/{one['prompts']}"
-    times = {"verify ms": "verify_ms", "draft ms": "draft_ms", "drafter ms": "drafter_ms", "head ms": "head_ms", "other ms": "overhead_ms"}
     return {
         **labels,
         "MAT": figure(one["mean_accepted_tokens"]),
         "tokens/s": figure(one["tokens_per_second"], ".1f"),
         "speed-up": figure(one["speedup"], ".2f", TIMES) + (f" ± {error:.2f}" if error is not None else ""),
         "identical": same,
+    }
+
+
+def _method(labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str) -> dict[str, str]:
+    times = {"verify ms": "verify_ms", "draft ms": "draft_ms", "drafter ms": "drafter_ms", "head ms": "head_ms", "other ms": "overhead_ms"}
+    return {
+        **_answers(labels, one, trials, name, reference),
         **{column: figure(one[key]) for column, key in times.items()},
         "calls": figure(one["drafter_calls"]),
         "a call ms": figure(one["drafter_ms"] / one["drafter_calls"] if one["drafter_ms"] and one["drafter_calls"] else None),

@@ -92,7 +92,7 @@ def _summary(saved: Saved) -> dict[str, Any]:
         "name": saved.name,
         "kind": "bench" if saved.kind == "methods" else f"bench {saved.kind}",
         "model": saved.model,
-        "date": str(run.get("date") or ""),
+        "date": str(run.get("date") or "").replace("T", " ").removesuffix("Z"),
         "commit": commit(run) if run else str(saved.where.get("commit") or "")[:9],
         "machine": machine(saved),
         "measured": str(run.get("command") or settings),

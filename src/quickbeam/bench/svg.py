@@ -17,7 +17,7 @@ DARK = {"paper": "#0d1117", "ink": "#e6edf3", "line": "#454c55"}
 # On both papers 3:1 and more, as WCAG 2 asks of graphics. Markers and hatches tell series apart where colours don't.
 COLOURS = ("#1f77c9", "#d1590b", "#12906c", "#b0559b", "#8c7a00", "#d6455d", "#7a6fd0", "#6b7d8c", "#3d8f3d", "#a5673f")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
-HATCHES = ("", "//", "..", "\\\\", "xx", "--", "++", "oo", "||", "**")
+HATCHES = ("", "//", "\\\\", "--", "||", "xx", "++", "///", "---", "|||")
 
 
 def themes() -> str:
