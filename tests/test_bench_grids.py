@@ -113,6 +113,23 @@ def test_tables_hold_the_figures(kind: str, name: str, labels: tuple[str, ...], 
     assert figures.items() <= row(found, *labels).items()
 
 
+def test_vocabularies_may_have_errors_and_rare_tokens() -> None:
+    """As records have them that name their points."""
+    found = saved("vocabulary")
+    rows = [
+        {**one, "scored": one["tokens"], "kept": one["mat_kept"], "kept_error": 0.005, "gap": gap, "gap_error": 0.004, "rare_recall": 0.5}
+        for one, gap in zip(found.content.pop("overall"), (None, None, -0.0125), strict=True)
+    ]
+    for one in rows:
+        del one["mat_kept"], one["tokens"]
+    found.content["points"] = rows
+    table, _ = grids(found)
+    assert [line[table.columns.index("MAT kept")] for line in table.rows] == ["100.0%", "96.0% ± 0.5", "99.0% ± 0.5"]
+    assert [line[table.columns.index("less the first")] for line in table.rows] == ["-", "-", "-1.2 % ± 0.4"]
+    assert {line[table.columns.index("rare recall")] for line in table.rows} == {"0.500"}
+    assert chart(found, "vocabulary") == chart(saved("vocabulary"), "vocabulary")
+
+
 def test_errors_of_a_speed_up_are_the_jackknife_s() -> None:
     """By hand: leaving out one of two prompts leaves the other's ratio, so the error is half their difference."""
     trials = [{"answers": {"ar": {"decoded": 10, "seconds": 8.0}, "x": {"decoded": 10, "seconds": taken}}} for taken in (2.0, 4.0)]

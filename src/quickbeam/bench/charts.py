@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickbeam.bench.grids import MODEL, phases_of, sources_of, speedup_error
+from quickbeam.bench.grids import MODEL, phases_of, points_of, sources_of, speedup_error
 from quickbeam.bench.saved import Saved, told
 from quickbeam.bench.svg import COLOURS, HATCHES, INK, LINE, MARKERS, Drawing, draw, style
 from quickbeam.errors import InvalidInput
@@ -117,15 +117,16 @@ def _sources(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     rows = {name: found for name, one in content["methods"].items() if (found := sources_of(one))}
     if not any(set(row) > {MODEL} for row in rows.values()):
         return None
-    words = "; ".join(f"{name}: {', '.join(f'{part} {count:.2f}' for part, count in row.items())}" for name, row in rows.items())
-    return _stacked(pyplot, rows, "tokens a step"), f"Bars of tokens a step by who proposed them. {words}."
+    parts = ", ".join(dict.fromkeys(part for row in rows.values() for part in row))
+    words = ", ".join(f"{name} {sum(row.values()):.2f}" for name, row in rows.items())
+    return _stacked(pyplot, rows, "tokens a step"), f"Bars of tokens a step by who proposed them ({parts}); in all {words}."
 
 
 def _phases(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     rows = {name: found for name, one in content["methods"].items() if (found := phases_of(one))}
     if not rows:
         return None
-    words = "; ".join(f"{name} {sum(row.values()):.2f}" for name, row in rows.items())
+    words = ", ".join(f"{name} {sum(row.values()):.2f}" for name, row in rows.items())
     return _stacked(pyplot, rows, "milliseconds a token"), f"Bars of milliseconds a token by phase; in all {words}."
 
 
@@ -189,9 +190,9 @@ def _passes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
 
 def _vocabulary(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     lines: dict[str, list[tuple[float, float]]] = {}
-    for one in content["overall"]:
-        if one["share"] < 1 or one["vocab"] != "full":
-            lines.setdefault(one["vocab"], []).append((100 * one["share"], 100 * one["mat_kept"]))
+    for one in points_of(content["points"] if "points" in content else content["overall"]):
+        if one["vocab"] != "full":
+            lines.setdefault(one["vocab"], []).append((100 * one["share"], 100 * one["kept"]))
     what = "the share of MAT that is kept by the share of the vocabulary"
     return _lines(pyplot, lines, "tokens scored, % of the vocabulary", "MAT kept, %", what) if lines else None
 

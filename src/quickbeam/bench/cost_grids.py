@@ -87,6 +87,7 @@ def heads(content: Content) -> list[Grid]:
             "scored": figure(one["tokens"], ","),
             "share": figure(one["tokens"] / one["vocab"], ".1%"),
             "full": figure(one["full_ms"]),
+            "a drafter's full": figure(one.get("drafter_ms")),
             "shortlist": figure(one["head_ms"]),
             "router": figure(one["router_ms"]),
             "ratio": figure(one["ratio"]),

@@ -136,7 +136,8 @@ def _section(plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path
         image = plan.root / plan.images / f"benchmark-{entry.name}.svg"
         drawn[image] = drawing.file()
         parts.append(f"![{_alt(drawing.alt)}]({Path(os.path.relpath(image, folder)).as_posix()})")
-    parts.append(f"Measured {run['date'][:10]} at {commit(run)}, {machine(saved)}: `{run['command']}`")
+    where = ", ".join(word for word in (saved.model, machine(saved)) if word)
+    parts.append(f"Measured {run['date'][:10]} at {commit(run)}, {where}: `{run['command']}`")
     return "\n\n".join(parts)
 
 

@@ -135,26 +135,41 @@ def _vocabulary(content: Content) -> list[Grid]:
         {
             "vocabulary": one["vocab"],
             "asked": figure(one["asked"], ","),
-            "scored": figure(one["tokens"], ",.0f"),
+            "scored": figure(one["scored"], ",.0f"),
             "share": figure(one["share"], ".1%"),
             "MAT": figure(one["mat"]),
-            "MAT kept": figure(one["mat_kept"], ".1%"),
+            "MAT kept": _kept(one),
+            "less the first": NONE if one.get("gap") is None else _signed(one["gap"], one["gap_error"]),
             "recall": figure(one["recall"], ".3f"),
+            "rare recall": figure(one.get("rare_recall"), ".3f"),
             "head ms": figure(one["head_ms"]),
             "of full": figure(one["head_ratio"]),
             "speed-up": figure(one["speedup"], ".2f", TIMES),
         }
-        for one in content["overall"]
+        for one in points_of(content["points"] if "points" in content else content["overall"])
     ]
     parts = [
-        {"category": category} | {_sized(one): figure(one["mat_kept"], ".1%") for one in found}
-        for category, found in content["by_category"].items()
+        {"category": category} | {_sized(one): _kept(one) for one in points_of(found)} for category, found in content["by_category"].items()
     ]
     size = f"vocabulary of {content['vocab_size']:,} tokens"
     return [
         grid("overall", f"{size}; head ms of a call; speed-up over the full vocabulary", rows),
         grid("categories", f"{size}; MAT kept, by category", parts),
     ]
+
+
+def points_of(found: Sequence[Content]) -> list[Content]:
+    """Vocabularies of a record, with today's names of what earlier records call otherwise."""
+    return [one if "kept" in one else {**one, "kept": one["mat_kept"], "scored": one["tokens"]} for one in found]
+
+
+def _kept(one: Content) -> str:
+    error = one.get("kept_error")
+    return figure(one["kept"], ".1%") + ("" if error is None or one["vocab"] == "full" else f" ± {100 * error:.1f}")
+
+
+def _signed(value: float, error: float | None) -> str:
+    return f"{100 * value:+.1f} %" + ("" if error is None else f" ± {100 * error:.1f}")
 
 
 def _sized(one: Content) -> str:

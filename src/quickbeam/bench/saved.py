@@ -12,7 +12,7 @@ from quickbeam.errors import InvalidInput
 
 # By kind: keys that tell it, and no kind above it. A kind is the command's last word; `methods` is `bench` itself.
 KINDS: dict[str, tuple[str, ...]] = {
-    "vocabulary": ("overall", "by_category", "vocab_size"),
+    "vocabulary": ("by_category", "vocab_size"),
     "methods": ("methods", "reference"),
     "acceptance": ("temperatures", "agreement"),
     "trees": ("temperatures", "complete"),
