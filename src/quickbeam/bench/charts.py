@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from quickbeam.bench.grids import MODEL, phases_of, points_of, sources_of, speedup_error
+from quickbeam.bench.draft_grids import points_of
+from quickbeam.bench.grids import MODEL, phases_of, sources_of, speedup_error
 from quickbeam.bench.saved import Saved, told
 from quickbeam.bench.svg import COLOURS, HATCHES, INK, LINE, MARKERS, Drawing, draw, style
 from quickbeam.errors import InvalidInput
