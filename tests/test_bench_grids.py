@@ -16,6 +16,8 @@ from quickbeam.bench.saved import KINDS, Saved, read
 from quickbeam.errors import InvalidInput
 from records import RECORDS
 
+pytest.importorskip("matplotlib")
+
 
 def saved(kind: str, **changes: object) -> Saved:
     return Saved(kind, kind, {**RECORDS[kind](), **changes})

@@ -17,6 +17,8 @@ from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from records import RECORDS
 
+pytest.importorskip("matplotlib")
+
 X = "{http://www.w3.org/1999/xhtml}"
 VOID = {"meta"}
 

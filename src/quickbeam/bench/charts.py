@@ -148,7 +148,8 @@ def _calibration(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     return figure, f"Acceptance by draft probability with 95 % intervals; the calibration gap at temperature {gaps}."
 
 
-def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, log: bool = False) -> tuple[Any, str]:
+def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, log: bool = False, zero: bool = True) -> tuple[Any, str]:
+    """`log`: places by powers of 2; `zero`: heights from 0 on."""
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in lines.items():
         places, heights = zip(*sorted(points), strict=True)
@@ -158,7 +159,8 @@ def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, 
         axis.set_xscale("log", base=2)
         axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
     axis.set(xlabel=x, ylabel=y)
-    axis.set_ylim(0, 1.08 * max(height for points in lines.values() for _, height in points))
+    if zero:
+        axis.set_ylim(0, 1.08 * max(height for points in lines.values() for _, height in points))
     _legend(figure, axis)
     words = "; ".join(f"{name} {min(points)[1]:.3g} to {max(points)[1]:.3g}" for name, points in lines.items())
     return figure, f"Lines of {what}, from the first place to the last: {words}."
@@ -195,7 +197,7 @@ def _vocabulary(pyplot: Any, content: Content) -> tuple[Any, str] | None:
         if one["vocab"] != "full":
             lines.setdefault(one["vocab"], []).append((100 * one["share"], 100 * one["kept"]))
     what = "the share of MAT that is kept by the share of the vocabulary"
-    return _lines(pyplot, lines, "tokens scored, % of the vocabulary", "MAT kept, %", what) if lines else None
+    return _lines(pyplot, lines, "tokens scored, % of the vocabulary", "MAT kept, %", what, zero=False) if lines else None
 
 
 Make = Callable[[Any, Content], tuple[Any, str] | None]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,10 +95,10 @@ def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
     return {**found, **drawn} if images else found
 
 
-def wrong(plan: Plan, out: Path) -> Iterator[str]:
-    """A line for each entry whose figures are missing, old, or not those in the documents."""
+def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
+    """A line for each of the entries whose figures are missing or old, and for each document that holds others than the records."""
     shown = {place.name for path in plan.documents() for place in places(path, _text(path), plan)}
-    for entry in plan.entries:
+    for entry in entries:
         saved = load(entry, out)
         if saved is not None and (why := stale(saved, entry, plan.root)):
             yield f"{entry.name}: {why}"
@@ -115,7 +115,8 @@ def load(entry: Entry, out: Path) -> Saved | None:
     if not path.exists():
         return None
     saved = read(path)
-    if KEY not in saved.content:
+    run = saved.content.get(KEY)
+    if not isinstance(run, dict) or not {"date", "commit", "dirty", "command", "digest"} <= run.keys():
         raise InvalidInput(
             f"{path}: was not measured by a plan, so date and code are unknown; run `quickbeam bench plan --only {entry.name}`"
         )

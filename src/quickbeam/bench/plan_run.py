@@ -69,11 +69,14 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
 
 def _stop(process: subprocess.Popen[Any]) -> None:
     """End a process and what it started."""
-    for sign, seconds in ((signal.SIGINT, GRACE), (signal.SIGKILL, None)):
+    try:
+        with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, signal.SIGINT)
+            process.wait(GRACE)
+    finally:  # also where Ctrl-C comes again
         with suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _without(value: Any, hidden: Mapping[str, str]) -> Any:

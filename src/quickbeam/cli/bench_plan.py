@@ -44,7 +44,7 @@ def bench_plan(
     documents.check(plan)
     place = path.parent if out is None else out
     if check:
-        if lines := list(documents.wrong(plan, place)):
+        if lines := list(documents.wrong(plan, place, entries)):
             _say("\n".join(lines))
             raise QuickbeamError(f"{len(lines)} of the plan's tables are missing or old; `make report` measures them")
         _say(f"{len(entries)} entries: all figures are there and of this code")
