@@ -186,6 +186,8 @@ def test_tables_say_that_they_are_old_when_code_changes_and_not_otherwise(place:
     assert notes() == (False, False)
     place.write("src/code.py", "one \n")
     assert notes() == (True, True), "a change of one character"
+    place.write("src/code.py", "one\n")
+    assert notes() == (False, False)
     (place.folder / "src/code.py").rename(place.folder / "src/heads/code.py")
     assert notes() == (True, True), "another name"
     (place.folder / "src/heads/code.py").unlink()
