@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-all lint docs clean
+.PHONY: install demo test test-all lint docs report clean
 
 install: $(STAMP)
 	@$(BIN)/python -m quickbeam.target.native.build
@@ -32,6 +32,10 @@ lint: install
 docs: install
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The figures of the documents, measured anew on a quiet machine: all, or some by ONLY=methods,trees
+report: install
+	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY))
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache

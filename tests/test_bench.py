@@ -20,7 +20,7 @@ from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_b
 from quickbeam.bench.questions import Question, load_questions
 from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, first_difference, reference_of, run, warm_up
 from quickbeam.bench.summary import by_category, summaries
-from quickbeam.engine.result import Completion, Statistics
+from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
@@ -128,7 +128,8 @@ class FakeLLM:
         self.coupling = params.coupling
         self.asked.append((prompt, method, budget, vocab, shortlist))
         statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
-        statistics.drafter_calls, statistics.drafter_seconds = 9, 0.125
+        statistics.drafter_calls, statistics.drafter_seconds, statistics.nodes = 9, 0.125, 11
+        statistics.sources = {"drafter": SourceCount(5, 3), "n-gram": SourceCount(2, 0)}
         return Completion("text", [1] * 7, self.reason, statistics)
 
 
@@ -151,8 +152,9 @@ def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
     monkeypatch.setattr("quickbeam.target.target.Target", FakeTarget)
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
     runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
-    figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125)
-    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures)
+    figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125, prefill_seconds=9.0)
+    counted = dict(nodes=11, accepted={"drafter": 3, "n-gram": 0})
+    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures, **counted)
     assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
     assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
     assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"

@@ -65,6 +65,16 @@ def test_calls_of_a_drafter_are_shown_where_there_are_any():
     assert content["methods"]["ar"]["drafter_calls"] is None
 
 
+def test_what_was_accepted_is_told_by_source_and_a_step():
+    runners = two_methods()
+    runners["fast"].reply = replace(runners["fast"].reply, nodes=9, prefill_seconds=0.5, accepted={"drafter": 3, "n-gram": 1})
+    results = measured(runners, questions_of("x", "y"))
+    fast, plain = (summaries(results)[name] for name in ("fast", "ar"))
+    assert (fast.accepted, fast.nodes, fast.prefill_ms) == ({"drafter": 1.5, "n-gram": 0.5}, 4.5, 500.0)
+    assert (plain.accepted, plain.nodes, plain.prefill_ms) == (None, None, None)  # a runner that doesn't tell
+    assert report.record(results, {}, "m", {})["methods"]["fast"]["accepted"] == {"drafter": 1.5, "n-gram": 0.5}
+
+
 def test_json_record_holds_what_a_reader_needs(tmp_path):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))

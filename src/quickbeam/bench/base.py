@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,9 @@ class Answer:
     drafter_calls: int | None = None
     drafter_seconds: float | None = None
     head: HeadUse | None = None  # what became of the drafter's vocabulary
+    prefill_seconds: float | None = None
+    nodes: int | None = None  # of all trees that were verified, roots included
+    accepted: Mapping[str, int] | None = None  # drafted tokens that were accepted, by the source that proposed them
 
 
 class Runner(ABC):

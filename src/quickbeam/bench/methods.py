@@ -185,6 +185,9 @@ class LLMRunner(Runner):
             drafter_calls=s.drafter_calls,
             drafter_seconds=s.drafter_seconds,
             head=s.head,
+            prefill_seconds=s.prefill_seconds,
+            nodes=s.nodes,
+            accepted={name: count.accepted for name, count in s.sources.items()},
         )
 
     def comparable(self, params: SamplingParams) -> bool:

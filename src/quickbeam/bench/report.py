@@ -71,7 +71,8 @@ def record(results: Results, environment: Mapping[str, object], model: str, sett
 
 
 def _trial(trial: Trial) -> dict[str, Any]:
-    figures = ("decoded", "steps", "seconds", "draft_seconds", "verify_seconds", "drafter_calls", "drafter_seconds")
+    times = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "drafter_seconds")
+    figures = ("decoded", "steps", *times, "drafter_calls", "nodes")
     heads = {name: answer.head for name, answer in trial.answers.items()}
     return {
         "question_id": trial.question.question_id,

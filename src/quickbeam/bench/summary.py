@@ -24,6 +24,8 @@ class Summary:
       vocabulary scored (routing, the head, its softmax).
     - `break_even_ms`: what one call of the drafter could take before the method were no faster than the reference, all else being equal;
       below zero where calls for nothing would be too dear.
+    - `prefill_ms`: of a prompt, on average. `nodes`: of a step's tree, the root included, on average.
+    - `accepted`: drafted tokens that were accepted in a step, on average, by source; None where a method doesn't tell.
     - `shortlist`: tokens scored in a call, on average; `recall`: the share of the text's tokens that were scored where they were drafted
       for, None where all of the vocabulary was.
     """
@@ -44,6 +46,9 @@ class Summary:
     shortlist: float | None = None
     recall: float | None = None
     break_even_ms: float | None = None
+    prefill_ms: float | None = None
+    nodes: float | None = None
+    accepted: dict[str, float] | None = None
 
 
 def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bool) -> Summary:
@@ -73,6 +78,9 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bo
         head_ms=_ratio(_sum(head.seconds if head else None for head in heads), steps, 1000),
         shortlist=_ratio(_sum(head.tokens if head else None for head in heads), _sum(head.calls if head else None for head in heads)),
         recall=_ratio(_sum(head.held if head else None for head in heads), _sum(head.wanted if head else None for head in heads)),
+        prefill_ms=_ratio(_sum(answer.prefill_seconds for answer in answers), len(answers), 1000),
+        nodes=_ratio(_sum(answer.nodes for answer in answers), steps),
+        accepted=_accepted(answers, steps),
     )
 
 
@@ -91,6 +99,17 @@ def by_category(results: Results) -> dict[str, dict[str, Summary]]:
 
 def _summaries(results: Results, trials: Sequence[Trial]) -> dict[str, Summary]:
     return {name: summarise(trials, name, results.reference, name in results.compared) for name in results.methods}
+
+
+def _accepted(answers: Sequence[Answer], steps: int) -> dict[str, float] | None:
+    """Of a step, by source; None where some answer doesn't tell, or there was no step."""
+    found: dict[str, float] = {}
+    for answer in answers:
+        if answer.accepted is None:
+            return None
+        for name, count in answer.accepted.items():
+            found[name] = found.get(name, 0.0) + count
+    return {name: count / steps for name, count in found.items()} if steps else None
 
 
 def _totals(answers: Sequence[Answer]) -> tuple[int, int, float]:

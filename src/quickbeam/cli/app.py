@@ -13,6 +13,8 @@ from typer.core import TyperGroup
 from quickbeam.cli import bench, train
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.batch import batch
+from quickbeam.cli.bench_plan import bench_plan
+from quickbeam.cli.bench_report import bench_report
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.drafting import drafting
@@ -90,6 +92,8 @@ bench.commands.command()(structured)
 bench.commands.command("vocabulary")(bench_vocabulary)
 bench.commands.command("trees")(bench_trees)
 bench.commands.command("weights")(bench_weights)
+bench.commands.command("plan")(bench_plan)
+bench.commands.command("report")(bench_report)
 app.add_typer(bench.commands, name="bench")
 train.commands.command("all")(train_all)
 app.add_typer(train.commands, name="train")

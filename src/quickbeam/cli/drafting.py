@@ -34,12 +34,13 @@ def drafting(
     import torch
 
     from quickbeam.bench.drafting import measure
+    from quickbeam.bench.environment import environment
 
     found = measure(vocab, [int(size) for size in sizes], heats, repeats, cold, coupling=options.coupling(coupling))
     if as_json:
         settings = {"vocab": vocab, "coupling": options.coupling(coupling), "threads": torch.get_num_threads()}
         settings |= {"repeats": repeats, "cold": cold}
-        print(strict_json(settings | {"drafting": [asdict(one) for one in found]}))
+        print(strict_json({"environment": environment("cpu", "float32"), **settings, "drafting": [asdict(one) for one in found]}))
         return
     caches = ", cold caches" if cold else ""
     table = Table(title=f"milliseconds a step apart from the drafter's calls, vocabulary of {vocab}{caches}; in brackets: calls a step")

@@ -25,6 +25,7 @@ def heads(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
     """Milliseconds of a head alone, on random weights and cold caches: the whole vocabulary, a shortlist, the router's choice."""
+    from quickbeam.bench.environment import environment
     from quickbeam.bench.heads import SHAPES, measure
     from quickbeam.target.loading import parse_dtype, pick_device
 
@@ -45,7 +46,8 @@ def heads(
                 times = (f"{ms:.2f}" for ms in (one.full_ms, one.head_ms, one.router_ms, one.ratio))
                 table.add_row(f"{name} {vocab:,} x {d}", str(one.rows), f"{one.tokens:,}", f"{one.tokens / vocab:.1%}", *times)
     if as_json:
-        print(strict_json({"dtype": dtype.value, "device": place.type, "heads": record}))
+        where = environment(str(place), dtype.value)
+        print(strict_json({"environment": where, "dtype": dtype.value, "device": place.type, "heads": record}))
     else:
         stdout().print(table)
 

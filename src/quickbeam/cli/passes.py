@@ -79,7 +79,7 @@ def passes(
     ours = "native" if "native" in figures else list(figures)[-1]
     beside = compare(figures[ours], peer) if peer else {}
     if as_json:
-        record: dict[str, Any] = {"context": contexts[0], "dtype": dtype.value, "weights": weights.value}
+        record: dict[str, Any] = {"model": model or DEFAULT, "context": contexts[0], "dtype": dtype.value, "weights": weights.value}
         record["milliseconds"] = {name: found[contexts[0]] for name, found in figures.items()}  # behind the first context
         record |= {"contexts": figures, "over_first_width": by_width, "over_first_context": by_context}
         if bandwidth:
