@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -19,6 +19,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cases import examples
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
@@ -35,7 +36,7 @@ def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
 # --- filters -------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     logits=distinct_logits,
     temperature=st.floats(0.2, 3),
@@ -117,7 +118,7 @@ def test_nan_logits_are_an_error_that_says_what_to_try(logits: list[float], temp
 # --- bias and penalties --------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(logits=distinct_logits, prompt=ids, output=ids, path=ids, penalty=st.floats(0.3, 3))
 def test_repetition_penalty_agrees_with_transformers(
     logits: torch.Tensor, prompt: list[int], output: list[int], path: list[int], penalty: float
@@ -131,7 +132,7 @@ def test_repetition_penalty_agrees_with_transformers(
     torch.testing.assert_close(sampler.process(logits, path), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     logits=distinct_logits,
     prompt=ids,
@@ -170,7 +171,7 @@ def test_all_adjustments_agree_with_brute_force(
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(prompt=ids, steps=st.lists(ids, max_size=5), path=ids)
 def test_counts_agree_with_counting_everything(prompt: list[int], steps: list[list[int]], path: list[int]) -> None:
     counts = TokenCounts(prompt)
@@ -216,7 +217,7 @@ def test_bias_must_fit_the_vocabulary() -> None:
 # --- choosing a token ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 9),
