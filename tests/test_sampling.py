@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -238,6 +240,13 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert most_probable(row[None]) == [best]
         assert sampler.best(row) == best
         assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
+
+
+def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
+    """The way of accelerators, on a stand-in for their tensors."""
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]])
+    away: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), max=logits.max)
+    assert most_probable(away) == [1, 0]
 
 
 def test_draw_has_the_law_it_is_given() -> None:

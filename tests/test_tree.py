@@ -44,7 +44,8 @@ def test_visible_marks_ancestors_and_self(tree: TokenTree) -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_visible_of_a_chain_is_causal(length: int) -> None:
-    assert torch.equal(chain(*range(length)).visible(), torch.ones(length, length).tril().bool())
+    visible = chain(*range(length)).visible()
+    assert visible.dtype is torch.bool and torch.equal(visible, torch.ones(length, length).tril().bool())
 
 
 @examples(100, derandomize=True)
@@ -55,6 +56,7 @@ def test_path_and_depth(tree: TokenTree) -> None:
         assert path == ancestors(tree, node)[::-1]
         assert path[0] == 0
         assert tree.depth[node] == len(path) - 1
+        assert tree.tokens(node) == [tree.token[above] for above in path[1:]]
 
 
 @examples(100, derandomize=True)
