@@ -23,6 +23,7 @@ from transformers import (
 
 from cases import examples
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.grammar import Grammar
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
 
@@ -240,6 +241,22 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert most_probable(row[None]) == [best]
         assert sampler.best(row) == best
         assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
+
+
+def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
+    law = torch.tensor([0.25, 0.5, 0.125, 0.125])
+    assert nucleus(law, 0.5).tolist() == [0, 0.5, 0, 0]
+    assert nucleus(law, 0.75).tolist() == [0.25, 0.5, 0, 0]
+    assert nucleus(law / 2, 0.75).tolist() == (law / 2).tolist()  # a mass that never gets there, as after rounding
+
+
+def test_emitted_tokens_are_the_grammars_too() -> None:
+    heard: list[list[int]] = []
+    grammar: Any = SimpleNamespace(extend=lambda tokens: heard.append(list(tokens)))
+    sampler = Sampler(SamplingParams(grammar=Grammar.regex("a*")), [1, 2], V, grammar=grammar)
+    sampler.extend([3, 4])
+    sampler.extend([5])
+    assert heard == [[3, 4], [5]]
 
 
 def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
