@@ -243,6 +243,10 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
 
 
+def test_no_logit_is_too_large_for_a_temperature() -> None:
+    assert law_of(torch.tensor([1e10, 3e10, 2e10]), temperature=1e-30).tolist() == [0, 1, 0]
+
+
 def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
     law = torch.tensor([0.25, 0.5, 0.125, 0.125])
     assert nucleus(law, 0.5).tolist() == [0, 0.5, 0, 0]
