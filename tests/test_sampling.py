@@ -243,6 +243,12 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
 
 
+def test_logits_are_adjusted_in_float32_whatever_they_come_in() -> None:
+    logits = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    adjusted = Sampler(SamplingParams(logit_bias={0: 0.001}), [], 2).process(logits)
+    assert adjusted.dtype is torch.float32 and adjusted.tolist() == pytest.approx([1.001, 2.0]) and logits[0] == 1
+
+
 def test_no_logit_is_too_large_for_a_temperature() -> None:
     assert law_of(torch.tensor([1e10, 3e10, 2e10]), temperature=1e-30).tolist() == [0, 1, 0]
 
