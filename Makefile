@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-all lint docs report clean
+.PHONY: install demo test test-all coverage mutate lint docs report clean
 
 install: $(STAMP)
 	@$(BIN)/python -m quickbeam.target.native.build
@@ -23,10 +23,18 @@ test: install
 	$(PYTEST) -m 'not long'
 
 test-all: install
-	$(PYTEST)
+	QUICKBEAM_TESTS=all $(PYTEST)
+
+coverage: install
+	$(PYTEST) -m 'not long' --cov --cov-report term --cov-report html:build/coverage
+
+mutate: install
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run
+	$(BIN)/mutmut results
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 docs: install
@@ -38,4 +46,4 @@ report: install
 	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY))
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist mutants .coverage* .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+THOROUGH = os.environ.get("QUICKBEAM_TESTS") == "all"  # as `make test-all` sets it
+SHARE = 0.4  # of a property's examples that `make test` tries
+LEAST = 12
 
 
 def spread(*values: Sequence[Any]) -> list[Any]:
@@ -24,3 +30,9 @@ def few(every: Any, kept: Collection[Any]) -> list[Any]:
     kept = [case if isinstance(case, tuple) else (case,) for case in kept]
     assert all(case in cases for case in kept), kept
     return [pytest.param(*case, marks=() if case in kept else pytest.mark.long) for case in cases]
+
+
+def examples(most: int, **more: Any) -> settings:
+    """So many examples of a property with `make test-all`, a part of them with `make test`. `more`: hypothesis' own settings, beside the
+    profile of `conftest.py`."""
+    return settings(max_examples=most if THOROUGH else min(most, max(LEAST, round(most * SHARE))), **more)

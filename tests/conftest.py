@@ -7,10 +7,15 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at most
 
 from quickbeam import hub
+
+# An example that takes long on a busy machine is no failure. How many there are: `examples` in cases.py.
+settings.register_profile("quickbeam", deadline=None, print_blob=True)
+settings.load_profile("quickbeam")
 
 # A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -84,21 +84,18 @@ class LLM:
     def __init__(self, model: str | None, method: str, **options: object) -> None:
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.method, self.kernels = method, "scripted"
-        self.tokenizer = SimpleNamespace(decode=lambda ids: "".join(f"<{i}>" for i in ids))
+        self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
+        self.tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
 
     def stream(self, prompt: str, params: SamplingParams, *, observer: Observer | None = None) -> Stream:
         CALLS.append(("raw", prompt, params))
         return Stream(script(prompt), self.method, observer)
 
-    def chat_stream(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, observer: Observer | None = None) -> Stream:
+    def chat_stream(
+        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, method: str | None = None, observer: Observer | None = None
+    ) -> Stream:
         CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
-        return Stream(script(messages[-1]["content"]), self.method, observer)
-
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams, *, method: str) -> Completion:
-        stream = Stream(script("hello"), method)
-        for _ in stream:
-            pass
-        return stream.completion
+        return Stream(script(messages[-1]["content"]), method or self.method, observer)
 
 
 if __name__ == "__main__":

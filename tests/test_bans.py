@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from cases import examples
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, bad_word_ids, draw, most_probable
@@ -41,7 +42,7 @@ def params_of(min_tokens: int, bad: Sequence[Sequence[int]], **more: object) -> 
 # --- one node ------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(bad=words, ends=ids, min_tokens=st.integers(0, 12), steps=st.lists(ids, max_size=4), path=ids, penalty=st.sampled_from([1.0, 1.3]))
 def test_a_node_bans_what_the_whole_output_bans(
     bad: list[list[int]], ends: list[int], min_tokens: int, steps: list[list[int]], path: list[int], penalty: float

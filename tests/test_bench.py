@@ -10,9 +10,10 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from fake_runner import PARAMS, FakeRunner, measured, questions_of, two_methods
 from quickbeam.bench import report
 from quickbeam.bench.base import Answer
@@ -292,7 +293,7 @@ def test_interrupted_run_keeps_whole_prompts_only():
     assert [trial.question.question_id for trial in results.trials] == [0] and not results.complete
 
 
-@settings(deadline=None)
+@examples(100)
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
 def test_first_difference(a, b):
     position = first_difference(a, b)

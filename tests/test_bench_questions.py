@@ -6,9 +6,10 @@ import json
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from fake_runner import questions_of
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.errors import InvalidInput
@@ -68,7 +69,7 @@ def test_unreadable_question_files_are_refused(tmp_path):
             load_questions(tmp_path / name)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(st.lists(st.sampled_from("abcdef"), max_size=40), st.one_of(st.none(), st.integers(1, 50)))
 def test_spread_is_even_ordered_and_complete(categories, limit):
     questions = questions_of(*categories)

@@ -10,10 +10,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import few
+from cases import examples, few
 from drafters import KnownDrafter, context_of, grow, tree_of, zipf_drafter
 from models import tiny
 from quickbeam.draft.base import DraftRequest, Laws
@@ -111,7 +111,7 @@ def test_steps_in_the_cost_are_spread_over_their_nodes() -> None:
     assert NodePrices([1], [1.0]).node(1) == float("inf")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(st.lists(st.floats(0, 4), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=8, max_size=8))
 def test_prices_are_the_slopes_of_the_largest_convex_bound(more: list[float], gaps: list[int]) -> None:
     widths = list(itertools.accumulate(gaps[: len(more)], initial=1))
@@ -237,7 +237,7 @@ def test_every_method_has_calls_of_its_own() -> None:
 # --- a number of nodes ---------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
+@examples(50, derandomize=True)
 @given(st.integers(0, 4), st.lists(st.lists(st.integers(1, 63), max_size=6), min_size=1, max_size=50))
 def test_estimates_are_what_smaller_trees_would_have_emitted(situation: int, paths: list[list[int]]) -> None:
     expected = Expected(64)
@@ -282,7 +282,7 @@ def test_a_tree_that_is_not_the_beginning_of_a_larger_one_tells_of_its_own_budge
     assert expected._emitted[3][expected.budgets.index(16)] == 3
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@examples(80, derandomize=True)
 @given(
     st.lists(st.floats(0, 0.6), min_size=3, max_size=3),
     st.integers(0, 4),
@@ -410,7 +410,7 @@ def test_the_number_chosen_is_the_best_with_drafting_counted(call: float, nested
 gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200, derandomize=True)
 @given(gains, st.dictionaries(st.integers(1, 7), st.floats(0.01, 2)), st.floats(0.01, 4))
 def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains: list[float], seen: dict[int, float], rate: float) -> None:
     budget, call = Budget(CostModel({1: 1.0})), CallCost(1.0)
@@ -441,7 +441,7 @@ def by_worth(rows: list[list[float]]) -> list[list[float]]:
     return [sorted(row, reverse=True) for row in rows]
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@examples(200, derandomize=True)
 @given(
     st.lists(st.lists(st.floats(0, 1), max_size=5), min_size=1, max_size=4).map(by_worth),
     st.lists(st.floats(0, 0.3), min_size=len(WIDTHS) - 1, max_size=len(WIDTHS) - 1).map(sorted),

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cases import few
 from drafters import KnownDrafter, context_of, grow
 from quickbeam import LLM
 from quickbeam.draft.base import Context, Laws
@@ -78,7 +79,8 @@ def plainly(context: list[int]) -> TokenTree:
     return TokenTree(context[-1])
 
 
-@pytest.mark.parametrize("name", FILTERS)
+# One of each way from logits to a token; what single filters leave is held to transformers in test_sampling.py.
+@pytest.mark.parametrize("name", few(FILTERS, ["plain", "cold", "penalties", "top-p", "all"]))
 def test_plain_sampling_has_the_targets_law(name: str) -> None:
     """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
@@ -257,7 +259,7 @@ def test_a_law_of_zeros_proposes_nothing() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize("temperature", few([0.6, 1.0], [0.6]))
 def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: Path) -> None:
     """All methods, with all that may change the law, three answers side by side."""
     messages = [{"role": "user", "content": "List the days of the week twice, then say which one you like."}]

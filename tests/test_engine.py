@@ -11,10 +11,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer, request
+from cases import examples
 from models import VOCAB, tiny
 from quickbeam.engine import engine as engine_module
 from quickbeam.engine.budget import Budget
@@ -68,7 +69,7 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
 
 
 @pytest.mark.parametrize("method", DRAFTED)
-@settings(max_examples=25, deadline=None)
+@examples(25)
 @given(data=st.data())
 def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.DataObject) -> None:
     """Greedy and sampled, penalised or not, cut by length, eos, stop ids and stop strings: the same tokens, text, reason and logprobs."""

@@ -10,6 +10,7 @@ import torch
 
 from cases import few
 from models import CONFIGS, VOCAB, tiny
+from quickbeam.doctor.models import changing_widths
 from quickbeam.errors import InvalidInput
 from quickbeam.target import attention, bit_exact
 from quickbeam.target.attention import SPLIT
@@ -172,3 +173,26 @@ def test_trees_too_wide_for_the_promise_are_refused(monkeypatch: pytest.MonkeyPa
         tree.add(node, 1, "long")
     with pytest.raises(InvalidInput, match=f"at most {EXACT_NODES}"):
         target.verify(tree)
+
+
+def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = torch.get_rng_state()
+    assert changing_widths((4, 64)) == []
+    assert torch.equal(torch.get_rng_state(), state)
+    same_bits = bit_exact.same_bits
+
+    class Wrong:
+        """A model that gives other bits where a pass has many rows."""
+
+        def __init__(self, model):
+            self.model = model
+
+        def __getattr__(self, name):
+            return getattr(self.model, name)
+
+        def forward(self, batch):
+            passed = self.model.forward(batch)
+            return [one._replace(logits=one.logits + (one.logits.abs().max() / 64 if one.logits.shape[0] > 40 else 0)) for one in passed]
+
+    monkeypatch.setattr(bit_exact, "same_bits", lambda model, **options: same_bits(Wrong(model), **options))
+    assert changing_widths((4, 64)) == [64]

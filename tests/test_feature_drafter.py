@@ -9,9 +9,10 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
 from quickbeam.draft import eagle
@@ -28,7 +29,7 @@ def pairs() -> dict[str, Pair]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=15, deadline=None)
+@examples(15)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_laws_are_those_of_the_equations(pairs: dict[str, Pair], kind: str, rng: random.Random, temperature: float) -> None:
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a draft; requests that share a prefix."""

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from drafters import tree_of
 from quickbeam.draft.base import Context
 from quickbeam.draft.last_logits import LastLogits
@@ -123,7 +124,7 @@ def nodes(tree: TokenTree) -> list[tuple[int, int, int, str]]:
 # --- what holds for every policy -----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(contexts(), budgets, depths, st.sampled_from([((), "none"), (("ngram",), "chain")]) | mixes.map(lambda mix: (mix, "logitspec")))
 def test_every_tree_keeps_the_contract(context: Context, budget: int, max_depth: int, made: tuple[tuple[str, ...], str]) -> None:
     before = (list(context.ids), context.logits.clone())
@@ -139,7 +140,7 @@ def test_every_tree_keeps_the_contract(context: Context, budget: int, max_depth:
     assert torch.equal(context.logits, before[1])
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(contexts(), budgets, budgets, depths, st.just((("ngram",), "chain")) | mixes.map(lambda mix: (mix, "logitspec")))
 def test_a_smaller_budget_gives_the_beginning_of_the_tree(
     context: Context, small: int, large: int, max_depth: int, made: tuple[tuple[str, ...], str]
@@ -202,7 +203,7 @@ def test_last_logits_ranks() -> None:
 # --- chain ---------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(contexts(), budgets, depths)
 def test_chain_is_the_longest_match_read_on(context: Context, budget: int, max_depth: int) -> None:
     tree = grown(context, budget, max_depth, ["ngram"], "chain")
@@ -225,14 +226,14 @@ def test_branch_length_by_rank() -> None:
     assert [branch_length(rank) for rank in (0, 1, 8, 9, 32, 33, 63)] == [4, 4, 4, 3, 3, 1, 1]
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(contexts(), depths, mixes)
 def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context: Context, max_depth: int, sources: tuple[str, ...]) -> None:
     tree = grown(context, 1000, max_depth, sources)
     assert set(node_paths(tree)) == {(), *prefixes(drafts(context, max_depth, sources))}
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(contexts(), budgets, depths)
 def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context: Context, budget: int, max_depth: int) -> None:
     tree = grown(context, budget, max_depth)
@@ -241,7 +242,7 @@ def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context: 
     assert len(tree) == min(budget, 1 + len(wanted))
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(contexts(), budgets)
 def test_the_chain_goes_first_and_is_whole_with_room_for_all(context: Context, budget: int) -> None:
     match = longest_match(context.ids, context.ids)

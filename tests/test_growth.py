@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency
 
 from answers import answer
-from cases import spread
+from cases import examples, spread
 from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws, tree_of
 from models import VOCAB, tiny
 from quickbeam.draft.base import DraftRequest, Laws
@@ -149,7 +149,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
     assert drafted.statistics.drafter_calls == drafter.rounds > 0
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 20), st.sampled_from(list(DRAFTED)))
 def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
     model = ToyModel(5, seed, noise=0.5)
@@ -167,7 +167,7 @@ def makers(drafter: KnownDrafter) -> Iterator[TreePolicy]:
     yield from (Branches(drafter, 5), Threshold(drafter, 0.01), Eagle2(drafter, 2, 3), Sequoia(drafter, (0.2, 0.5, 0.1)))
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(1, 8), st.floats(0, 0.8), st.integers(1, 40), st.integers(0, 9), st.sampled_from([0.0, 0.6, 1.0]))
 def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budget: int, max_depth: int, temperature: float) -> None:
     model = ToyModel(vocab, seed, zeros=zeros)
@@ -193,7 +193,7 @@ def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budg
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
 def test_no_law_is_asked_that_cannot_be_used(seed: int, budget: int, max_depth: int, temperature: float) -> None:
     """None at the depth limit, and none once the budget is spent. What is drawn of a law gives a node at least, and so does the likeliest

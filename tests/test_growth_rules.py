@@ -11,9 +11,10 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, tree_of, zipf_drafter
 from quickbeam.draft.base import Laws
 from quickbeam.trees import best_first
@@ -117,7 +118,7 @@ def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> 
     assert chi_square(counts, exact) > 1e-3 / 3
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 12))
 def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int, max_depth: int) -> None:
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
@@ -166,7 +167,7 @@ def likeliest_paths(seed: int, size: int, max_depth: int, fraction: float, hope:
 searches = given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.1, 1.0]))
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @searches
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
     """However many laws a call asks for."""
@@ -174,7 +175,7 @@ def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int,
     assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(path for _, path in likeliest)
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @searches
 def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_in(
     seed: int, size: int, max_depth: int, fraction: float
@@ -189,7 +190,7 @@ def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_i
         assert any(0.5 * chance[path[:end]] <= (1 + 1e-6) * chance[likeliest[-1]] for end in range(1, len(path)))
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @given(seed=seeds, threshold=st.floats(0.005, 0.5), max_depth=st.integers(1, 6), budget=st.integers(2, 60))
 def test_at_temperature_0_threshold_takes_all_likely_paths(seed: int, threshold: float, max_depth: int, budget: int) -> None:
     model = ToyModel(vocab=5, seed=seed)

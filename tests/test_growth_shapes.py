@@ -11,9 +11,10 @@ from functools import lru_cache
 from itertools import product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from drafters import KnownDrafter, LawOf, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.tree import TokenTree
 from quickbeam.trees.eagle2 import Eagle2
@@ -41,7 +42,7 @@ def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path
     return {path for _, path in sorted(candidates, reverse=True)[:size]}
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(2, 40), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
 def test_eagle2_expands_and_reranks(seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float) -> None:
     model = ToyModel(vocab=6, seed=seed)
@@ -77,7 +78,7 @@ def nested(shape: Shape, node: int = 0) -> tuple:
     return tuple(nested(shape, child) for child in shape[node])
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 6))
 def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, depth: int) -> None:
     shapes = Shapes(acceptance, 6)
@@ -151,7 +152,7 @@ def random_tree(nodes: int, seed: int) -> TokenTree:
     return tree
 
 
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(seeds, st.integers(1, 80))
 def test_orders_are_permutations_with_parents_first(seed: int, nodes: int) -> None:
     tree = random_tree(nodes, seed)
@@ -169,7 +170,7 @@ def test_orders_are_permutations_with_parents_first(seed: int, nodes: int) -> No
     assert depth_first(tree)[1:2] == ([1] if nodes > 1 else [])
 
 
-@settings(deadline=None, derandomize=True, max_examples=30)
+@examples(30, derandomize=True)
 @given(seeds, st.integers(1, 40), st.integers(1, 9))
 def test_blocks_are_those_that_hold_an_entry(seed: int, nodes: int, size: int) -> None:
     tree = random_tree(nodes, seed)

@@ -9,10 +9,11 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer
+from cases import examples
 from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
@@ -42,7 +43,7 @@ def priced(ids: list[int], prices: Prices) -> Context:
     return context
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 8), st.integers(1, 40), st.integers(0, 9), st.lists(st.integers(0, 7), min_size=1))
 def test_every_tree_keeps_the_contract(seed: int, vocab: int, budget: int, max_depth: int, text: list[int]) -> None:
     model, ids = ToyModel(vocab, seed), [token % vocab for token in text]

@@ -18,7 +18,6 @@ from quickbeam.target.native import build, choice, library
 from quickbeam.target.native.choice import Wish
 
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
-needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +154,15 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
 
 
 @needs_kernels
-@needs_compiler
 def test_building_says_what_is_where(tmp_path):
+    """With a stand-in for the compiler, which leaves empty files; what a real one makes is loaded by all tests of kernels."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
+    compiler.chmod(0o755)
+
     def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "quickbeam.target.native.build", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **environment})
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CXX": str(compiler), **environment})
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "cache" / "kernels"

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from answers import answer
-from cases import few
+from cases import examples, few
 from models import VOCAB, tiny
 from quickbeam.draft.base import Context, DraftRequest
 from quickbeam.draft.draft_model import GAP, LMDrafter, LMState, check_vocabulary
@@ -84,7 +84,7 @@ def expected(model, ids: list[int], tree: TokenTree, nodes: list[int], temperatu
 
 
 @pytest.mark.parametrize("name", NAMES)
-@settings(max_examples=12, deadline=None)
+@examples(12)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
 def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: random.Random, temperature: float) -> None:
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a draft; requests one after another."""
@@ -267,7 +267,7 @@ def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=5, deadline=None)
+@examples(5)
 @given(data=st.data())
 def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Model, pairs, method: str, data: st.DataObject) -> None:
     params = SamplingParams(

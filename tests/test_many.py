@@ -12,11 +12,11 @@ import random
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from answers import answer, request
-from cases import few
+from cases import examples, few
 from features import WIDE, head_of
 from models import VOCAB, tiny
 from quickbeam.draft.base import law_of
@@ -154,13 +154,13 @@ def test_answers_are_those_given_alone(world, layout, way):
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.sampled_from(LAYOUTS), st.sampled_from(WAYS))
 def test_answers_are_those_given_alone_many_times(world, seed, layout, way):
     play(world(layout, way), seed)
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.integers(0, 2**32), st.sampled_from(("llama", "mistral-window")))
 def test_answers_are_those_given_alone_in_any_order(world, seed, layout):
     play(world(layout, "native"), seed)

@@ -13,9 +13,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
@@ -158,7 +159,7 @@ def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int
 
 
 @every_set
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(heads())
 def test_blocks_give_what_the_plain_head_does(isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]) -> None:
     """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens, nothing at all."""
@@ -187,7 +188,7 @@ def test_blocks_take_paddings_no_rows_and_strided_rows(isa: str) -> None:
 
 
 @every_set
-@settings(deadline=None, derandomize=True, max_examples=40)
+@examples(40, derandomize=True)
 @given(rng=st.randoms(use_true_random=False), window=st.integers(1, 60), d=st.integers(1, 40).map(lambda half: 2 * half))
 def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.Random, window: int, d: int) -> None:
     """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
@@ -228,7 +229,7 @@ def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: C
 
 
 @every_set
-@settings(deadline=None, derandomize=True, max_examples=40)
+@examples(40, derandomize=True)
 @given(
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)).filter(lambda sizes: sum(sizes) % 2 == 0),
     width=st.integers(1, 70),

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from kernels import attend, chain_rows, every_set, filled, load, number, plain_rows, random_paths, relocated
 from quickbeam.target.native import library, reference
 from quickbeam.target.native.operands import BLOCK, KVShape, Packed, Rows
@@ -25,7 +26,7 @@ WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128]
 INPUTS = [2, 4, 6, 30, 32, 34, 64, 66, 96, 128, 160, 254]
 OUTPUTS = [1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 40, 48, 63, 100, 130, 257]
 EPILOGUES = {"store": library.STORE, "add": library.ADD, "gated": library.GATED, "activate": library.ACTIVATE, "best": library.BEST}
-cases = settings(deadline=None, derandomize=True, max_examples=40)
+cases = examples(40, derandomize=True)
 
 
 def within(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> None:
@@ -457,7 +458,7 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @every_set
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(scene=scenes())
 def test_attention(isa: str, scene: dict[str, Any]) -> None:
     """Rows of several sequences: chains, and trees behind them."""

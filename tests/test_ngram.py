@@ -6,9 +6,10 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam.draft.base import Source
 from quickbeam.draft.ngram import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
@@ -37,7 +38,7 @@ def draft(ids: Sequence[int], length: int) -> list[int]:
     return index.continuation(match, length) if match else []
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
 def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], guessed: list[int]) -> None:
     index = Ngram(*size).begin(chunks[0])
@@ -52,7 +53,7 @@ def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[
     assert index.ids == text
 
 
-@settings(deadline=None, derandomize=True, max_examples=300)
+@examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.integers(1, 4))
 def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], limit: int) -> None:
     index = Ngram(*size).begin(chunks[0])
@@ -69,7 +70,7 @@ def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size:
     assert all(index.extent(match) >= min(match.length, 16) for match in index.matches(text, limit))
 
 
-@settings(deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
 def test_continuation_is_the_text_read_on_into_itself(text: list[int], guessed: list[int], length: int) -> None:
     index = indexed(text)
@@ -82,7 +83,7 @@ def test_continuation_is_the_text_read_on_into_itself(text: list[int], guessed: 
     assert index.continuation(match, length, guessed) == continued[len(text) + len(guessed) :]
 
 
-@settings(deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(small, st.lists(st.lists(st.integers(0, 2), max_size=3), max_size=20))
 def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -> None:
     fed = indexed(prompt)

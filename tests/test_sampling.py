@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
@@ -19,7 +21,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from cases import examples
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.grammar import Grammar
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
 
@@ -35,7 +39,7 @@ def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
 # --- filters -------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(
     logits=distinct_logits,
     temperature=st.floats(0.2, 3),
@@ -117,7 +121,7 @@ def test_nan_logits_are_an_error_that_says_what_to_try(logits: list[float], temp
 # --- bias and penalties --------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(logits=distinct_logits, prompt=ids, output=ids, path=ids, penalty=st.floats(0.3, 3))
 def test_repetition_penalty_agrees_with_transformers(
     logits: torch.Tensor, prompt: list[int], output: list[int], path: list[int], penalty: float
@@ -131,7 +135,7 @@ def test_repetition_penalty_agrees_with_transformers(
     torch.testing.assert_close(sampler.process(logits, path), expected)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     logits=distinct_logits,
     prompt=ids,
@@ -170,7 +174,7 @@ def test_all_adjustments_agree_with_brute_force(
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-4, atol=1e-4)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(prompt=ids, steps=st.lists(ids, max_size=5), path=ids)
 def test_counts_agree_with_counting_everything(prompt: list[int], steps: list[list[int]], path: list[int]) -> None:
     counts = TokenCounts(prompt)
@@ -216,7 +220,7 @@ def test_bias_must_fit_the_vocabulary() -> None:
 # --- choosing a token ----------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
+@examples(100)
 @given(
     seed=st.integers(0, 10**6),
     rows=st.integers(1, 9),
@@ -237,6 +241,39 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
         assert most_probable(row[None]) == [best]
         assert sampler.best(row) == best
         assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
+
+
+def test_logits_are_adjusted_in_float32_whatever_they_come_in() -> None:
+    logits = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
+    adjusted = Sampler(SamplingParams(logit_bias={0: 0.001}), [], 2).process(logits)
+    assert adjusted.dtype is torch.float32 and adjusted.tolist() == pytest.approx([1.001, 2.0]) and logits[0] == 1
+
+
+def test_no_logit_is_too_large_for_a_temperature() -> None:
+    assert law_of(torch.tensor([1e10, 3e10, 2e10]), temperature=1e-30).tolist() == [0, 1, 0]
+
+
+def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
+    law = torch.tensor([0.25, 0.5, 0.125, 0.125])
+    assert nucleus(law, 0.5).tolist() == [0, 0.5, 0, 0]
+    assert nucleus(law, 0.75).tolist() == [0.25, 0.5, 0, 0]
+    assert nucleus(law / 2, 0.75).tolist() == (law / 2).tolist()  # a mass that never gets there, as after rounding
+
+
+def test_emitted_tokens_are_the_grammars_too() -> None:
+    heard: list[list[int]] = []
+    grammar: Any = SimpleNamespace(extend=lambda tokens: heard.append(list(tokens)))
+    sampler = Sampler(SamplingParams(grammar=Grammar.regex("a*")), [1, 2], V, grammar=grammar)
+    sampler.extend([3, 4])
+    sampler.extend([5])
+    assert heard == [[3, 4], [5]]
+
+
+def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
+    """The way of accelerators, on a stand-in for their tensors."""
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]])
+    away: Any = SimpleNamespace(device=SimpleNamespace(type="cuda"), max=logits.max)
+    assert most_probable(away) == [1, 0]
 
 
 def test_draw_has_the_law_it_is_given() -> None:

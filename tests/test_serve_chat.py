@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.serve import chat
 from quickbeam.serve.messages import ChatRequest
@@ -420,7 +421,7 @@ KNOWN = [
 NUMBERS = st.integers(-3, 3) | st.floats(-3, 3) | st.none()
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(80, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(KNOWN), JSON | NUMBERS | st.sampled_from([[], {}, "auto", True]), max_size=4),
     messages=st.lists(MESSAGE, max_size=3) | JSON,
@@ -433,7 +434,7 @@ def test_junk_is_never_the_servers_fault(runner, fields, messages):
         assert response.json()["error"]["message"]
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(50, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(KNOWN), value=JSON | NUMBERS)
 def test_junk_in_one_field_is_never_the_servers_fault(runner, name, value):
     response = ask_raw(runner, PATH, json.dumps(body(max_tokens=1, **{name: value})))

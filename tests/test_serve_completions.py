@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import completions
@@ -232,7 +233,7 @@ JSON = st.recursive(
 KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_tokens", "n", "regex", "lark", "response_format")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60, suppress_health_check=list(HealthCheck))
 @given(
     fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 300), max_size=3),
     path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),

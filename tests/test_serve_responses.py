@@ -12,9 +12,10 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.serve import responses
 from quickbeam.serve.items import ResponsesRequest
@@ -204,7 +205,7 @@ ITEM = st.fixed_dictionaries(
 KNOWN = [name for name in ResponsesRequest.model_fields if name not in ("max_output_tokens", "regex", "lark", "text")]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(60, suppress_health_check=list(HealthCheck))
 @given(fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 3), max_size=3), items=st.lists(ITEM, max_size=3) | JSON)
 def test_junk_is_never_the_servers_fault(runner, fields, items):
     asked = {"input": items, "max_output_tokens": 1, **fields}

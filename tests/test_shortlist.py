@@ -10,9 +10,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
@@ -60,7 +61,7 @@ def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> Non
         Schedule(*wrong)
 
 
-@settings(deadline=None, derandomize=True)
+@examples(100, derandomize=True)
 @given(st.integers(1, 400), st.integers(1, 40), st.floats(0.3, 1), st.data())
 def test_a_fitted_schedule_is_the_largest_that_keeps_to_its_share(rest: int, size: int, decay: float, data: st.DataObject) -> None:
     layout = Layout(torch.arange(30 + rest), 30, size, 30 + rest)
@@ -96,7 +97,7 @@ def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refuse
 # Context
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150, derandomize=True)
 @given(st.lists(st.lists(st.integers(0, 19), max_size=12), min_size=1, max_size=12), st.integers(1, 12), st.sets(st.integers(0, 19)))
 def test_the_context_holds_what_was_seen_last(calls: list[list[int]], window: int, skipped: set[int]) -> None:
     torch.manual_seed(0)
@@ -169,7 +170,7 @@ def union_plain(logits: torch.Tensor, wanted: list[int], most: int) -> list[int]
     return sorted(sorted(worth, key=lambda c: -worth[c])[:most])
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@examples(200, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
 def test_the_union_is_that_of_each_nodes_best_clusters(n: int, clusters: int, data: st.DataObject) -> None:
     row = st.lists(st.integers(-3, 3), min_size=clusters, max_size=clusters)  # with ties

@@ -10,9 +10,10 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist import head
 from quickbeam.shortlist.head import BlockHead, Scores
@@ -48,7 +49,7 @@ def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int
 
 
 @pytest.mark.parametrize("backend", ["plain", "packed"])
-@settings(deadline=None, derandomize=True, max_examples=60)
+@examples(60, derandomize=True)
 @given(heads())
 def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(backend: str, case: tuple) -> None:
     weight, h, layout, clusters = case

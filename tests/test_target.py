@@ -9,10 +9,11 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, MambaConfig, Qwen3NextConfig, T5Config, T5ForConditionalGeneration
 
+from cases import examples
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
@@ -95,7 +96,7 @@ def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
         torch.testing.assert_close(attend(query, step, layer), attend_plain(query, step, layer), atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(st.data())
 def test_any_tree_and_commit_give_what_a_fresh_run_gives(data: st.DataObject) -> None:
     """Whatever was verified, accepted and rejected before, the next step's logits are those of the certain tokens alone."""

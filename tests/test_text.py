@@ -8,11 +8,12 @@ from functools import cache
 from itertools import chain, repeat
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from cases import examples
 from quickbeam.engine.output import Detokenizer, Output
 from quickbeam.params import SamplingParams
 
@@ -87,7 +88,7 @@ def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
 # --- Detokenizer ---------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(kind=kinds, parts=st.lists(st.tuples(texts, st.sampled_from([None, *SPECIAL])), max_size=3))
 @example(kind="sentencepiece", parts=[("", "<user>"), ("  a", "<eos>"), (" b", None)])
 def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str | None]]) -> None:
@@ -106,7 +107,7 @@ def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str |
     assert shown + detokenizer.flush() == tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(text=texts, data=st.data())
 def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
     """Models need not choose the tokens that the tokenizer would: here any tokens that spell the same bytes."""
@@ -228,7 +229,7 @@ class Stripping:
         return "".join(chr(i) for i in ids if i).strip()
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=st.text(alphabet="ab \0", max_size=40))
 @example(text="\0 \0a \0 \0 \0b")
 def test_spaces_of_a_tokenizer_that_strips_are_kept(text: str) -> None:
@@ -274,7 +275,7 @@ def brute_force(
     return list(ids), text, None
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(kind=kinds, text=texts, data=st.data())
 def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: st.DataObject) -> None:
     tokenizer = TOKENIZERS[kind]()

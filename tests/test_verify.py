@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from cases import few
+from cases import examples, few
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
@@ -100,7 +100,7 @@ def test_toy_trees_are_deep_wide_and_mixed() -> None:
 # --- sampling: against the reference, and edges --------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@examples(150)
 @given(seed=st.integers(0, 10**6), vocab=st.integers(2, 8), certain=st.sampled_from([0.0, 0.4, 1.0]))
 def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) -> None:
     model, rng = ToyModel(vocab, seed, noise=1.5), random.Random(seed)
@@ -220,7 +220,7 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
 # --- greedy --------------------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(seed=st.integers(0, 10**6), vocab=st.integers(1, 5), hit=st.floats(0, 1))
 def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> None:
     rng, model = random.Random(seed), ToyModel(vocab, seed)

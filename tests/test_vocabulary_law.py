@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from answers import answer
+from answers import request
 from cases import few
 from quickbeam.draft import eagle
 from quickbeam.draft.base import HeadUse
@@ -28,6 +28,7 @@ from test_vocabulary import artefact
 from toy import chi_square, exact_law
 
 TOKENS, PROMPT = 4, [0]
+TOGETHER = 20  # answers, of which each draws as if it was alone (test_many.py)
 CASES = [(name, "full") for name in DRAFTED] + [
     ("greedy", "frequency"),
     ("greedy", "context"),
@@ -77,12 +78,17 @@ def test_sampled_answers_have_the_models_law(
     shortlist = make_shortlist(drafter, target, vocab, {"full": None, "context": 2}.get(vocab, 3))
     engine, counts, head = Engine(target), Counter[tuple[int, ...]](), HeadUse()
     accepted = 0
-    for seed in range(600):
-        params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
-        sequence = answer(target, DRAFTED[name](drafter), params, PROMPT, budget=5, shortlist=shortlist, engine=engine)
-        counts[tuple(sequence.output.token_ids)] += 1
-        accepted += sequence.statistics.sources["drafter"].accepted
-        assert sequence.statistics.head is not None
-        head = head.plus(sequence.statistics.head)
+    for start in range(0, 600, TOGETHER):
+        sequences = []
+        for seed in range(start, start + TOGETHER):
+            params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
+            sequences.append(engine.add(request(target, DRAFTED[name](drafter), params, PROMPT, budget=5, shortlist=shortlist)))
+        while not all(sequence.over for sequence in sequences):
+            engine.step()
+        for sequence in sequences:
+            assert sequence.error is None and sequence.statistics.head is not None
+            counts[tuple(sequence.output.token_ids)] += 1
+            accepted += sequence.statistics.sources["drafter"].accepted
+            head = head.plus(sequence.statistics.head)
     assert chi_square(counts, expected) > 1e-4 and accepted > 100
     assert vocab == "full" or 0 < head.tokens < TOKENS * head.calls

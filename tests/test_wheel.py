@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from quickbeam.doctor.software import EXTRAS
 from quickbeam.target.native import build
 
 ROOT = Path(__file__).parent.parent
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 OFFLINE = (
-    "No matching distribution found for hatchling",
-    "Could not find a version that satisfies the requirement hatchling",
+    "No matching distribution found for",
+    "Could not find a version that satisfies the requirement",
     "No module named pip",
 )
 REPORT = "from quickbeam.target.native import library as l; k = l.kernels(); print(l.__file__, l.build.cached(k.name), k.name, sep='\\n')"
@@ -73,3 +75,35 @@ def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "quickbeam/target/native/program.cpp" in names and not [name for name in names if name.endswith(".so")]
+
+
+@pytest.mark.long
+def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
+    """Installed with what pip finds for it, away from the checkout: nothing is borrowed from where the tests run."""
+    wheel, python = make_wheel(tmp_path), tmp_path / "fresh" / "bin" / "python"
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
+    done = subprocess.run(
+        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)], capture_output=True, text=True
+    )
+    if any(words in done.stderr for words in OFFLINE):
+        pytest.skip("no package index to install from")
+    assert done.returncode == 0, done.stderr
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")}
+
+    def run(*arguments: str) -> str:
+        command = [str(python.with_name("quickbeam")), *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    found = json.loads(run("doctor", "--json"))
+    checks = {finding["check"]: finding for finding in found["findings"]}
+    assert found["can_run"] and checks["packages"]["status"] == "ok" and checks["exactness"]["status"] == "ok", found
+    assert not [finding for finding in found["findings"] if "can't be told" in finding["text"]]
+    assert set(checks["extras"]["data"]["installed"]) | set(checks["extras"]["data"]["missing"]) == set(EXTRAS)
+    if wheel.name.endswith("linux_x86_64.whl"):
+        assert checks["kernels"]["data"]["kernels"].startswith("native")
+    shown = run("demo", "--max-tokens", "24", "--svg", "demo.svg")
+    assert shown.count("the same tokens") == 2 and (tmp_path / "demo.svg").is_file()
+    where = subprocess.run([str(python), "-c", "import quickbeam; print(quickbeam.__file__)"], capture_output=True, text=True, cwd=tmp_path)
+    assert Path(where.stdout.strip()).is_relative_to(tmp_path / "fresh")

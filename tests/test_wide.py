@@ -11,9 +11,10 @@ from itertools import permutations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from cases import examples
 from drafters import context_of, tree_of, zipf_drafter
 from quickbeam.draft.base import Laws
 from quickbeam.tree import TokenTree
@@ -37,7 +38,7 @@ def dyadic(size: int, vocab: int, seed: int, kinds: int = 4) -> torch.Tensor:
     return weights / 2**15
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@examples(150, derandomize=True)
 @given(seeds, st.integers(1, 5), vocabs, st.integers(1, 200), st.booleans())
 def test_the_likeliest_tokens_are_those_of_a_full_sort(seed: int, size: int, vocab: int, count: int, floored: bool) -> None:
     laws = peaked(size, vocab, seed)
@@ -49,7 +50,7 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(seed: int, size: int, voc
         assert tokens == order and values == law[order].tolist()
 
 
-@settings(deadline=None, derandomize=True, max_examples=80)
+@examples(80, derandomize=True)
 @given(seeds, st.sampled_from([130, 200, 1000, 4097]), st.integers(1, 200))
 def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(seed: int, vocab: int, count: int) -> None:
     laws = torch.cat((dyadic(3, vocab, seed), torch.zeros(1, vocab), torch.full((1, vocab), 0.5)))
@@ -69,7 +70,7 @@ def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[
     return found
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(seeds, st.integers(1, 4), st.sampled_from([128, 129, 300, 1000, 4096, 5003]), st.integers(1, 16), st.sampled_from([0.0, 0.99]))
 def test_draws_are_those_of_what_is_left(seed: int, size: int, vocab: int, count: int, sparse: float) -> None:
     laws = dyadic(size, vocab, seed) * (torch.rand(size, vocab, generator=torch.Generator().manual_seed(seed)) >= sparse)
@@ -81,7 +82,7 @@ def test_draws_are_those_of_what_is_left(seed: int, size: int, vocab: int, count
         assert len(row) == min(count, int((law > 0).sum()))
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@examples(100, derandomize=True)
 @given(seeds, st.integers(1, 4), vocabs, st.integers(1, 16))
 def test_independent_draws_are_those_of_a_running_sum(seed: int, size: int, vocab: int, count: int) -> None:
     laws = torch.cat((dyadic(size, vocab, seed), torch.zeros(1, vocab)))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from statistics import median
-from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
 from quickbeam.bench.passes import Figures
+from quickbeam.doctor.machine import gigabytes_per_second, read_by_sum
 from quickbeam.target.native import library
 from quickbeam.target.native.operands import Packed, Rows
 from quickbeam.target.native.program import Program
@@ -32,9 +30,7 @@ class Bandwidth(NamedTuple):
 
 def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 9) -> Bandwidth:
     """Reads a buffer of that size from memory; the median of the repeats counts, as for passes."""
-    numbers = torch.rand(megabytes * 250_000)
-    by_sum = _gigabytes(numbers.nbytes, numbers.sum, repeats)
-    del numbers
+    by_sum = read_by_sum(megabytes, repeats)
     if (kernels := library.kernels()) is None:
         return Bandwidth(by_sum, 0.0)
     weight = torch.zeros(max(1, megabytes * 500_000 // INPUTS), INPUTS, dtype=torch.bfloat16)
@@ -42,16 +38,7 @@ def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 9) -> Bandwidth
     del weight
     program.linear(packed, program.buffer(INPUTS), program.buffer(packed.outputs))
     rows = Rows([0], [0])
-    return Bandwidth(by_sum, _gigabytes(packed.data.nbytes, lambda: program.run(rows), repeats))
-
-
-def _gigabytes(size: int, read: Callable[[], object], repeats: int) -> float:
-    seconds = []
-    for _ in range(repeats + 1):
-        start = perf_counter()
-        read()
-        seconds.append(perf_counter() - start)
-    return size / median(seconds[1:]) / 1e9
+    return Bandwidth(by_sum, gigabytes_per_second(packed.data.nbytes, lambda: program.run(rows), repeats))
 
 
 class Breakdown(NamedTuple):

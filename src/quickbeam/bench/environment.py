@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import quickbeam
+from quickbeam.doctor.machine import cpu_name
 from quickbeam.target.native.library import describe
 
 
@@ -21,7 +22,7 @@ def environment(device: str, dtype: str) -> dict[str, object]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "quickbeam": quickbeam.__version__,
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
@@ -31,15 +32,6 @@ def environment(device: str, dtype: str) -> dict[str, object]:
     if commit := _commit():
         record["commit"] = commit
     return record
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _commit() -> str | None:

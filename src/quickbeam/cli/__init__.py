@@ -25,6 +25,17 @@ def main() -> None:
         with suppress(InvalidInput):  # of which the app tells
             print(version())
             return
-    from quickbeam.cli.app import app
+    try:
+        from quickbeam.cli.app import app
+    except ImportError as error:
+        if os.environ.get("QUICKBEAM_DEBUG"):
+            raise
+        todo = "`quickbeam doctor` says what is missing, and what to do"
+        if sys.argv[1:2] == ["doctor"]:
+            todo = "install quickbeam again, with what it needs"
+            with suppress(ImportError):
+                from quickbeam.cli.doctor import alone
 
+                alone(sys.argv[2:])
+        sys.exit(f"error: {error}; {todo}")
     app()

@@ -17,6 +17,7 @@ from quickbeam.cli.bench_plan import bench_plan
 from quickbeam.cli.bench_report import bench_report
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
+from quickbeam.cli.doctor import doctor
 from quickbeam.cli.drafting import drafting
 from quickbeam.cli.generate import generate
 from quickbeam.cli.heads import heads
@@ -83,7 +84,7 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, serve, batch, inspect, pull, models, demo):
+for command in (generate, chat, serve, batch, inspect, pull, models, demo, doctor):
     app.command()(command)
 for measurement in (passes, acceptance, drafting, heads):
     bench.commands.command()(measurement)

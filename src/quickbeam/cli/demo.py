@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import io
+import re
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-from rich.console import Console
+import torch
+import typer
+from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.rule import Rule
 from rich.table import Column, Table
+from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
+from quickbeam.bench.report import check_output
 from quickbeam.cli import options
-from quickbeam.cli.common import load, stderr
+from quickbeam.cli.common import harmless, load, stderr
+from quickbeam.doctor.machine import cpu_name
 from quickbeam.engine.result import Completion
+from quickbeam.engine.stream import finish
+from quickbeam.engine.trace import StepRecord
+from quickbeam.errors import QuickbeamError
+from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
+
+WIDTH = 104  # columns of the picture, which a README shows without making it smaller than its own code
+COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}  # of accepted tokens, by who drafted them
+NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
+THEME = TerminalTheme(  # of the picture
+    (13, 17, 23),
+    (230, 237, 243),
+    [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 166, 255), (188, 140, 255), (57, 197, 207), (177, 186, 196)],
+    [(110, 118, 129), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255), (255, 140, 214), (86, 212, 255), (255, 255, 255)],
+)
+FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # which a picture would fetch
+NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -47,6 +74,14 @@ EXAMPLES = (
 )
 
 
+@dataclass(frozen=True)
+class Answer:
+    """A completion and, for each of its tokens, the source that drafted it (None: the model's own)."""
+
+    completion: Completion
+    sources: list[str | None]
+
+
 def demo(
     model: options.Model = None,
     method: options.Method = "auto",
@@ -54,34 +89,100 @@ def demo(
     max_tokens: options.MaxTokens = 160,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
+    svg_path: Annotated[Path | None, typer.Option("--svg", metavar="OUT.svg", help="Draw what is shown here, as a picture.")] = None,
 ) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
+    if svg_path is not None:
+        check_output("--svg", svg_path)
     params = SamplingParams(max_tokens=max_tokens)
     llm = load(model, method, dtype, device, drafter=drafter)
     out, progress = Console(highlight=False), stderr()
+    picture = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
 
-    def answer(name: str, prompt: str, params: SamplingParams) -> Completion:
+    def answer(name: str, prompt: str, params: SamplingParams) -> Answer:
+        steps = list[StepRecord]()
         with progress.status(f"answering with {name}") if progress.is_terminal else ExitStack():
-            return llm.chat([{"role": "user", "content": prompt}], params, method=name)
+            stream = llm.chat_stream([{"role": "user", "content": prompt}], params, method=name, observer=steps.append)
+            completion = finish(stream)
+        return Answer(completion, sources(len(completion.token_ids), steps))
 
+    seen = set[str]()
     for name in ("ar", method):
         answer(name, "Say hello.", SamplingParams(max_tokens=min(16, max_tokens)))  # warm-up
     for example in EXAMPLES:
         rounds = [[answer(one, example.prompt, params) for one in ("ar", method)] for _ in range(2)]
         # Of the two rounds the faster one counts: a machine has other things to do as well.
-        plain, fast = (min(answers, key=lambda completion: completion.statistics.seconds) for answers in zip(*rounds, strict=True))
-        out.rule(example.title)
-        out.print(Text(example.prompt, style="dim"))
-        side_by_side = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
-        side_by_side.add_row(panel(plain), panel(fast))
-        out.print(side_by_side)
-        out.print(verdict(plain, fast))
+        plain, fast = (min(answers, key=lambda one: one.completion.statistics.seconds) for answers in zip(*rounds, strict=True))
+        both = side_by_side(plain, fast, llm.tokenizer)
+        for console, prompt in ((out, example.prompt), (picture, example.prompt.splitlines()[0])):
+            console.print(Rule(example.title, style="dim"), Text(prompt, style="dim"), both)
+        seen.update(one for one in fast.sources if one)
+    for console in (out, picture):
+        console.print(legend(seen))
+    picture.print(Text(f"{Path(model or DEFAULT).name} on {place(llm.model.device)}, kernels: {llm.kernels}", style="dim"))
+    if svg_path is not None:
+        write_svg(picture, svg_path)
 
 
-def panel(completion: Completion) -> Panel:
-    s = completion.statistics
+def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
+    """Who drafted each of an answer's tokens; None: the model's own, as the first is."""
+    found: list[str | None] = []
+    for step in steps:
+        drafted = [step.tree.source[node] for node in step.path[1:]]
+        found += [*drafted, None][: len(step.emitted)]
+    return [None] * (tokens - len(found)) + found
+
+
+def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
+    table = Table.grid(Column(ratio=1), Column(ratio=1), expand=True)
+    table.add_row(panel(plain, tokenizer), panel(fast, tokenizer))
+    return Group(table, Text(verdict(plain.completion, fast.completion), style="bold"), "")
+
+
+def panel(answer: Answer, tokenizer: Any) -> Panel:
+    s = answer.completion.statistics
     speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s · MAT {s.mean_accepted_tokens:.2f}"
-    return Panel(Text(completion.text), title=completion.method, subtitle=speed)
+    text = Text(overflow="fold")
+    for piece, source in pieces(answer, tokenizer):
+        text.append(harmless(piece), style=colour(source) if source else "")
+    return Panel(text, title=answer.completion.method, subtitle=speed, border_style="dim")
+
+
+def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
+    """The answer's text, token by token, with who drafted each."""
+    text, ids, start = answer.completion.text, answer.completion.token_ids, 0
+    for i, source in enumerate(answer.sources, 1):
+        end = len(text) if i == len(ids) else min(len(text), len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
+        yield text[start:end], source
+        start = max(start, end)
+
+
+def legend(seen: Collection[str]) -> Text:
+    """Whose the colours are, of the sources that were seen."""
+    text = Text("drafted and accepted: ", style="dim")
+    for source in sorted(seen):
+        text.append(f"{NAMES.get(source, source)} ", style=f"not dim {colour(source)}").append("· ")
+    return text.append("the rest is the model's own")
+
+
+def colour(source: str) -> str:
+    return COLOURS.get(source, "bright_yellow")
+
+
+def place(device: torch.device) -> str:
+    """What a model runs on, in words."""
+    if device.type == "cuda":
+        return str(torch.cuda.get_device_name(device))
+    return f"{cpu_name()}, {torch.get_num_threads()} threads"
+
+
+def write_svg(picture: Console, path: Path) -> None:
+    """What was drawn, as a picture that fetches nothing."""
+    drawn = NO_XML.sub("\ufffd", FONTS.sub("", picture.export_svg(title="quickbeam demo", theme=THEME, unique_id="quickbeam-demo")))
+    try:
+        path.write_text(drawn, encoding="utf-8")
+    except OSError as error:
+        raise QuickbeamError(f"--svg {path}: not written ({error.strerror})") from error
 
 
 def verdict(plain: Completion, fast: Completion) -> str:
