@@ -30,6 +30,7 @@ from toy import chi_square, exact_law
 TOKENS, PROMPT = 4, [0]
 CASES = [(name, "full") for name in DRAFTED] + [
     ("greedy", "frequency"),
+    ("greedy", "frequency+context"),
     ("greedy", "context"),
     ("greedy", "clusters"),
     ("greedy", "router"),
@@ -39,6 +40,7 @@ CASES = [(name, "full") for name in DRAFTED] + [
 ALWAYS = [
     ("sequoia", "full", 1.0),
     ("greedy", "frequency", 1.0),
+    ("greedy", "frequency+context", 1.0),
     ("greedy", "context", 0.6),
     ("greedy", "clusters", 1.0),
     ("greedy", "router", 0.6),

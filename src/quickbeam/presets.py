@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 
 ROUTED = "routed"  # `router` where the drafter has one, else `full`
-VOCABS = ("full", "frequency", "context", "clusters", "router")  # what of the vocabulary a drafter scores (`draft/vocabulary.py`)
+FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
+VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")  # what a drafter scores (`draft/vocabulary.py`)
 
 
 @dataclass(frozen=True)
@@ -64,9 +65,17 @@ def stand_in(method: str, drafter: bool) -> str:
     return method if drafter else preset(method).without or method
 
 
+def plain_vocab(vocab: str) -> str:
+    """The one of `VOCABS` that a word means: `+context` may follow any of them. Another word comes back as it is."""
+    base = vocab.removesuffix(BESIDE)
+    if base in (vocab, FREQUENCY) or base not in VOCABS:
+        return vocab
+    return "router" if base == "clusters" else base  # the others score the context anyway
+
+
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a word that is not of `VOCABS`, and for a size where all of the vocabulary is scored."""
-    if vocab not in (*VOCABS, ROUTED):
+    """Raise `InvalidInput` for a word that means none of `VOCABS`, and for a size where all of the vocabulary is scored."""
+    if plain_vocab(vocab) not in (*VOCABS, ROUTED):
         raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
-    if vocab == "full" and size is not None:
+    if plain_vocab(vocab) == FULL and size is not None:
         raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")

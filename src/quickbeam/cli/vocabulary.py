@@ -19,7 +19,7 @@ from quickbeam.cli.common import progress_bar, stdout
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS
+from quickbeam.presets import VOCABS, plain_vocab
 
 SHORT = [word for word in VOCABS if word != vocabulary.FULL]
 
@@ -44,7 +44,9 @@ def bench_vocabulary(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """How much of the accepted length a shortened vocabulary keeps, how much head time it saves, per category. Interleaved by question."""
+    """How much of the accepted length a shortened vocabulary keeps, how much head time it saves, per category. Interleaved by question.
+
+    Differences are held against the first of --vocabs, at the same size; standard errors are over questions, the same for all."""
     words, parts = _words(vocabs), _percent(shares)
     parse_methods(f"{method}+full", drafter=drafter, model=model)  # refuses a method without a drafter
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -96,9 +98,9 @@ def bench_vocabulary(
 
 def _words(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or any(word not in SHORT for word in words):
+    if not words or any(plain_vocab(word) not in SHORT for word in words):
         raise InvalidInput(f"--vocabs {text!r}: must be of {', '.join(SHORT)}")
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys(plain_vocab(word) for word in words))
 
 
 def _percent(text: str) -> list[float]:

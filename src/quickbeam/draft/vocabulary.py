@@ -11,7 +11,7 @@ from torch import nn
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
-from quickbeam.presets import check_vocab
+from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
@@ -21,7 +21,13 @@ from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
 from quickbeam.target.quantised import QuantisedLinear
 
-SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
+SHARES = {
+    FREQUENCY: 4,
+    FREQUENCY + BESIDE: 16,
+    "clusters": 8,
+    "router": 16,
+}  # one token in so many of the vocabulary, where no size is asked for
+BOTH = (FREQUENCY + BESIDE, "router")  # have the context beside what the layout holds
 KEPT = 2  # shortlists: each holds a copy of the head's rows
 
 
@@ -29,6 +35,7 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     """A shortlist of about `size` tokens, or `None` for `full`.
 
     - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec, 2502.14856).
+    - `frequency+context`: `frequency` and the tokens of `context`.
     - `context`: the tokens of prompt and output, and those that the target's last logits make likely (NanoSpec); `size` is the most it
       keeps, 3072 where it isn't given.
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
@@ -38,7 +45,8 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     files that `quickbeam train clusters` and `quickbeam train router` make.
     """
     check_vocab(vocab)
-    if vocab == "full":
+    vocab = plain_vocab(vocab)
+    if vocab == FULL:
         return None
     if not isinstance(drafter, EagleDrafter):
         raise InvalidInput(f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a feature drafter, or take --vocab full")
@@ -51,10 +59,11 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
         return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072))
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
-    if vocab == "frequency":
-        return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, model.vocab_size))
-    layout = artefact.layout.within(size)
-    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
+    listed = vocab.startswith(FREQUENCY)
+    layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size) if listed else artefact.layout.within(size)
+    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab in BOTH else None
+    if listed:
+        return Shortlist(weight, layout, context=context)
     return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
 
 
@@ -67,7 +76,7 @@ class Shortlists:
 
     def get(self, vocab: str, size: int | None) -> Shortlist | None:
         """See `make_shortlist`."""
-        key = vocab, size
+        key = plain_vocab(vocab), size
         if key not in self._made and (made := make_shortlist(self._drafter, self._model, *key)) is not None:
             self._made[key] = made
             while len(self._made) > KEPT:
@@ -94,7 +103,7 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     artefact = Artefact.load(folder)
     if artefact.layout.vocab != model.vocab_size:
         raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {model.vocab_size}: train it anew")
-    if vocab == "frequency":
+    if vocab.startswith(FREQUENCY):
         return artefact
     if artefact.router is None:
         raise InvalidInput(f"--vocab {vocab}: {folder} has clusters but no router; make one with quickbeam train router")

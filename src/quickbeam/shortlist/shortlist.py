@@ -201,6 +201,10 @@ class ShortlistState:
         """Whether `score` gives this token a column that counts, with the context as it is now."""
         return self.shared.holds(token, routed) or (self.context is not None and token in self.context)
 
+    def always(self, token: int) -> bool:
+        """Whether this token is scored whatever the router says: it is frequent, or in the context as it is now."""
+        return int(self.shared.layout.cluster_of[token]) == FREQUENT or (self.context is not None and token in self.context)
+
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
         """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
