@@ -19,9 +19,9 @@ from quickbeam.cli.common import progress_bar, stdout
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS, plain_vocab
+from quickbeam.presets import FULL, VOCABS, plain_vocab
 
-SHORT = [word for word in VOCABS if word != vocabulary.FULL]
+SHORT = [word for word in VOCABS if word != FULL]
 
 
 def bench_vocabulary(
@@ -64,7 +64,7 @@ def bench_vocabulary(
 
         place = device.value if device else None
         runners, name = load_runners(vocabulary.items(method, nodes, [], []), model, dtype.value, place, drafter, loading)
-        first = runners[vocabulary.FULL]
+        first = runners[FULL]
         assert isinstance(first, LLMRunner)
         size = first.llm.model.vocab_size
         items = vocabulary.items(method, nodes, words, [max(1, round(size * part / 100)) for part in parts])
@@ -75,7 +75,7 @@ def bench_vocabulary(
             if not isinstance(found, EagleDrafter):
                 raise InvalidInput("--overlap: only a feature drafter routes beside its layer")
             found.overlap = Overlap(first.llm.model.device, overlap)
-    results = begin(runners, params, vocabulary.FULL)
+    results = begin(runners, params, FULL)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
         "limit": limit,

@@ -162,9 +162,10 @@ class HeadUse:
 
     def plus(self, other: HeadUse) -> HeadUse:
         """Both together."""
-        numbers = (getattr(self, f.name) + getattr(other, f.name) for f in fields(self)[:-2])
-        rare, held = ([a + b for a, b in zip(*both, strict=True)] for both in ((self.rare, other.rare), (self.rare_held, other.rare_held)))
-        return HeadUse(*numbers, rare, held)
+        found = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        for name in ("rare", "rare_held"):
+            found[name] = [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)]
+        return HeadUse(**found)
 
 
 class DrafterState(SourceState):

@@ -15,6 +15,7 @@ from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
+from quickbeam.shortlist.native import rows_format
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.linear import NativeLinear
@@ -55,13 +56,14 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     if size is not None and not 1 <= size <= model.vocab_size:
         raise InvalidInput(f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary")
     weight = rows_of(model.head, drafter.network.config.hidden_size, model)
+    rows = rows_format(weight)
     if vocab == "context":
-        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072))
+        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072, rows=rows))
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
     listed = vocab.startswith(FREQUENCY)
     layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size) if listed else artefact.layout.within(size)
-    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab in BOTH else None
+    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows) if vocab in BOTH else None
     if listed:
         return Shortlist(weight, layout, context=context)
     return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)

@@ -1,0 +1,195 @@
+"""How often the token that is wanted of a drafter is scored: ways to choose a part of the vocabulary, on text that the model wrote itself.
+
+Nothing is decoded. At each place (`train/places.py`) the wanted token, the target's likeliest, is known, and so is whether the context
+holds it; a way to choose says whether it would be scored. All ways are held against each other at the same number of rows, the context's
+not counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.shortlist.router import Router, RouterConfig
+from quickbeam.train.places import Places
+
+CHUNK = 1024  # rows at once
+LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
+
+
+class Found(NamedTuple):
+    """Of held-out places: `recall`, the share at which the wanted token is scored, with the context beside it and `alone` without; `rare`,
+    the share of those at which it is neither in the list of the same size nor in the context, and `rare_recall`, of these; `right`: of
+    those at which the drafter's likeliest token of the whole vocabulary is the wanted one, with the context."""
+
+    recall: float
+    alone: float
+    rare: float
+    rare_recall: float
+    right: float
+
+
+def score(held: Places, scored: torch.Tensor, listed: torch.Tensor) -> Found:
+    """`scored` `[n]` bool: whether a way to choose has the wanted token; `listed`: whether the most frequent ones, as many, have."""
+    both, right, rare = scored | held.known, held.drafted == held.wanted, ~(listed | held.known)
+    return Found(*(float(x.float().mean()) if len(x) else 0.0 for x in (both, scored, rare, both[rare], both[right])))
+
+
+@dataclass(frozen=True, eq=False)
+class Clusters:
+    """`of` `[vocab]` int64: the cluster of each token, -1 for those of the list; `size` tokens each, or fewer."""
+
+    of: torch.Tensor
+    size: int
+
+    @property
+    def count(self) -> int:
+        return int(self.of.max()) + 1
+
+
+@torch.no_grad()
+def halved(features: torch.Tensor, tokens: torch.Tensor, size: int, vocab: int, seed: int = 0) -> Clusters:
+    """Balanced clusters of `size` of the `tokens`: halved by spherical 2-means again and again (Parabel, XR-Transformer). `features`
+    `[n, d]`, one a token."""
+    generator = torch.Generator().manual_seed(seed)
+    x = F.normalize(features.float(), dim=1)
+    found = torch.full((vocab,), -1, dtype=torch.int64)
+    left, number = [torch.arange(len(tokens))], 0
+    while left:
+        part = left.pop()
+        if len(part) <= size:
+            found[tokens[part]] = number
+            number += 1
+            continue
+        rows = x[part]
+        pair = rows[torch.randperm(len(part), generator=generator)[:2]]
+        first = -(-len(part) // size // 2) * size  # whole clusters
+        for _ in range(8):
+            order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
+            pair = F.normalize(torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1)
+        left += [part[order[first:]], part[order[:first]]]
+    return Clusters(found, size)
+
+
+@torch.no_grad()
+def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
+    """`[vocab, 2 d]`: of each token the mean of the router's inputs over the places where it is wanted, by mass (PIFA); tokens that never
+    are have what a linear map from their row of the head to the others' says."""
+    total, weight = torch.zeros(len(head), 2 * head.shape[1]), torch.zeros(len(head))
+    for rows in torch.split(torch.arange(len(places.tokens)), CHUNK):
+        x = F.normalize(router_inputs(network, places.take(rows)), dim=1)
+        tokens, mass = places.likely[rows].long(), places.mass[rows].float()
+        for column in range(tokens.shape[1]):
+            total.index_add_(0, tokens[:, column], x * mass[:, column, None])
+            weight.index_add_(0, tokens[:, column], mass[:, column])
+    seen, rows_of = weight > 0.05, F.normalize(head.float(), dim=1)
+    features = F.normalize(total, dim=1)
+    a = rows_of[seen]
+    fit = torch.linalg.solve(a.T @ a + 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1]), a.T @ features[seen])
+    features[~seen] = F.normalize(rows_of[~seen] @ fit, dim=1)
+    return features
+
+
+def router_inputs(network: EagleHead, places: Places) -> torch.Tensor:
+    parts = places.hidden.float(), network.embed(places.tokens.long()).float()
+    return torch.cat([F.rms_norm(part, (part.shape[-1],), eps=1e-6) for part in parts], -1)
+
+
+@dataclass(frozen=True)
+class Teaching:
+    """How a router is taught. `residual`: only what is neither in the list nor in the context, all that is not in the list otherwise.
+    `rest`: what is not to be found is a class of its own, so that probabilities compare between places."""
+
+    residual: bool = True
+    rest: bool = False
+    width: int = 256
+    epochs: int = 4
+    lr: float = 1e-3
+    batch: int = 512
+
+
+def teach(network: EagleHead, places: Places, clusters: Clusters, how: Teaching, start: torch.Tensor | None = None) -> Router:
+    """A router over `clusters`, as `train_router` makes them, as `how` says. `start` `[clusters, width]`: its last layer at first."""
+    torch.manual_seed(0)
+    size, count = places.hidden.shape[1], clusters.count
+    router = Router(RouterConfig(size, size, how.width, count + how.rest))
+    if start is not None:
+        router.down.weight.data[:count].copy_(start)
+    cluster = clusters.of[places.likely.long()]
+    mass = places.mass.float() * (cluster >= 0)
+    if how.residual:
+        mass *= ~places.near
+    total = mass.sum(1)
+    useful = torch.arange(len(total)) if how.rest else (total > LEAST_MASS).nonzero()[:, 0]
+    steps = how.epochs * -(-len(useful) // how.batch)
+    optimizer = torch.optim.AdamW(router.parameters(), lr=how.lr, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(how.epochs):
+        for part in torch.split(useful[torch.randperm(len(useful), generator=generator)], how.batch):
+            rows = places.take(part)
+            with torch.no_grad():
+                embedded = network.embed(rows.tokens.long())
+            log = router(rows.hidden, embedded).log_softmax(-1)
+            loss = -(log.gather(1, cluster[part].clamp(min=0)) * mass[part]).sum()
+            if how.rest:
+                loss = loss - (log[:, -1] * (1 - total[part]).clamp(min=0)).sum()
+            (loss / (len(part) if how.rest else total[part].sum())).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    return router.eval()
+
+
+Scores = Callable[[torch.Tensor], torch.Tensor]
+"""Rows of the places to `[m, clusters]`."""
+
+
+def of_router(network: EagleHead, router: Router, held: Places) -> Scores:
+    @torch.no_grad()
+    def scores(rows: torch.Tensor) -> torch.Tensor:
+        part = held.take(rows)
+        found: torch.Tensor = router(part.hidden, network.embed(part.tokens.long()))
+        return found
+
+    return scores
+
+
+def roots(held: Places) -> torch.Tensor:
+    """`[n]`: of each place, that of its tree's root (itself where that is not there)."""
+    where = {int(root): i for i, (root, depth) in enumerate(zip(held.root.tolist(), held.depth.tolist(), strict=True)) if not depth}
+    return torch.tensor([where.get(root, i) for i, root in enumerate(held.root.tolist())])
+
+
+@torch.no_grad()
+def routed(held: Places, clusters: Clusters, scores: Scores, count: int, asked: torch.Tensor | None = None) -> torch.Tensor:
+    """`[n]` bool: whether the wanted token is in one of the `count` best clusters. `asked`: whose scores count, its own where None."""
+    found = torch.zeros(len(held.tokens), dtype=torch.bool)
+    wanted = clusters.of[held.wanted]
+    for rows in torch.split((wanted >= 0).nonzero()[:, 0], CHUNK):
+        s = scores(rows if asked is None else asked[rows])
+        own = s.gather(1, wanted[rows][:, None])
+        found[rows] = (s[:, : clusters.count] > own).sum(1) < count
+    return found
+
+
+@torch.no_grad()
+def routed_by_chance(
+    held: Places, clusters: Clusters, scores: Scores, count: int, cap: int, asked: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[n]` bool: as `routed`, with as many clusters as have a probability above one and the same, at most `cap`, `count` on average."""
+    n = len(held.tokens)
+    best = torch.empty(n, cap)
+    wanted, own, place = clusters.of[held.wanted], torch.zeros(n), torch.zeros(n, dtype=torch.int64)
+    for rows in torch.split(torch.arange(n), CHUNK):
+        p = scores(rows if asked is None else asked[rows]).softmax(-1)[:, : clusters.count]
+        best[rows] = p.topk(min(cap, p.shape[1])).values
+        own[rows] = p.gather(1, wanted[rows][:, None].clamp(min=0))[:, 0]
+        place[rows] = (p > own[rows][:, None]).sum(1)
+    least = best.flatten().kthvalue(max(1, best.numel() - n * count)).values
+    return (wanted >= 0) & (own > least) & (place < cap)
