@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -94,7 +95,7 @@ class Trial:
         """All ways, or those whose name begins with one of `names`."""
         rest = self.artefact.ranking[self.listed :].sort().values
         vocab, head = len(self.head), self.head.float()
-        features: torch.Tensor | None = None
+        orders = dict[str, torch.Tensor]()
         if not names or "lists" in names:
             yield from self.lists()
             yield from self.shipped()
@@ -106,10 +107,10 @@ class Trial:
             name = f"{size} a cluster by {by}, {'what the context lacks' if how.residual else 'all'}{', rest' if how.rest else ''}"
             if names and not any(name.startswith(one) for one in names):
                 continue
-            if by == "wanted" and features is None:
-                features = label_features(self.network, self.head, self.train)
-            made = features if by == "wanted" and features is not None else head
-            clusters = halved(made[rest], rest, size, vocab)
+            if by not in orders:
+                features = head if by == "head" else label_features(self.network, self.head, self.train)
+                orders[by] = rest[halved(features[rest])]
+            clusters = Clusters.cut(orders[by], size, vocab)
             scores = of_router(self.network, teach(self.network, self.train, clusters, how), self.held)
             yield from self.routed(name + ", root", clusters, scores, own=False)
             yield from self.routed(name, clusters, scores)
@@ -119,20 +120,21 @@ class Trial:
             yield from self.tokens(rest)
 
     def tokens(self, rest: torch.Tensor) -> Iterator[Line]:
-        """Scorers of single tokens, of low rank: from the router's inputs, and from what the drafter's head reads (SpecVocab)."""
-        vocab = len(self.head)
-        clusters = Clusters(torch.full((vocab,), -1).index_copy_(0, rest, torch.arange(len(rest))), 1)
-        for rank in (32, 64, 128):
-            u, s, v = torch.svd_lowrank(self.head[rest].float(), rank, niter=3)
-            down, up = u * s, v
+        """Scorers of single tokens, of low rank: from what the drafter's head reads (SpecVocab), and from the router's inputs."""
+        clusters, rows = Clusters.cut(rest, 1, len(self.head)), self.head[rest].float()
+        ranks = [rank for rank in (32, 64, 128) if rank <= rows.shape[1]]
+        for rank in ranks:
+            u, s, v = torch.svd_lowrank(rows, rank, niter=3)
+            after = partial(self._product, up=v, down=u * s)
+            yield from self.routed(f"single tokens, rank {rank} of the head, after the layer", clusters, after)
+        rank = ranks[:2][-1]
+        u, s, _ = torch.svd_lowrank(rows, rank, niter=3)
+        router = teach(self.network, self.train, clusters, Teaching(width=rank, epochs=2), u * s.sqrt() / 10)
+        before = of_router(self.network, router, self.held)
+        yield from self.routed(f"single tokens, rank {rank}, taught, before the layer", clusters, before)
 
-            def scores(rows: torch.Tensor, down: torch.Tensor = down, up: torch.Tensor = up) -> torch.Tensor:
-                return self.held.feature[rows].float() @ up @ down.T
-
-            yield from self.routed(f"single tokens, rank {rank} of the head, after the layer", clusters, scores)
-        u, s, _ = torch.svd_lowrank(self.head[rest].float(), 64, niter=3)
-        router = teach(self.network, self.train, clusters, Teaching(width=64, epochs=2), u * s.sqrt() / 10)
-        yield from self.routed("single tokens, rank 64, taught, before the layer", clusters, of_router(self.network, router, self.held))
+    def _product(self, places: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return self.held.feature[places].float() @ up @ down.T
 
 
 def places_in(ranking: torch.Tensor) -> torch.Tensor:

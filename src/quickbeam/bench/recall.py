@@ -19,6 +19,8 @@ from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train.places import Places
 
 CHUNK = 1024  # rows at once
+LEAST, ROUNDS = 8, 6  # tokens of the smallest clusters; rounds of 2-means
+TAUGHT = 8  # of a place's likeliest tokens, that features of tokens are made of
 LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
 
 
@@ -51,29 +53,33 @@ class Clusters:
     def count(self) -> int:
         return int(self.of.max()) + 1
 
+    @staticmethod
+    def cut(order: torch.Tensor, size: int, vocab: int) -> Clusters:
+        """`order`: tokens, neighbours alike."""
+        return Clusters(torch.full((vocab,), -1).index_copy_(0, order, torch.arange(len(order)) // size), size)
+
 
 @torch.no_grad()
-def halved(features: torch.Tensor, tokens: torch.Tensor, size: int, vocab: int, seed: int = 0) -> Clusters:
-    """Balanced clusters of `size` of the `tokens`: halved by spherical 2-means again and again (Parabel, XR-Transformer). `features`
-    `[n, d]`, one a token."""
+def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.Tensor:
+    """`[n]`: an order of the rows of `features` `[n, d]`, neighbours alike: halved by balanced spherical 2-means again and again
+    (Parabel, XR-Transformer), down to `least` rows, so that cut into parts of any power of two from there on it gives clusters."""
     generator = torch.Generator().manual_seed(seed)
     x = F.normalize(features.float(), dim=1)
-    found = torch.full((vocab,), -1, dtype=torch.int64)
-    left, number = [torch.arange(len(tokens))], 0
+    done, left = list[torch.Tensor](), [torch.arange(len(x))]
     while left:
         part = left.pop()
-        if len(part) <= size:
-            found[tokens[part]] = number
-            number += 1
+        if len(part) <= least:
+            done.append(part)
             continue
-        rows = x[part]
+        rows, first = x[part], least
+        while 2 * first < len(part):
+            first *= 2
         pair = rows[torch.randperm(len(part), generator=generator)[:2]]
-        first = -(-len(part) // size // 2) * size  # whole clusters
-        for _ in range(8):
+        for _ in range(ROUNDS):
             order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
             pair = F.normalize(torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1)
         left += [part[order[first:]], part[order[:first]]]
-    return Clusters(found, size)
+    return torch.cat(done)
 
 
 @torch.no_grad()
@@ -84,7 +90,7 @@ def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> to
     for rows in torch.split(torch.arange(len(places.tokens)), CHUNK):
         x = F.normalize(router_inputs(network, places.take(rows)), dim=1)
         tokens, mass = places.likely[rows].long(), places.mass[rows].float()
-        for column in range(tokens.shape[1]):
+        for column in range(TAUGHT):
             total.index_add_(0, tokens[:, column], x * mass[:, column, None])
             weight.index_add_(0, tokens[:, column], mass[:, column])
     seen, rows_of = weight > 0.05, F.normalize(head.float(), dim=1)

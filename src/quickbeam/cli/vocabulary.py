@@ -47,7 +47,7 @@ def bench_vocabulary(
     """How much of the accepted length a shortened vocabulary keeps, how much head time it saves, per category. Interleaved by question.
 
     Differences are held against the first of --vocabs, at the same size; standard errors are over questions, the same for all."""
-    words, parts = _words(vocabs), _percent(shares)
+    words, parts = _words(vocabs), percent(shares)
     parse_methods(f"{method}+full", drafter=drafter, model=model)  # refuses a method without a drafter
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     asked = spread(load_questions(questions), limit)
@@ -103,7 +103,7 @@ def _words(text: str) -> list[str]:
     return list(dict.fromkeys(plain_vocab(word) for word in words))
 
 
-def _percent(text: str) -> list[float]:
+def percent(text: str) -> list[float]:
     try:
         parts = [float(part) for part in text.split(",")]
     except ValueError:
