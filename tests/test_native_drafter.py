@@ -344,6 +344,7 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
 def test_an_embedding_that_scales_is_not_passed_over(
     isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("quickbeam.draft.eagle_native.rows_format", lambda weight: BFLOAT16)
     monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
     found = {}
     for way in (isa, "eager"):

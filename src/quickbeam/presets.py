@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 from quickbeam.errors import InvalidInput
 
-ROUTED = "routed"  # `router` where the drafter has one, else `full`
 FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
 VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")  # what a drafter scores (`draft/vocabulary.py`)
+SHORTENED = "shortened"  # frequent tokens and the context's where the drafter comes with a list of the former, else all
 
 
 @dataclass(frozen=True)
 class Preset:
     """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model.
-    `vocab`: what the drafter scores, one of `VOCABS`, or `ROUTED`. `without`: the preset that stands in where no drafter is at hand."""
+    `vocab`: what the drafter scores, one of `VOCABS`, or `SHORTENED`. `without`: the preset that stands in where no drafter is at hand."""
 
     sources: tuple[str, ...]
     tree: str
@@ -41,13 +41,19 @@ PRESETS: dict[str, Preset] = {
     "sequoia": Preset(("drafter",), "sequoia", 16, "Sequoia: the best tree of a fixed shape, filled from a drafter"),
     "eagle2": Preset(("drafter",), "eagle2", 16, "EAGLE-2's tree: a drafter's likeliest tokens, the likeliest paths of all layers kept"),
     "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
-    "dynaspec": Preset(("drafter",), "greedy", 16, "DynaSpec: DySpec's tree, the drafter scoring only what a router picks", "router"),
+    "dynaspec": Preset(
+        ("drafter",),
+        "greedy",
+        16,
+        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens and the context's; with `--vocab router`, what a router picks",
+        FREQUENCY + BESIDE,
+    ),
     "auto": Preset(
         ("ngram", "drafter"),
         "merged",
         0,
         "one tree of n-grams and what a drafter says, each where it promises more than its time; LogitSpec where there is no drafter",
-        ROUTED,
+        SHORTENED,
         without="logitspec",
     ),
 }
@@ -75,7 +81,7 @@ def plain_vocab(vocab: str) -> str:
 
 def check_vocab(vocab: str, size: int | None = None) -> None:
     """Raise `InvalidInput` for a word that means none of `VOCABS`, and for a size where all of the vocabulary is scored."""
-    if plain_vocab(vocab) not in (*VOCABS, ROUTED):
+    if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
     if plain_vocab(vocab) == FULL and size is not None:
         raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")

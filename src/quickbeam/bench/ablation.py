@@ -100,9 +100,9 @@ class Trial:
             yield from self.lists()
             yield from self.shipped()
         plain, residual, chance = Teaching(residual=False), Teaching(), Teaching(rest=True)
-        ways = [("head", 512, plain), ("head", 512, residual), ("wanted", 512, residual)]
-        ways += [(by, size, residual) for size in (64, 32, 16, 8) for by in ("wanted",)]
-        ways += [("head", 32, residual), ("wanted", 64, chance), ("wanted", 16, chance)]
+        ways = [("wanted", 16, residual), ("wanted", 64, residual), ("head", 16, residual), ("head", 512, plain), ("head", 512, residual)]
+        ways += [("wanted", size, residual) for size in (512, 32, 8)]
+        ways += [("wanted", 64, chance), ("wanted", 16, chance)]
         for by, size, how in ways:
             name = f"{size} a cluster by {by}, {'what the context lacks' if how.residual else 'all'}{', rest' if how.rest else ''}"
             if names and not any(name.startswith(one) for one in names):

@@ -19,7 +19,7 @@ from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train.places import Places
 
 CHUNK = 1024  # rows at once
-LEAST, ROUNDS = 8, 6  # tokens of the smallest clusters; rounds of 2-means
+LEAST, ROUNDS, WIDE = 8, 4, 192  # tokens of the smallest clusters; rounds of 2-means; numbers that tell of a token
 TAUGHT = 8  # of a place's likeliest tokens, that features of tokens are made of
 LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
 
@@ -84,11 +84,12 @@ def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.T
 
 @torch.no_grad()
 def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
-    """`[vocab, 2 d]`: of each token the mean of the router's inputs over the places where it is wanted, by mass (PIFA); tokens that never
-    are have what a linear map from their row of the head to the others' says."""
-    total, weight = torch.zeros(len(head), 2 * head.shape[1]), torch.zeros(len(head))
+    """`[vocab, WIDE]`: of each token the mean of the router's inputs over the places where it is wanted, by mass, projected (PIFA);
+    tokens that never are have what a linear map from their row of the head to the others' says."""
+    total, weight = torch.zeros(len(head), WIDE), torch.zeros(len(head))
+    onto = torch.randn(2 * head.shape[1], WIDE, generator=torch.Generator().manual_seed(0)) / WIDE**0.5
     for rows in torch.split(torch.arange(len(places.tokens)), CHUNK):
-        x = F.normalize(router_inputs(network, places.take(rows)), dim=1)
+        x = F.normalize(router_inputs(network, places.take(rows)), dim=1) @ onto
         tokens, mass = places.likely[rows].long(), places.mass[rows].float()
         for column in range(TAUGHT):
             total.index_add_(0, tokens[:, column], x * mass[:, column, None])

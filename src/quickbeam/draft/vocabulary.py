@@ -88,11 +88,11 @@ class Shortlists:
         return self._made.get(key)
 
 
-def is_routed(drafter: Drafter) -> bool:
-    """Whether `drafter` comes with a router for its vocabulary."""
+def is_listed(drafter: Drafter) -> bool:
+    """Whether `drafter` comes with a list of the most frequent tokens."""
     if not isinstance(drafter, EagleDrafter) or drafter.network.config.own_head or drafter.folder is None:
         return False
-    return Artefact.there(drafter.folder) and Artefact.load(drafter.folder).router is not None
+    return Artefact.there(drafter.folder)
 
 
 def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
