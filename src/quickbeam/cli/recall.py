@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import redirect_stderr
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Annotated
@@ -49,10 +50,8 @@ def recall(
         found = {}
         for name, count, own in (("held out", held_out, True), ("taught", rows, False)):
             chosen = [i for i in range(len(folder.shards)) if (i % HELD_OUT == 0) is own]
-            collected = collect_places(
-                folder.network, folder.head, folder.shards, chosen, depths, count, seed, own, lambda done, name=name: progress(name, done)
-            )
-            found[name] = collected
+            told = partial(progress, name)
+            found[name] = collect_places(folder.network, folder.head, folder.shards, chosen, depths, count, seed, own, told)
     sizes = [max(1, round(artefact.layout.vocab * part / 100)) for part in parts]
     trial = Trial(folder.network, folder.head, artefact, found["taught"], found["held out"], listed, sizes)
     names = [name.strip() for name in only.split(",") if name.strip()]
