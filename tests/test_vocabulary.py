@@ -21,7 +21,7 @@ from quickbeam import LLM
 from quickbeam.cli.app import app
 from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.draft.draft_model import LMDrafter
-from quickbeam.draft.vocabulary import Shortlists, make_shortlist, rows_of
+from quickbeam.draft.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS, plain_vocab
@@ -242,6 +242,24 @@ def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) 
         text = pair.begin([3, 9, 4], 7, shortlist=shortlist)
         said.append(torch.cat([text.laws(tree, part) for part in parts]))
     assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
+
+
+def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) -> None:
+    drafter = Pair("attention").drafter
+    assert not is_listed(drafter)
+    drafter.folder = tmp_path
+    assert not is_listed(drafter)
+    artefact(VOCAB, 32, router=False).save(tmp_path)
+    assert is_listed(drafter) and not is_listed(LMDrafter(tiny("llama"), VOCAB))
+    own = Pair("own-head").drafter
+    own.folder = tmp_path
+    assert not is_listed(own)
+    llm = LLM.__new__(LLM)
+    llm.vocab = llm.shortlist = None
+    for listed, expected in ((True, "frequency+context"), (False, "full")):
+        llm._listed = listed
+        assert llm._setting("auto", None, None).vocab == expected
+    assert llm._setting("dynaspec", None, None).vocab == "frequency+context" and llm._setting("auto", "router", 9).vocab == "router"
 
 
 def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
