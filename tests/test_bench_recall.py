@@ -12,11 +12,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from quickbeam.bench import recall
-from quickbeam.bench.recall import Clusters, Teaching, halved, label_features, of_router, roots, routed, routed_by_chance, score, teach
 from quickbeam.cli.app import app
-from quickbeam.train import places
+from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.router import RouterConfig
+from quickbeam.train import places, wanted
 from quickbeam.train.places import Places, collect_places
+from quickbeam.train.wanted import Clusters, Teaching, halved, label_features, of_router, roots, routed, routed_by_chance, score, teach
 from test_train_router import HEAD, VOCAB, conversations, network, written
 from test_train_shortlists import folder, made  # noqa: F401  (fixtures)
 
@@ -86,7 +87,7 @@ def test_a_router_finds_what_the_context_lacks(found: Places) -> None:
 
 
 def test_as_many_clusters_as_the_probability_says(found: Places, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recall, "CHUNK", 50)
+    monkeypatch.setattr(wanted, "CHUNK", 50)
     torch.manual_seed(0)
     n, clusters = len(found.tokens), Clusters.cut(torch.arange(VOCAB), 4, VOCAB)
     logits = torch.randn(n, clusters.count + 1) * 3
@@ -124,3 +125,21 @@ def test_the_command_holds_ways_against_each_other(toy_folder: str, folder: Path
     for options, words in refused:
         said = CliRunner().invoke(app, [*arguments, *options])
         assert said.exit_code == 2 and words in " ".join(said.output.split()), said.output
+
+
+def test_a_shortlist_is_made_in_one_go(toy_folder: str, folder: Path) -> None:  # noqa: F811
+    arguments = ["train", "shortlist", "--out", str(folder), "--model", toy_folder, "--listed", "6", "--size", "8", "--depths", "2"]
+    said = CliRunner().invoke(app, [*arguments, "--rows", "400", "--epochs", "3", "--width", "32"])
+    assert said.exit_code == 0 and "held-out recall of 64 rows" in said.output, said.output
+    made_one = Artefact.load(folder)
+    layout = made_one.layout
+    assert (layout.frequent, layout.size, len(layout.order), made_one.deepest) == (6, 8, 257, 5)
+    assert torch.equal(layout.order[:6], made_one.ranking[:6])
+    assert made_one.router is not None and made_one.router.config == RouterConfig(32, 32, 32, 32)
+    card = (folder / "ROUTER.md").read_text()
+    assert "quickbeam train shortlist --rows 400 --listed 6 --size 8 --depths 2 --epochs 3 --width 32" in " ".join(card.split())
+    assert "| 64 | " in card and not (folder / "router.json").exists()
+    bad = ((["--size", "12"], "--size 12: must be a multiple of 8"), (["--listed", "257"], "--listed 257: must be 1 to 256"))
+    for options, words in bad:
+        refused = CliRunner().invoke(app, [*arguments, *options])
+        assert refused.exit_code == 2 and words in " ".join(refused.output.split()), refused.output

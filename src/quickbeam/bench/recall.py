@@ -1,202 +1,154 @@
-"""How often the token that is wanted of a drafter is scored: ways to choose a part of the vocabulary, on text that the model wrote itself.
-
-Nothing is decoded. At each place (`train/places.py`) the wanted token, the target's likeliest, is known, and so is whether the context
-holds it; a way to choose says whether it would be scored. All ways are held against each other at the same number of rows, the context's
-not counted.
-"""
+"""The ways to choose that `bench recall` holds against each other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from quickbeam.draft.eagle_model import EagleHead
-from quickbeam.shortlist.router import Router, RouterConfig
+from quickbeam.shortlist.artefact import Artefact
 from quickbeam.train.places import Places
+from quickbeam.train.wanted import (
+    Clusters,
+    Found,
+    Scores,
+    Teaching,
+    halved,
+    label_features,
+    of_router,
+    roots,
+    routed,
+    routed_by_chance,
+    score,
+    teach,
+)
 
-CHUNK = 1024  # rows at once
-LEAST, ROUNDS, WIDE = 8, 4, 192  # tokens of the smallest clusters; rounds of 2-means; numbers that tell of a token
-TAUGHT = 8  # of a place's likeliest tokens, that features of tokens are made of
-LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
+OFTEN = 4  # times the mean number of clusters, at most, where that is as the probability asks
+PRIOR = 30.0  # how much more what is known of all tokens counts than the places of one
 
 
-class Found(NamedTuple):
-    """Of held-out places: `recall`, the share at which the wanted token is scored, with the context beside it and `alone` without; `rare`,
-    the share of those at which it is neither in the list of the same size nor in the context, and `rare_recall`, of these; `right`: of
-    those at which the drafter's likeliest token of the whole vocabulary is the wanted one, with the context."""
+class Line(NamedTuple):
+    """A way to choose, at a number of rows."""
 
-    recall: float
-    alone: float
-    rare: float
-    rare_recall: float
-    right: float
-
-
-def score(held: Places, scored: torch.Tensor, listed: torch.Tensor) -> Found:
-    """`scored` `[n]` bool: whether a way to choose has the wanted token; `listed`: whether the most frequent ones, as many, have."""
-    both, right, rare = scored | held.known, held.drafted == held.wanted, ~(listed | held.known)
-    return Found(*(float(x.float().mean()) if len(x) else 0.0 for x in (both, scored, rare, both[rare], both[right])))
+    name: str
+    rows: int
+    found: Found
 
 
 @dataclass(frozen=True, eq=False)
-class Clusters:
-    """`of` `[vocab]` int64: the cluster of each token, -1 for those of the list; `size` tokens each, or fewer."""
+class Trial:
+    """What all ways share: `ranking` `[vocab]`, tokens by falling frequency; `listed`: how many are scored always beside clusters; `sizes`:
+    numbers of rows to choose."""
 
-    of: torch.Tensor
-    size: int
+    network: EagleHead
+    head: torch.Tensor
+    artefact: Artefact
+    train: Places
+    held: Places
+    listed: int
+    sizes: Sequence[int]
 
     @property
-    def count(self) -> int:
-        return int(self.of.max()) + 1
+    def rank(self) -> torch.Tensor:
+        """`[vocab]`: the place of each token in the ranking."""
+        return places_in(self.artefact.ranking)
 
-    @staticmethod
-    def cut(order: torch.Tensor, size: int, vocab: int) -> Clusters:
-        """`order`: tokens, neighbours alike."""
-        return Clusters(torch.full((vocab,), -1).index_copy_(0, order, torch.arange(len(order)) // size), size)
+    def line(self, name: str, rows: int, scored: torch.Tensor) -> Line:
+        return Line(name, rows, score(self.held, scored, self.rank[self.held.wanted] < rows))
 
+    def lists(self) -> Iterator[Line]:
+        """The most frequent tokens, and those that are wanted most often where the context has them not."""
+        for name, ranking in (("frequency", self.artefact.ranking), ("frequency of what the context lacks", lacking(self))):
+            at = places_in(ranking)[self.held.wanted]
+            yield from (self.line(name, rows, at < rows) for rows in self.sizes)
 
-@torch.no_grad()
-def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.Tensor:
-    """`[n]`: an order of the rows of `features` `[n, d]`, neighbours alike: halved by balanced spherical 2-means again and again
-    (Parabel, XR-Transformer), down to `least` rows, so that cut into parts of any power of two from there on it gives clusters."""
-    generator = torch.Generator().manual_seed(seed)
-    x = F.normalize(features.float(), dim=1)
-    done, left = list[torch.Tensor](), [torch.arange(len(x))]
-    while left:
-        part = left.pop()
-        if len(part) <= least:
-            done.append(part)
-            continue
-        rows, first = x[part], least
-        while 2 * first < len(part):
-            first *= 2
-        pair = rows[torch.randperm(len(part), generator=generator)[:2]]
-        for _ in range(ROUNDS):
-            order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
-            pair = F.normalize(torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1)
-        left += [part[order[first:]], part[order[:first]]]
-    return torch.cat(done)
+    def shipped(self) -> Iterator[Line]:
+        """The drafter's own router, asked for the root's call alone."""
+        layout, router = self.artefact.layout, self.artefact.router
+        if router is None:
+            return
+        scores, asked = of_router(self.network, router, self.held), roots(self.held)
+        for rows in self.sizes:
+            if rows > layout.size:
+                part = layout.within(rows)
+                clusters = Clusters(part.cluster_of.clamp(min=-1), part.size)
+                found = routed(self.held, clusters, scores, (rows - part.frequent) // part.size, asked)
+                yield self.line("router that is there", rows, found | (part.cluster_of[self.held.wanted] == -1))
 
+    def routed(self, name: str, clusters: Clusters, scores: Scores, own: bool = True, chance: bool = False) -> Iterator[Line]:
+        """Clusters beside the list. `own`: each place asks, not its tree's root alone; `chance`: as many as their probability says."""
+        asked, always = None if own else roots(self.held), self.rank[self.held.wanted] < self.listed
+        for rows in self.sizes:
+            if (count := (rows - self.listed) // clusters.size) > 0:
+                if chance:
+                    cap = min(OFTEN * count, clusters.count)
+                    found = routed_by_chance(self.held, clusters, scores, count, cap, asked)
+                else:
+                    found = routed(self.held, clusters, scores, count, asked)
+                yield self.line(name, rows, found | always)
 
-@torch.no_grad()
-def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
-    """`[vocab, WIDE]`: of each token the mean of the router's inputs over the places where it is wanted, by mass, projected (PIFA);
-    tokens that never are have what a linear map from their row of the head to the others' says."""
-    total, weight = torch.zeros(len(head), WIDE), torch.zeros(len(head))
-    onto = torch.randn(2 * head.shape[1], WIDE, generator=torch.Generator().manual_seed(0)) / WIDE**0.5
-    for rows in torch.split(torch.arange(len(places.tokens)), CHUNK):
-        x = F.normalize(router_inputs(network, places.take(rows)), dim=1) @ onto
-        tokens, mass = places.likely[rows].long(), places.mass[rows].float()
-        for column in range(TAUGHT):
-            total.index_add_(0, tokens[:, column], x * mass[:, column, None])
-            weight.index_add_(0, tokens[:, column], mass[:, column])
-    seen, rows_of = weight > 0.05, F.normalize(head.float(), dim=1)
-    features = F.normalize(total, dim=1)
-    a = rows_of[seen]
-    fit = torch.linalg.solve(a.T @ a + 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1]), a.T @ features[seen])
-    features[~seen] = F.normalize(rows_of[~seen] @ fit, dim=1)
-    return features
-
-
-def router_inputs(network: EagleHead, places: Places) -> torch.Tensor:
-    parts = places.hidden.float(), network.embed(places.tokens.long()).float()
-    return torch.cat([F.rms_norm(part, (part.shape[-1],), eps=1e-6) for part in parts], -1)
-
-
-@dataclass(frozen=True)
-class Teaching:
-    """How a router is taught. `residual`: only what is neither in the list nor in the context, all that is not in the list otherwise.
-    `rest`: what is not to be found is a class of its own, so that probabilities compare between places."""
-
-    residual: bool = True
-    rest: bool = False
-    width: int = 256
-    epochs: int = 4
-    lr: float = 1e-3
-    batch: int = 512
-
-
-def teach(network: EagleHead, places: Places, clusters: Clusters, how: Teaching, start: torch.Tensor | None = None) -> Router:
-    """A router over `clusters`, as `train_router` makes them, as `how` says. `start` `[clusters, width]`: its last layer at first."""
-    torch.manual_seed(0)
-    size, count = places.hidden.shape[1], clusters.count
-    router = Router(RouterConfig(size, size, how.width, count + how.rest))
-    if start is not None:
-        router.down.weight.data[:count].copy_(start)
-    cluster = clusters.of[places.likely.long()]
-    mass = places.mass.float() * (cluster >= 0)
-    if how.residual:
-        mass *= ~places.near
-    total = mass.sum(1)
-    useful = torch.arange(len(total)) if how.rest else (total > LEAST_MASS).nonzero()[:, 0]
-    steps = how.epochs * -(-len(useful) // how.batch)
-    optimizer = torch.optim.AdamW(router.parameters(), lr=how.lr, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(how.epochs):
-        for part in torch.split(useful[torch.randperm(len(useful), generator=generator)], how.batch):
-            rows = places.take(part)
-            with torch.no_grad():
-                embedded = network.embed(rows.tokens.long())
-            log = router(rows.hidden, embedded).log_softmax(-1)
-            loss = -(log.gather(1, cluster[part].clamp(min=0)) * mass[part]).sum()
+    def run(self, names: Sequence[str]) -> Iterator[Line]:
+        """All ways, or those whose name begins with one of `names`."""
+        rest = self.artefact.ranking[self.listed :].sort().values
+        vocab, head = len(self.head), self.head.float()
+        orders = dict[str, torch.Tensor]()
+        if not names or "lists" in names:
+            yield from self.lists()
+            yield from self.shipped()
+        plain, residual, chance = Teaching(residual=False), Teaching(), Teaching(rest=True)
+        ways = [("wanted", 16, residual), ("wanted", 64, residual), ("head", 16, residual), ("head", 512, plain), ("head", 512, residual)]
+        ways += [("wanted", size, residual) for size in (512, 32, 8)]
+        ways += [("wanted", 64, chance), ("wanted", 16, chance)]
+        for by, size, how in ways:
+            name = f"{size} a cluster by {by}, {'what the context lacks' if how.residual else 'all'}{', rest' if how.rest else ''}"
+            if names and not any(name.startswith(one) for one in names):
+                continue
+            if by not in orders:
+                features = head if by == "head" else label_features(self.network, self.head, self.train)
+                orders[by] = rest[halved(features[rest])]
+            clusters = Clusters.cut(orders[by], size, vocab)
+            scores = of_router(self.network, teach(self.network, self.train, clusters, how), self.held)
+            yield from self.routed(name + ", root", clusters, scores, own=False)
+            yield from self.routed(name, clusters, scores)
             if how.rest:
-                loss = loss - (log[:, -1] * (1 - total[part]).clamp(min=0)).sum()
-            (loss / (len(part) if how.rest else total[part].sum())).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
-    return router.eval()
+                yield from self.routed(name + ", by probability", clusters, scores, chance=True)
+        if not names or "tokens" in names:
+            yield from self.tokens(rest)
+
+    def tokens(self, rest: torch.Tensor) -> Iterator[Line]:
+        """Scorers of single tokens, of low rank: from what the drafter's head reads (SpecVocab), and from the router's inputs."""
+        clusters, rows = Clusters.cut(rest, 1, len(self.head)), self.head[rest].float()
+        ranks = [rank for rank in (32, 64, 128) if rank <= rows.shape[1]]
+        for rank in ranks:
+            u, s, v = torch.svd_lowrank(rows, rank, niter=3)
+            after = partial(self._product, up=v, down=u * s)
+            yield from self.routed(f"single tokens, rank {rank} of the head, after the layer", clusters, after)
+        rank = ranks[:2][-1]
+        u, s, _ = torch.svd_lowrank(rows, rank, niter=3)
+        router = teach(self.network, self.train, clusters, Teaching(width=rank, epochs=2), u * s.sqrt() / 10)
+        before = of_router(self.network, router, self.held)
+        yield from self.routed(f"single tokens, rank {rank}, taught, before the layer", clusters, before)
+
+    def _product(self, places: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+        return self.held.feature[places].float() @ up @ down.T
 
 
-Scores = Callable[[torch.Tensor], torch.Tensor]
-"""Rows of the places to `[m, clusters]`."""
+def places_in(ranking: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
 
 
-def of_router(network: EagleHead, router: Router, held: Places) -> Scores:
-    @torch.no_grad()
-    def scores(rows: torch.Tensor) -> torch.Tensor:
-        part = held.take(rows)
-        found: torch.Tensor = router(part.hidden, network.embed(part.tokens.long()))
-        return found
-
-    return scores
-
-
-def roots(held: Places) -> torch.Tensor:
-    """`[n]`: of each place, that of its tree's root (itself where that is not there)."""
-    where = {int(root): i for i, (root, depth) in enumerate(zip(held.root.tolist(), held.depth.tolist(), strict=True)) if not depth}
-    return torch.tensor([where.get(root, i) for i, root in enumerate(held.root.tolist())])
-
-
-@torch.no_grad()
-def routed(held: Places, clusters: Clusters, scores: Scores, count: int, asked: torch.Tensor | None = None) -> torch.Tensor:
-    """`[n]` bool: whether the wanted token is in one of the `count` best clusters. `asked`: whose scores count, its own where None."""
-    found = torch.zeros(len(held.tokens), dtype=torch.bool)
-    wanted = clusters.of[held.wanted]
-    for rows in torch.split((wanted >= 0).nonzero()[:, 0], CHUNK):
-        s = scores(rows if asked is None else asked[rows])
-        own = s.gather(1, wanted[rows][:, None])
-        found[rows] = (s[:, : clusters.count] > own).sum(1) < count
-    return found
-
-
-@torch.no_grad()
-def routed_by_chance(
-    held: Places, clusters: Clusters, scores: Scores, count: int, cap: int, asked: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`[n]` bool: as `routed`, with as many clusters as have a probability above one and the same, at most `cap`, `count` on average."""
-    n = len(held.tokens)
-    best = torch.empty(n, cap)
-    wanted, own, place = clusters.of[held.wanted], torch.zeros(n), torch.zeros(n, dtype=torch.int64)
-    for rows in torch.split(torch.arange(n), CHUNK):
-        p = scores(rows if asked is None else asked[rows]).softmax(-1)[:, : clusters.count]
-        best[rows] = p.topk(min(cap, p.shape[1])).values
-        own[rows] = p.gather(1, wanted[rows][:, None].clamp(min=0))[:, 0]
-        place[rows] = (p > own[rows][:, None]).sum(1)
-    least = best.flatten().kthvalue(max(1, best.numel() - n * count)).values
-    return (wanted >= 0) & (own > least) & (place < cap)
+def lacking(trial: Trial) -> torch.Tensor:
+    """`[vocab]` tokens by how often they are wanted where the context has them not: counted in the text there is, on top of what their
+    place in the ranking lets one expect (Zipf)."""
+    train, vocab = trial.train, len(trial.head)
+    tokens, mass = train.likely.long().flatten(), train.mass.float()
+    wanted = torch.zeros(vocab).index_add_(0, tokens, mass.flatten())
+    lacked = torch.zeros(vocab).index_add_(0, tokens, (mass * ~train.near).flatten())
+    usual = len(train.tokens) / 10 / (trial.rank + 10.0)  # 1 / 10: about what makes the sum over 50,000 tokens 1
+    share = float(lacked.sum() / wanted.sum())
+    rate = (lacked + PRIOR * share) / (wanted + PRIOR)
+    return ((wanted + PRIOR * usual) * rate).argsort(descending=True, stable=True)

@@ -39,7 +39,7 @@ def recall(
     if json_path is not None:
         report.check_output("--json", json_path)
     with progress_bar(f"loading {model or DEFAULT}") as progress, redirect_stderr(StringIO()):
-        from quickbeam.bench.ablation import Trial
+        from quickbeam.bench.recall import Trial
         from quickbeam.shortlist.artefact import Artefact
         from quickbeam.train.places import collect_places
         from quickbeam.train.shortlists import DrafterFolder

@@ -66,7 +66,7 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows) if vocab in BOTH else None
     if listed:
         return Shortlist(weight, layout, context=context)
-    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
+    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout, deepest=artefact.deepest), context=context)
 
 
 class Shortlists:

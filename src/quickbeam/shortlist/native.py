@@ -68,8 +68,9 @@ class NativeBlocks:
         rows = weight.detach()[tokens.clamp(min=0)]
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         self._packed = packer.pack([rows], bias)
-        self._tokens = torch.split(tokens.clamp_(min=0), sizes)  # by part
-        self._blocks = np.split(np.arange(len(tokens) // BLOCK), np.cumsum([size // BLOCK for size in sizes])[:-1])
+        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK)  # by block
+        self._count = np.array(sizes, dtype=np.int64) // BLOCK  # of blocks, by part
+        self._first = self._count.cumsum() - self._count
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
@@ -79,8 +80,12 @@ class NativeBlocks:
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their outputs."""
-        parts = [0, *(cluster + 1 for cluster in clusters.tolist() if cluster >= 0)]
-        return np.concatenate([self._blocks[part] for part in parts]), torch.cat([self._tokens[part] for part in parts])
+        chosen = clusters.numpy()
+        parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
+        count = self._count[parts]
+        before = count.cumsum() - count  # blocks of the parts before each
+        blocks = np.repeat(self._first[parts] - before, count) + np.arange(count.sum())
+        return blocks, self._tokens[torch.from_numpy(blocks)].flatten()
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
         blocks, tokens = self.find(clusters)
