@@ -72,15 +72,15 @@ def test_neighbours_in_the_order_are_alike() -> None:
 def test_a_router_finds_what_the_context_lacks(found: Places) -> None:
     net, rest = network(), torch.arange(5, VOCAB)
     features = label_features(net, HEAD, found)
-    assert features.shape == (VOCAB, 2 * HEAD.shape[1]) and torch.allclose(features.norm(dim=1), torch.ones(VOCAB), atol=1e-4)
+    assert features.shape == (VOCAB, wanted.WIDE) and torch.allclose(features.norm(dim=1), torch.ones(VOCAB), atol=1e-4)
     clusters = Clusters.cut(rest[halved(features[rest], 4)], 4, VOCAB)
     how = Teaching(width=64, epochs=30, lr=5e-3, batch=64)
-    wanted = (clusters.of[found.wanted] >= 0) & ~found.known
+    lacked = (clusters.of[found.wanted] >= 0) & ~found.known
     shares = {}
     for name, teaching in (("taught", how), ("not", Teaching(width=64, epochs=1, lr=1e-9))):
         hit = routed(found, clusters, of_router(net, teach(net, found, clusters, teaching), found), 2)
         assert not bool(hit[clusters.of[found.wanted] < 0].any())
-        shares[name] = float(hit[wanted].float().mean())
+        shares[name] = float(hit[lacked].float().mean())
     assert shares["taught"] > shares["not"] + 0.2, shares
     everything = routed(found, clusters, of_router(net, teach(net, found, clusters, how), found), clusters.count)
     assert torch.equal(everything, clusters.of[found.wanted] >= 0)
