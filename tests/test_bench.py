@@ -50,6 +50,8 @@ def test_methods_take_budgets_and_switches_of_their_own():
         MethodItem("dynaspec:8@999", "dynaspec", 8, "router", 999),
         MethodItem("frspec@7+context", "frspec", vocab="context", shortlist=7),
     ]
+    both = parse_methods("frspec@7+frequency+context,dynaspec+clusters+context", drafter="x")
+    assert [item.vocab for item in both] == ["frequency+context", "router"]
     assert [item.exact for item in parse_methods("ar,ar+no-exact", exact=True)] == [True, False]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from math import sqrt
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,15 @@ import torch
 from typer.testing import CliRunner
 
 from features import WIDE
+from quickbeam.bench.base import Answer
 from quickbeam.bench.heads import measure
-from quickbeam.bench.methods import MethodItem
-from quickbeam.bench.summary import Summary
-from quickbeam.bench.vocabulary import FULL, items, kept
+from quickbeam.bench.questions import Question
+from quickbeam.bench.run import Trial
+from quickbeam.bench.vocabulary import items, points
 from quickbeam.cli.app import app
+from quickbeam.draft.base import DEPTHS, HeadUse
 from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.presets import FULL
 from test_vocabulary import artefact
 
 
@@ -32,17 +36,42 @@ def drafter(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def summary(mat: float, head: float, calls: float, rate: float, tokens: float, recall: float | None) -> Summary:
-    return Summary(1, 10, 1.0, rate, 1.0, mat, 1, 1.0, 1.0, 1.0, calls, 1.0, head, tokens, recall)
+def trial(number: int, answers: dict[str, tuple[int, int, list[int], list[int]]]) -> Trial:
+    """Answers by name: tokens, steps, and of the tokens wanted and scored that only a router finds, those of the first depths."""
+    made = {}
+    for name, (decoded, steps, rare, held) in answers.items():
+        pad = [0] * (DEPTHS - len(rare))
+        head = HeadUse(steps, 100 * steps, 0.001 * steps, decoded, decoded - 1, rare + pad, held + pad)
+        made[name] = Answer([1], "", decoded, steps, 1.0, 0.5, 0.5, 2 * steps, 0.4, head)
+    return Trial(Question(number, "writing", ["?"]), 0, made)
 
 
-def test_figures_are_shares_of_the_full_vocabularys() -> None:
-    rows = {FULL: summary(2.5, 8.0, 4.0, 50.0, 1000.0, None), "router@100": summary(2.4, 3.0, 5.0, 60.0, 120.0, 0.9)}
-    asked = [MethodItem(FULL, "dyspec", None, FULL), MethodItem("router@100", "dyspec", None, "router", 100)]
-    full, short = kept(rows, asked, 1000)
-    assert (full.mat_kept, full.head_ratio, full.speedup, full.share, full.recall) == (1.0, 1.0, 1.0, 1.0, None)
-    assert (short.asked, short.share, short.mat, short.recall) == (100, 0.12, 2.4, 0.9)
-    assert (short.mat_kept, short.head_ms, short.head_ratio, short.speedup) == pytest.approx((0.96, 0.6, 0.3, 1.2))
+def test_figures_are_shares_of_the_full_vocabularys_with_errors_over_questions() -> None:
+    asked = items("dyspec", None, ["frequency", "router"], [100])
+    numbers = [
+        {"full": (30, 10), "frequency@100": (30, 12), "router@100": (30, 11)},
+        {"full": (40, 20), "frequency@100": (40, 21), "router@100": (40, 21)},
+    ]
+    numbers += [{"full": (33, 11), "frequency@100": (33, 11), "router@100": (33, 12)}]
+    trials = [trial(i, {name: (*pair, [2, 1], [1, 0]) for name, pair in one.items()}) for i, one in enumerate(numbers)]
+    full, frequency, router = points(trials, asked, 1000)
+    assert (full.kept, full.kept_error, full.gap, full.head_ratio, full.speedup) == (1.0, 0.0, None, 1.0, 1.0)
+    assert (frequency.asked, frequency.scored, frequency.share, frequency.mat) == (100, 100, 0.1, 103 / 44)
+    assert (frequency.kept, frequency.gap) == (pytest.approx(41 / 44), None) and router.gap == pytest.approx(0.0)
+    assert (router.rare, router.rare_recall, router.rare_by_depth[:3], router.rare_held_by_depth[:3]) == (9, 1 / 3, [6, 3, 0], [3, 0, 0])
+
+    def kept(chosen: list[int], name: str) -> float:
+        steps = [sum(numbers[i][one][1] for i in chosen) for one in (FULL, name)]
+        return steps[0] / steps[1]
+
+    whole = [0, 1, 2]  # the jackknife, to which the delta method is close
+    for one, of in ((frequency, lambda c: kept(c, "frequency@100")), (router, lambda c: kept(c, "router@100"))):
+        left = [of([i for i in whole if i != out]) for out in whole]
+        middle = sum(left) / 3
+        assert one.kept_error == pytest.approx(sqrt(2 / 3 * sum((x - middle) ** 2 for x in left)), rel=0.25)
+    left = [kept([i for i in whole if i != out], "router@100") - kept([i for i in whole if i != out], "frequency@100") for out in whole]
+    assert router.gap_error == pytest.approx(sqrt(2 / 3 * sum((x - sum(left) / 3) ** 2 for x in left)), rel=0.25)
+    assert points(trials[:1], asked, 1000)[1].kept_error is None
 
 
 def test_every_size_is_asked_of_every_vocabulary_but_the_context() -> None:
@@ -78,11 +107,16 @@ def test_command_tells_what_is_kept(toy_folder: str, drafter: str, tmp_path: Pat
     assert result.exit_code == 0, result.output
     assert "kept, by category" in result.stdout and "all questions, 257 tokens" in result.stdout
     record = json.loads((tmp_path / "v.json").read_text())
-    found = {(one["vocab"], one["asked"]): one for one in record["overall"]}
-    assert set(found) == {("full", None), ("context", None)} | {(v, s) for v in ("frequency", "clusters", "router") for s in (51, 154)}
-    assert found["full", None]["tokens"] == 257 and found["frequency", 51]["tokens"] == 51 and found["full", None]["mat_kept"] == 1
-    assert 10 < found["clusters", 51]["tokens"] < found["clusters", 154]["tokens"] < 257
-    assert found["router", 51]["tokens"] > found["clusters", 51]["tokens"]  # those of the context
+    found = {(one["vocab"], one["asked"]): one for one in record["points"]}
+    sized = ("frequency", "frequency+context", "clusters", "router")
+    assert set(found) == {("full", None), ("context", None)} | {(vocab, size) for vocab in sized for size in (51, 154)}
+    assert found["full", None]["scored"] == 257 and found["frequency", 51]["scored"] == 51 and found["full", None]["kept"] == 1
+    assert 10 < found["clusters", 51]["scored"] < found["clusters", 154]["scored"] < 257
+    for alone, both in (("clusters", "router"), ("frequency", "frequency+context")):
+        assert found[both, 51]["scored"] > found[alone, 51]["scored"]  # those of the context
+        assert found[both, 51]["rare"] < found[alone, 51]["rare"]
+    assert found["frequency", 51]["rare_recall"] == 0 < found["clusters", 154]["rare_recall"]
+    assert {"vocab", "asked", "scored", "share", "mat", "kept", "recall", "head_ms", "speedup"} < set(found["router", 51])
     assert all(row["identical"] == row["prompts"] for row in record["methods"].values())
     assert record["settings"]["overlap"] == "thread" and (tmp_path / "v.png").stat().st_size > 1000
 
@@ -110,7 +144,8 @@ def test_heads_are_timed_at_every_size() -> None:
     assert [(one.rows, one.share) for one in found] == [(1, 0.06), (1, 0.25), (3, 0.06), (3, 0.25)]
     assert [one.tokens for one in found] == [1536, 6144, 1536, 6144]
     for one in found:
-        assert min(one.full_ms, one.head_ms, one.router_ms) > 0 and one.ratio == (one.head_ms + one.router_ms) / one.full_ms
+        assert min(one.full_ms, one.drafter_ms, one.head_ms, one.router_ms) > 0
+        assert one.ratio == (one.head_ms + one.router_ms) / one.full_ms > one.listed
 
 
 def test_heads_command() -> None:

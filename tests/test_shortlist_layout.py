@@ -35,7 +35,7 @@ def some_router(clusters: int) -> Router:
 @pytest.fixture
 def artefact() -> Artefact:
     layout = Layout(shuffled(VOCAB), 10, 7, VOCAB)
-    return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters))
+    return Artefact(layout, shuffled(VOCAB, 1), some_router(layout.clusters), 4)
 
 
 @examples(100, derandomize=True)
@@ -129,6 +129,7 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact: Artefact, tmp_path: Pa
     assert torch.equal(after.layout.order, before.layout.order) and torch.equal(after.ranking, before.ranking)
     for field in ("frequent", "size", "vocab", "clusters"):
         assert getattr(after.layout, field) == getattr(before.layout, field)
+    assert after.deepest == before.deepest == 4 * routed
     if not routed:
         assert after.router is None
         return
@@ -167,6 +168,8 @@ def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, n
         ({"vocab": 30}, "must be ids from 0 to 29"),
         ({"vocab": 41}, "must be all 41"),
         ({"size": 8}, "5 clusters, the layout has 4"),
+        ({"deepest": 1.5}, "deepest=1.5 must be an integer"),
+        ({"deepest": -1}, "deepest=-1: must be at least 0"),
         ({"router": {"width": 8}}, "does not describe a shortlist"),
         ({"router": 3}, "does not describe a shortlist"),
         ({"router": {"hidden_size": 6, "embed_size": 4, "width": 9, "clusters": 5}}, "size mismatch"),
@@ -176,9 +179,13 @@ def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, n
 def test_fields_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path, change: dict[str, object], says: str) -> None:
     artefact.save(tmp_path)
     path = tmp_path / "shortlist.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    record = json.loads(path.read_text())
+    path.write_text(json.dumps(record | change))
     with pytest.raises(InvalidInput, match=says):
         Artefact.load(tmp_path)
+    record.pop("deepest")  # as earlier ones were written
+    path.write_text(json.dumps(record))
+    assert Artefact.load(tmp_path).deepest == 0
     path.write_text("[1]")
     with pytest.raises(InvalidInput, match=r"shortlist\.json does not describe"):
         Artefact.load(tmp_path)

@@ -21,10 +21,10 @@ from quickbeam import LLM
 from quickbeam.cli.app import app
 from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.draft.draft_model import LMDrafter
-from quickbeam.draft.vocabulary import make_shortlist, rows_of
+from quickbeam.draft.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS
+from quickbeam.presets import VOCABS, plain_vocab
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.overlap import WAYS, Overlap
@@ -136,7 +136,35 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair], 
                 wanted, held = wanted + 1, held + (token in scored[node])
             node = tree.child(node, token)
     # The last step's tokens are not read any more.
+    assert sum(head.rare) == head.wanted - head.held and not any(head.rare_held)  # nothing is routed here
     assert 0 < head.held < head.wanted and head.wanted <= wanted and wanted - head.wanted <= 5 and head.held <= held
+
+
+def test_what_only_a_router_finds_is_counted_apart(pairs: dict[str, Pair]) -> None:
+    pair, params = pairs["attention"], SamplingParams(max_tokens=40, temperature=2.0, seed=1, ignore_eos=True)
+    counts = {}
+    for vocab in ("clusters", "router"):
+        shortlist = make_shortlist(pair.drafter, pair.target, vocab, 22)
+        sequence = answer(pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], budget=6, shortlist=shortlist)
+        counts[vocab] = head = sequence.statistics.head
+        assert head is not None and all(held <= rare for held, rare in zip(head.rare_held, head.rare, strict=True))
+        assert sum(head.rare) - sum(head.rare_held) == head.wanted - head.held and sum(head.rare_held) > 0
+        assert head.plus(head).rare == [2 * count for count in head.rare] and head.plus(head).wanted == 2 * head.wanted
+    assert sum(counts["router"].rare) < sum(counts["clusters"].rare)  # the context has some
+
+
+def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -> None:
+    assert {plain_vocab(word + "+context") for word in SHORT if "+" not in word} == {"frequency+context", "context", "router"}
+    assert plain_vocab("full+context") == "full" and plain_vocab("half+context") == "half+context"
+    pair, prompt = pairs["attention"], [3, 9, 4]
+    made = Shortlists(pair.drafter, pair.target)
+    assert made.get("clusters+context", 16) is made.get("router", 16)
+    shortlist = made.get("frequency+context", 12)
+    assert shortlist is not None and shortlist.layout.frequent == 12
+    state = shortlist.begin(prompt)
+    ranked = shortlist.layout.order.tolist()
+    assert state.size(shortlist.kept(None)) == len({*ranked, *prompt})
+    assert all(state.always(token) == (token in ranked or token in prompt) for token in range(VOCAB))
 
 
 def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
@@ -214,6 +242,24 @@ def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) 
         text = pair.begin([3, 9, 4], 7, shortlist=shortlist)
         said.append(torch.cat([text.laws(tree, part) for part in parts]))
     assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
+
+
+def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) -> None:
+    drafter = Pair("attention").drafter
+    assert not is_listed(drafter)
+    drafter.folder = tmp_path
+    assert not is_listed(drafter)
+    artefact(VOCAB, 32, router=False).save(tmp_path)
+    assert is_listed(drafter) and not is_listed(LMDrafter(tiny("llama"), VOCAB))
+    own = Pair("own-head").drafter
+    own.folder = tmp_path
+    assert not is_listed(own)
+    llm = LLM.__new__(LLM)
+    llm.vocab = llm.shortlist = None
+    for listed, expected in ((True, "frequency+context"), (False, "full")):
+        llm._listed = listed
+        assert llm._setting("auto", None, None).vocab == expected
+    assert llm._setting("dynaspec", None, None).vocab == "frequency+context" and llm._setting("auto", "router", 9).vocab == "router"
 
 
 def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

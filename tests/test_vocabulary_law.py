@@ -31,6 +31,7 @@ TOKENS, PROMPT = 4, [0]
 TOGETHER = 20  # answers, of which each draws as if it was alone (test_many.py)
 CASES = [(name, "full") for name in DRAFTED] + [
     ("greedy", "frequency"),
+    ("greedy", "frequency+context"),
     ("greedy", "context"),
     ("greedy", "clusters"),
     ("greedy", "router"),
@@ -40,6 +41,7 @@ CASES = [(name, "full") for name in DRAFTED] + [
 ALWAYS = [
     ("sequoia", "full", 1.0),
     ("greedy", "frequency", 1.0),
+    ("greedy", "frequency+context", 1.0),
     ("greedy", "context", 0.6),
     ("greedy", "clusters", 1.0),
     ("greedy", "router", 0.6),

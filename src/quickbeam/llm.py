@@ -12,7 +12,7 @@ from typing_extensions import Self, Unpack
 from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.loading import load_drafter
-from quickbeam.draft.vocabulary import Shortlists, is_routed
+from quickbeam.draft.vocabulary import Shortlists, is_listed
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
@@ -23,7 +23,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.options import Options, Setting, check_options, warmth
 from quickbeam.params import COUPLED, SamplingParams
-from quickbeam.presets import PRESETS, ROUTED, check_vocab, preset, stand_in
+from quickbeam.presets import BESIDE, FREQUENCY, FULL, PRESETS, SHORTENED, check_vocab, preset, stand_in
 from quickbeam.sampling import Sampler, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
@@ -128,7 +128,7 @@ class LLM:
         self._shortlists: Shortlists | None = None
         self._drafter_name, self._fast = drafter, fast
         self._drafter: Drafter | None = None
-        self._routed = False  # it comes with a router
+        self._listed = False  # it comes with a list of frequent tokens
         self._prepared = set[tuple[str, str | None, int | None]]()  # what `prepare` was asked for
         self._bound_memory()
 
@@ -184,7 +184,7 @@ class LLM:
                     progress=self._progress,
                     trust_remote_code=self._trusted,
                 )
-                self._routed, self._shortlists = is_routed(self._drafter), Shortlists(self._drafter, self.model)
+                self._listed, self._shortlists = is_listed(self._drafter), Shortlists(self._drafter, self.model)
                 self._bound_memory()
             self._shortlist(self._setting(method, vocab, shortlist))
             self._prepared.add(asked)
@@ -198,8 +198,8 @@ class LLM:
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
         """Of a method whose drafter, if it has one, is loaded."""
         vocab = vocab or self.vocab or preset(method).vocab
-        if vocab == ROUTED:
-            vocab = "router" if self._routed else "full"
+        if vocab == SHORTENED:
+            vocab = FREQUENCY + BESIDE if self._listed else FULL
         return Setting(method, vocab, self.shortlist if shortlist is None else shortlist)
 
     def _shortlist(self, setting: Setting) -> Shortlist | None:

@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from quickbeam.errors import InvalidInput
 
-ROUTED = "routed"  # `router` where the drafter has one, else `full`
-VOCABS = ("full", "frequency", "context", "clusters", "router")  # which part of the vocabulary a drafter scores (`draft/vocabulary.py`)
+FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
+VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")  # what a drafter scores (`draft/vocabulary.py`)
+SHORTENED = "shortened"  # frequent tokens and the context's where the drafter comes with a list of the former, else all
 
 
 @dataclass(frozen=True)
 class Preset:
     """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model.
-    `vocab`: what the drafter scores, one of `VOCABS`, or `ROUTED`. `without`: the preset that stands in where no drafter is at hand."""
+    `vocab`: what the drafter scores, one of `VOCABS`, or `SHORTENED`. `without`: the preset that stands in where no drafter is at hand."""
 
     sources: tuple[str, ...]
     tree: str
@@ -42,13 +43,19 @@ PRESETS: dict[str, Preset] = {
         ("drafter",), "eagle2", 16, "EAGLE-2: the drafter's likeliest tokens layer by layer, then the likeliest paths of all layers"
     ),
     "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
-    "dynaspec": Preset(("drafter",), "greedy", 16, "DynaSpec: DySpec's tree, the drafter scoring only what a router picks", "router"),
+    "dynaspec": Preset(
+        ("drafter",),
+        "greedy",
+        16,
+        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens and the context's; with `--vocab router`, what a router picks",
+        FREQUENCY + BESIDE,
+    ),
     "auto": Preset(
         ("ngram", "drafter"),
         "merged",
         0,
         "one tree of n-grams and drafted tokens, each added only if it pays; LogitSpec where there is no drafter",
-        ROUTED,
+        SHORTENED,
         without="logitspec",
     ),
 }
@@ -66,9 +73,17 @@ def stand_in(method: str, drafter: bool) -> str:
     return method if drafter else preset(method).without or method
 
 
+def plain_vocab(vocab: str) -> str:
+    """The one of `VOCABS` that a word means: `+context` may follow any of them. Another word comes back as it is."""
+    base = vocab.removesuffix(BESIDE)
+    if base in (vocab, FREQUENCY) or base not in VOCABS:
+        return vocab
+    return "router" if base == "clusters" else base  # the others score the context anyway
+
+
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a name that is not in `VOCABS`, and for a size where the whole vocabulary is scored."""
-    if vocab not in (*VOCABS, ROUTED):
+    """Raise `InvalidInput` for a name that means none of `VOCABS`, and for a size where the whole vocabulary is scored."""
+    if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
-    if vocab == "full" and size is not None:
+    if plain_vocab(vocab) == FULL and size is not None:
         raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")

@@ -38,6 +38,21 @@ def vocabulary(content: Content) -> list[Grid]:
     ]
 
 
+def recall(content: Content) -> list[Grid]:
+    rows = [
+        {
+            "chosen by": one["name"],
+            "rows": figure(one["rows"], ","),
+            "recall": figure(one["recall"], ".4f"),
+            "alone": figure(one["alone"], ".4f"),
+            "of rare": figure(one["rare_recall"], ".3f"),
+            "of the drafter's right": figure(one["right"], ".4f"),
+        }
+        for one in content["ways"]
+    ]
+    return [grid("ways", f"wanted tokens that would be scored, on {content['text']:,} tokens of the model's own text", rows)]
+
+
 def points_of(found: Sequence[Content]) -> list[Content]:
     """Vocabularies of a record, with today's names of what earlier records call otherwise."""
     return [one if "kept" in one else {**one, "kept": one["mat_kept"], "scored": one["tokens"]} for one in found]

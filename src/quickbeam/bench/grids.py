@@ -185,4 +185,5 @@ TABLES: dict[str, Callable[[Content], list[Grid]]] = {
     "structured": _structured,
     "drafting": cost_grids.drafting,
     "heads": cost_grids.heads,
+    "recall": draft_grids.recall,
 }

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
 import torch
 from torch import nn
 
+from quickbeam.draft.base import law_of
 from quickbeam.shortlist.head import BlockHead
 from quickbeam.shortlist.layout import Layout
+from quickbeam.shortlist.native import NativeRouter, rows_format
 from quickbeam.shortlist.router import FastRouter, Router, RouterConfig
 from quickbeam.target.linear import FastLinear, native_linear
+from quickbeam.target.native.library import kernels
+from quickbeam.target.native.operands import Rows
+from quickbeam.target.native.program import Program
 
 CLUSTER, FREQUENT, WIDTH = 512, 24, 256  # tokens a cluster, one token in so many always scored, the router's hidden width
 SWEEP = 16 * 2**20  # numbers read between two calls, more than caches hold: a real drafter finds them cold
@@ -23,20 +28,27 @@ SHAPES = {"SmolLM2-135M": (49_152, 576), "Llama-3-8B": (128_256, 4096), "Qwen3-4
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of the vocabulary scored."""
+    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of the vocabulary scored. A drafter's heads
+    are in 8 bits where the native kernels run them; `full_ms` is the target's, in its own format."""
 
     vocab: int
     d: int
     rows: int
     share: float
     tokens: int
-    full_ms: float
-    head_ms: float  # the shortlist's product
-    router_ms: float  # choosing its clusters
+    full_ms: float  # the whole head and its softmax
+    drafter_ms: float  # the same as a drafter keeps it
+    head_ms: float  # the shortlist's product and its softmax
+    router_ms: float  # scores of its clusters
+
+    @property
+    def listed(self) -> float:
+        """Of the full head's time, where nothing is routed."""
+        return self.head_ms / self.full_ms
 
     @property
     def ratio(self) -> float:
-        """Of the full head's time."""
+        """Of the full head's time, with the router's."""
         return (self.head_ms + self.router_ms) / self.full_ms
 
 
@@ -56,7 +68,8 @@ def measure(
     layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
     most = max(1, *(round((vocab * share - frequent) / CLUSTER) for share in shares))
     short = BlockHead(weight, layout, most=most)
-    router = FastRouter(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
+    drafter = (native_linear([linear], rows_format(weight)) if device.type == "cpu" else None) or full
+    router = _router(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
     del weight, linear
     sweep = torch.zeros(SWEEP, device=device)
 
@@ -75,11 +88,36 @@ def measure(
             for share in shares:
                 count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
                 chosen = torch.arange(count, device=device) * layout.clusters // count
-                times = [(seconds(full, h), seconds(short, h, chosen), seconds(router, h, h)) for _ in range(repeats + 1)][1:]
+                times = [
+                    (
+                        seconds(lambda h: law_of(full(h), 1.0), h),
+                        seconds(lambda h: law_of(drafter(h), 1.0), h),
+                        seconds(lambda h, chosen: law_of(short(h, chosen).logits, 1.0), h, chosen),
+                        seconds(router, h, h),
+                    )
+                    for _ in range(repeats + 1)
+                ][1:]
                 ms = [1000 * median(column) for column in zip(*times, strict=True)]
                 tokens = frequent + sum(len(layout.tokens(int(cluster))) for cluster in chosen)
                 found.append(Latency(vocab, d, n, share, tokens, *ms))
     return found
+
+
+def _router(router: Router, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    found, config = kernels() if device.type == "cpu" and dtype is torch.bfloat16 else None, router.config
+    if found is None or config.hidden_size % 2:
+        return FastRouter(router, dtype, device)
+    program = Program(found)
+    hidden, embedded = program.given("hidden", config.hidden_size), program.given("embedded", config.embed_size)
+    NativeRouter(router, found).add(program, hidden, embedded, program.given("scores", config.clusters, True))
+
+    def run(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        n = len(hidden)
+        scores = torch.empty(n, config.clusters)
+        program.run(Rows([0] * n, [0] * n, wanted=range(n)), {"hidden": hidden, "embedded": embedded, "scores": scores})
+        return scores
+
+    return run
 
 
 def _wait(device: torch.device) -> None:

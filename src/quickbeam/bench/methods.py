@@ -10,7 +10,7 @@ from quickbeam.bench.base import Answer, Message, Runner
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT, resolve, shipped_drafter
 from quickbeam.params import COUPLED, RESIDUAL, SamplingParams
-from quickbeam.presets import PRESETS, VOCABS, check_vocab
+from quickbeam.presets import BESIDE, PRESETS, VOCABS, check_vocab, plain_vocab
 
 if TYPE_CHECKING:
     import torch
@@ -123,6 +123,8 @@ def _item(entry: str, defaults: MethodItem) -> MethodItem:
         raise InvalidInput(f"{entry!r}: {method} has no switches")
     drafter = "drafter" in sources
     vocabs = [switch for switch in switches if switch in VOCABS]
+    if len(vocabs) == 2 and f"+{vocabs[1]}" == BESIDE:
+        vocabs = [plain_vocab(vocabs[0] + BESIDE)]
     if (at or vocabs) and not drafter:
         raise InvalidInput(f"{entry!r}: {method} has no drafter whose vocabulary could be shortened")
     if len(vocabs) > 1:

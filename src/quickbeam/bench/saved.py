@@ -22,6 +22,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "structured": ("structured",),
     "drafting": ("drafting",),
     "heads": ("heads",),
+    "recall": ("ways", "text"),
 }
 
 

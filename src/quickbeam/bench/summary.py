@@ -91,10 +91,15 @@ def summaries(results: Results) -> dict[str, Summary]:
 
 def by_category(results: Results) -> dict[str, dict[str, Summary]]:
     """Category, then method, in order of appearance."""
+    return {category: _summaries(results, trials) for category, trials in grouped(results).items()}
+
+
+def grouped(results: Results) -> dict[str, list[Trial]]:
+    """By category, in order of appearance."""
     groups: dict[str, list[Trial]] = {}
     for trial in results.trials:
         groups.setdefault(trial.question.category, []).append(trial)
-    return {category: _summaries(results, trials) for category, trials in groups.items()}
+    return groups
 
 
 def _summaries(results: Results, trials: Sequence[Trial]) -> dict[str, Summary]:

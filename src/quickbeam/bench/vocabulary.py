@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from math import sqrt
 from pathlib import Path
 
 from rich.table import Table
 
 from quickbeam.bench.methods import MethodItem
-from quickbeam.bench.run import Results
-from quickbeam.bench.summary import Summary, by_category, summaries
-
-FULL = "full"
+from quickbeam.bench.run import Results, Trial
+from quickbeam.bench.summary import grouped, summarise
+from quickbeam.presets import FULL
 
 
 @dataclass(frozen=True)
 class Kept:
     """One vocabulary over some prompts, against the full one.
 
-    `mat_kept`: its MAT over that of the full vocabulary; `head_ratio`: milliseconds of routing, head and softmax in a call of the drafter
-    (`head_ms`) over those of the full vocabulary; `speedup`: of decoding, over the same tree with the full vocabulary.
+    `mat`: mean accepted tokens; `kept`: over that of the full vocabulary, `kept_error` its standard error over prompts. `gap`: `kept` less
+    that of the first vocabulary that was asked for, at the same size, and `gap_error` likewise (None for the first itself). `head_ms`:
+    milliseconds of routing, head and softmax in a call of the drafter; `head_ratio`: over those of the full vocabulary; `speedup`: of
+    decoding, over the same tree with the full vocabulary. `rare`: by depth, the share of the text's tokens that were neither frequent nor
+    in the context, and `rare_recall`, how many of those were scored.
     """
 
     vocab: str
     asked: int | None  # tokens
-    tokens: float  # scored in a call, on average
+    scored: float  # tokens in a call, on average
     share: float  # of the vocabulary
     mat: float
-    mat_kept: float
+    kept: float
+    kept_error: float | None
+    gap: float | None
+    gap_error: float | None
     recall: float | None
+    rare: int
+    rare_recall: float | None
+    rare_by_depth: list[int]
+    rare_held_by_depth: list[int]
     head_ms: float
     head_ratio: float
     speedup: float
@@ -46,51 +56,117 @@ def items(method: str, budget: int | None, vocabs: Sequence[str], sizes: Sequenc
     return found
 
 
-def kept(rows: Mapping[str, Summary], asked: Sequence[MethodItem], vocab_size: int) -> list[Kept]:
-    """`rows` as shares of the full vocabulary's."""
-    full = rows[FULL]
-    return [
-        Kept(
-            vocab=str(item.vocab),
-            asked=item.shortlist,
-            tokens=row.shortlist or 0.0,
-            share=(row.shortlist or 0.0) / vocab_size,
-            mat=row.mean_accepted_tokens or 0.0,
-            mat_kept=_over(row.mean_accepted_tokens, full.mean_accepted_tokens),
-            recall=row.recall,
-            head_ms=_over(row.head_ms, row.drafter_calls),
-            head_ratio=_over(_over(row.head_ms, row.drafter_calls), _over(full.head_ms, full.drafter_calls)),
-            speedup=_over(row.tokens_per_second, full.tokens_per_second),
+def points(trials: Sequence[Trial], asked: Sequence[MethodItem], vocab_size: int) -> list[Kept]:
+    """Each of `asked`, the full vocabulary first, as shares of what that gives."""
+    rows = {item.name: summarise(trials, item.name, FULL, True) for item in asked}
+    mats = {item.name: _Ratio([(trial.answers[item.name].decoded, trial.answers[item.name].steps) for trial in trials]) for item in asked}
+    first = {item.shortlist: item for item in reversed(asked[1:])}
+    found = []
+    for item in asked:
+        row, full = rows[item.name], rows[FULL]
+        kept = mats[item.name].over(mats[FULL])
+        other = first.get(item.shortlist)
+        gap = None if item.vocab == FULL or other is None or other is item else kept.less(mats[other.name].over(mats[FULL]))
+        heads = [head for trial in trials if (head := trial.answers[item.name].head) is not None]
+        rare, held = (
+            [sum(column) for column in zip(*numbers, strict=True)] for numbers in ([h.rare for h in heads], [h.rare_held for h in heads])
         )
-        for item in asked
-        if (row := rows[item.name])
-    ]
+        found.append(
+            Kept(
+                vocab=str(item.vocab),
+                asked=item.shortlist,
+                scored=row.shortlist or 0.0,
+                share=(row.shortlist or 0.0) / vocab_size,
+                mat=row.mean_accepted_tokens or 0.0,
+                kept=kept.value,
+                kept_error=kept.error,
+                gap=None if gap is None else gap.value,
+                gap_error=None if gap is None else gap.error,
+                recall=row.recall,
+                rare=sum(rare),
+                rare_recall=sum(held) / sum(rare) if sum(rare) else None,
+                rare_by_depth=rare,
+                rare_held_by_depth=held,
+                head_ms=_over(row.head_ms, row.drafter_calls),
+                head_ratio=_over(_over(row.head_ms, row.drafter_calls), _over(full.head_ms, full.drafter_calls)),
+                speedup=_over(row.tokens_per_second, full.tokens_per_second),
+            )
+        )
+    return found
+
+
+class _Figure:
+    """A number, and how much each prompt moved it (`pull`, which sums to about 0)."""
+
+    def __init__(self, value: float, pull: Sequence[float]) -> None:
+        self.value, self.pull = value, pull
+
+    @property
+    def error(self) -> float | None:
+        """Its standard error, prompts being drawn: sqrt(G / (G - 1) * sum of pulls squared); None for one prompt."""
+        prompts = len(self.pull)
+        return sqrt(prompts / (prompts - 1) * sum(x * x for x in self.pull)) if prompts > 1 else None
+
+    def over(self, other: _Figure) -> _Figure:
+        """The quotient; an error that both have in common cancels (the delta method)."""
+        if not other.value:
+            return _Figure(0.0, [0.0] * len(self.pull))
+        value = self.value / other.value
+        return _Figure(value, [(a - value * b) / other.value for a, b in zip(self.pull, other.pull, strict=True)])
+
+    def less(self, other: _Figure) -> _Figure:
+        return _Figure(self.value - other.value, [a - b for a, b in zip(self.pull, other.pull, strict=True)])
+
+
+class _Ratio(_Figure):
+    """The sum of the first over the sum of the second of each prompt's pair."""
+
+    def __init__(self, pairs: Sequence[tuple[float, float]]) -> None:
+        above, below = (sum(column) for column in zip(*pairs, strict=True))
+        value = above / below if below else 0.0
+        super().__init__(value, [(a - value * b) / below if below else 0.0 for a, b in pairs])
 
 
 def record(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> dict[str, object]:
     """What the JSON record has beside the trials."""
-    groups = by_category(results)
+    if not results.trials:
+        return {"vocab_size": vocab_size, "points": [], "by_category": {}}
     return {
         "vocab_size": vocab_size,
-        "overall": [asdict(one) for one in kept(summaries(results), asked, vocab_size)],
-        "by_category": {name: [asdict(one) for one in kept(rows, asked, vocab_size)] for name, rows in groups.items()},
+        "points": [asdict(one) for one in points(results.trials, asked, vocab_size)],
+        "by_category": {name: [asdict(one) for one in points(trials, asked, vocab_size)] for name, trials in grouped(results).items()},
     }
 
 
 def overall_table(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> Table:
     """A row a vocabulary and size."""
     table = Table("vocabulary", title=f"all questions, {vocab_size:,} tokens")
-    for column in ("asked", "scored", "share", "MAT", "kept", "recall", "head ms a call", "of full", "speed over full"):
+    others = (
+        "asked",
+        "scored",
+        "share",
+        "MAT",
+        "kept",
+        "less the first",
+        "recall",
+        "of rare",
+        "head ms a call",
+        "of full",
+        "speed over full",
+    )
+    for column in others:
         table.add_column(column, justify="right")
-    for one in kept(summaries(results), asked, vocab_size):
+    for one in points(results.trials, asked, vocab_size):
         table.add_row(
             one.vocab,
             "" if one.asked is None else f"{one.asked:,}",
-            f"{one.tokens:,.0f}",
+            f"{one.scored:,.0f}",
             f"{one.share:.1%}",
             f"{one.mat:.2f}",
-            f"{one.mat_kept:.1%}",
+            _with_error(one.kept, one.kept_error),
+            "" if one.gap is None else _with_error(one.gap, one.gap_error, "+"),
             "" if one.recall is None else f"{one.recall:.3f}",
+            "" if one.rare_recall is None else f"{one.rare_recall:.3f} of {one.rare}",
             f"{one.head_ms:.2f}",
             f"{one.head_ratio:.2f}",
             f"{one.speedup:.2f}x",
@@ -98,14 +174,18 @@ def overall_table(results: Results, asked: Sequence[MethodItem], vocab_size: int
     return table
 
 
+def _with_error(value: float, error: float | None, sign: str = "") -> str:
+    return f"{value:{sign}.1%}" + ("" if error is None else f" ± {100 * error:.1f}")
+
+
 def category_table(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> Table:
     """MAT kept, a row a category and a column a vocabulary."""
     table = Table("category", title="MAT kept, by category (full: MAT)")
     for item in asked:
         table.add_column(item.name, justify="right")
-    for category, rows in by_category(results).items():
-        found = kept(rows, asked, vocab_size)
-        table.add_row(category, *(f"{one.mat:.2f}" if one.vocab == FULL else f"{one.mat_kept:.1%}" for one in found))
+    for category, trials in grouped(results).items():
+        found = points(trials, asked, vocab_size)
+        table.add_row(category, *(f"{one.mat:.2f}" if one.vocab == FULL else f"{one.kept:.1%}" for one in found))
     return table
 
 
@@ -117,12 +197,12 @@ def plot(results: Results, asked: Sequence[MethodItem], vocab_size: int, path: P
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
-    found = kept(summaries(results), asked, vocab_size)
+    found = points(results.trials, asked, vocab_size)
     for vocab in dict.fromkeys(one.vocab for one in found if one.vocab != FULL):
-        points = sorted((one for one in found if one.vocab == vocab), key=lambda one: one.share)
-        shares = [100 * one.share for one in points]
-        axes[0].plot(shares, [100 * one.mat_kept for one in points], marker="o", label=vocab)
-        axes[1].plot(shares, [one.head_ms for one in points], marker="o", label=vocab)
+        curve = sorted((one for one in found if one.vocab == vocab), key=lambda one: one.share)
+        shares = [100 * one.share for one in curve]
+        axes[0].plot(shares, [100 * one.kept for one in curve], marker="o", label=vocab)
+        axes[1].plot(shares, [one.head_ms for one in curve], marker="o", label=vocab)
     axes[0].axhline(100, color="grey", linewidth=0.8)
     axes[1].axhline(found[0].head_ms, color="grey", linewidth=0.8)
     axes[0].set_ylabel("MAT kept, % of the full vocabulary's")

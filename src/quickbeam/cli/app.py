@@ -24,6 +24,7 @@ from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
 from quickbeam.cli.models import models, pull
 from quickbeam.cli.passes import passes
+from quickbeam.cli.recall import recall
 from quickbeam.cli.serve import serve
 from quickbeam.cli.structured import structured
 from quickbeam.cli.throughput import throughput
@@ -86,7 +87,7 @@ def root(
 
 for command in (generate, chat, serve, batch, inspect, pull, models, demo, doctor):
     app.command()(command)
-for measurement in (passes, acceptance, drafting, heads):
+for measurement in (passes, acceptance, drafting, heads, recall):
     bench.commands.command()(measurement)
 bench.commands.command()(throughput)
 bench.commands.command()(structured)

@@ -24,7 +24,8 @@ def heads(
     device: options.DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
-    """Milliseconds of a head alone, on random weights and cold caches: the whole vocabulary, a shortlist, the router's choice."""
+    """Milliseconds of a head and its softmax alone, on random weights and cold caches: the target's whole head, the same as a drafter keeps
+    it, a shortlist's, and the router beside it."""
     from quickbeam.bench.environment import environment
     from quickbeam.bench.heads import SHAPES, measure
     from quickbeam.target.loading import parse_dtype, pick_device
@@ -33,17 +34,19 @@ def heads(
     counts = [int(part) for part in _numbers("--rows", rows, 1024) if part == int(part)]
     parts = [part / 100 for part in _numbers("--shares", shares, 100)]
     place = pick_device(device.value if device else None)
-    table = Table(title=f"milliseconds of a head, {dtype.value} on {place.type}, cold caches; ratio: head and router over the full head")
-    for i, column in enumerate(("head", "rows", "scored", "share", "full", "shortlist", "router", "ratio")):
+    table = Table(
+        title=f"milliseconds of a head, {dtype.value} on {place.type}, cold caches; of full: listed without the router, routed with it"
+    )
+    for i, column in enumerate(("head", "rows", "scored", "share", "full", "drafter's", "shortlist", "router", "listed", "routed")):
         table.add_column(column, justify="right" if i else "left")
     record = []
     with progress_bar("heads") as progress:
         for i, (name, (vocab, d)) in enumerate(named.items()):
             progress(f"{name} {vocab} x {d}", i / len(named))
             found = measure(vocab, d, counts, parts, parse_dtype(dtype.value), place, repeats)
-            record += [{"name": name, **asdict(one), "ratio": one.ratio} for one in found]
+            record += [{"name": name, **asdict(one), "listed": one.listed, "ratio": one.ratio} for one in found]
             for one in found:
-                times = (f"{ms:.2f}" for ms in (one.full_ms, one.head_ms, one.router_ms, one.ratio))
+                times = (f"{ms:.2f}" for ms in (one.full_ms, one.drafter_ms, one.head_ms, one.router_ms, one.listed, one.ratio))
                 table.add_row(f"{name} {vocab:,} x {d}", str(one.rows), f"{one.tokens:,}", f"{one.tokens / vocab:.1%}", *times)
     if as_json:
         where = environment(str(place), dtype.value)

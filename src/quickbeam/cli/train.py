@@ -185,6 +185,30 @@ def router(
     console.print(f"written to {out}")
 
 
+@commands.command()
+def shortlist(
+    out: Folder,
+    model: options.Model = None,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Places of the text that it is taught on, at most.")] = 400_000,
+    listed: Annotated[
+        int | None, typer.Option("--listed", min=1, help="Tokens that are always scored. Default: one in 48 of the vocabulary.")
+    ] = None,
+    size: Annotated[int, typer.Option("--size", min=1, help="Tokens a cluster, a multiple of 8.")] = 16,
+    epochs: Annotated[int, typer.Option("--epochs", min=1, help="Times the places are taught.")] = 4,
+    width: Annotated[int, typer.Option("--width", min=1, help="Of the router's hidden layer.")] = 256,
+    depths: Annotated[int, typer.Option("--depths", min=1, max=12, help="Drafts ahead that it is taught for.")] = 3,
+) -> None:
+    """Make a drafter's shortlist in one go: small clusters of tokens that are wanted in the same places, and a router taught to find what
+    neither the frequent tokens nor the context have. Takes the place of train clusters and train router."""
+    with progress_bar(f"loading {model or DEFAULT}") as report, redirect_stderr(StringIO()):
+        from quickbeam.train.wanted import Teaching, WantedTraining
+
+        found = WantedTraining(model, out, listed, size, rows, Teaching(width=width, epochs=epochs), depths).run(report)
+    for count, (plain, one) in found.items():
+        stderr().print(f"held-out recall of {count:,} rows and the context: {one.recall:.4f}, of a list of as many {plain.recall:.4f}")
+    stderr().print(f"written to {out}")
+
+
 def stages_bar(console: Console, shown: bool = True) -> Progress:
     """A bar for the stages of a training: what is going on, how far it is, its `figures`; gone at the end."""
     what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")

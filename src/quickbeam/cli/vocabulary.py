@@ -19,9 +19,9 @@ from quickbeam.cli.common import progress_bar, stdout
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
-from quickbeam.presets import VOCABS
+from quickbeam.presets import FULL, VOCABS, plain_vocab
 
-SHORT = [word for word in VOCABS if word != vocabulary.FULL]
+SHORT = [word for word in VOCABS if word != FULL]
 
 
 def bench_vocabulary(
@@ -44,8 +44,10 @@ def bench_vocabulary(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
 ) -> None:
-    """How much of the accepted length a shortened vocabulary keeps, how much head time it saves, per category. Interleaved by question."""
-    words, parts = _words(vocabs), _percent(shares)
+    """How much of the accepted length a shortened vocabulary keeps, how much head time it saves, per category. Interleaved by question.
+
+    Differences are held against the first of --vocabs, at the same size; standard errors are over questions, the same for all."""
+    words, parts = _words(vocabs), percent(shares)
     parse_methods(f"{method}+full", drafter=drafter, model=model)  # refuses a method without a drafter
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     asked = spread(load_questions(questions), limit)
@@ -62,7 +64,7 @@ def bench_vocabulary(
 
         place = device.value if device else None
         runners, name = load_runners(vocabulary.items(method, nodes, [], []), model, dtype.value, place, drafter, loading)
-        first = runners[vocabulary.FULL]
+        first = runners[FULL]
         assert isinstance(first, LLMRunner)
         size = first.llm.model.vocab_size
         items = vocabulary.items(method, nodes, words, [max(1, round(size * part / 100)) for part in parts])
@@ -73,7 +75,7 @@ def bench_vocabulary(
             if not isinstance(found, EagleDrafter):
                 raise InvalidInput("--overlap: only a feature drafter routes beside its layer")
             found.overlap = Overlap(first.llm.model.device, overlap)
-    results = begin(runners, params, vocabulary.FULL)
+    results = begin(runners, params, FULL)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
         "limit": limit,
@@ -96,12 +98,12 @@ def bench_vocabulary(
 
 def _words(text: str) -> list[str]:
     words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or any(word not in SHORT for word in words):
+    if not words or any(plain_vocab(word) not in SHORT for word in words):
         raise InvalidInput(f"--vocabs {text!r}: must be of {', '.join(SHORT)}")
-    return list(dict.fromkeys(words))
+    return list(dict.fromkeys(plain_vocab(word) for word in words))
 
 
-def _percent(text: str) -> list[float]:
+def percent(text: str) -> list[float]:
     try:
         parts = [float(part) for part in text.split(",")]
     except ValueError:

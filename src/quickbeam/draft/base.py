@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from quickbeam.target.kv_cache import Pool
 
 logger = logging.getLogger(__name__)
+DEPTHS = 6  # that are counted apart
 GRAMMAR = "grammar"  # the source of tokens that a grammar leaves alone at their place
 
 
@@ -148,17 +149,23 @@ class Laws(NamedTuple):
 class HeadUse:
     """What became of a drafter's vocabulary, over all calls. `seconds` are those of whatever grows with it: routing, the head, the softmax.
     `tokens`: scored, summed over `calls`. `wanted`: tokens that the text went on with after nodes whose laws were made; `held`: those of
-    them that had been scored."""
+    them that had been scored. `rare`: of those wanted, the ones that were neither frequent nor in the context, so that only a router could
+    have them scored, by the depth of the node (the last counts for all that are deeper); `rare_held`: those of them that it had."""
 
     calls: int = 0
     tokens: int = 0
     seconds: float = 0.0
     wanted: int = 0
     held: int = 0
+    rare: list[int] = field(default_factory=lambda: [0] * DEPTHS)
+    rare_held: list[int] = field(default_factory=lambda: [0] * DEPTHS)
 
     def plus(self, other: HeadUse) -> HeadUse:
         """Both together."""
-        return HeadUse(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+        found = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        for name in ("rare", "rare_held"):
+            found[name] = [a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)]
+        return HeadUse(**found)
 
 
 class DrafterState(SourceState):

@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 
 from quickbeam.draft.eagle_model import EagleHead, Norm
-from quickbeam.shortlist.native import NativeRouter
+from quickbeam.shortlist.native import NativeRouter, rows_format
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import KVShape, Packed, Rows, plain_rows
+from quickbeam.target.native.operands import KVShape, Rows, plain_rows
 from quickbeam.target.native.program import Buffer, Program
+from quickbeam.target.native.quantised import AnyPacked, Packer, QuantisedPacked
 from quickbeam.target.pages import PagePool
 
 
@@ -26,7 +27,8 @@ class Ran(NamedTuple):
 
 
 class NativeEagle:
-    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over. Raises `ValueError` for an odd width."""
+    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over, in 8 bits (`rows_format`). Raises
+    `ValueError` for an odd width."""
 
     def __init__(self, network: EagleHead, kernels: Kernels) -> None:
         self.network, config = network, network.config
@@ -37,7 +39,7 @@ class NativeEagle:
         self._lift = self._pack(network.lift) if config.lift else None
         self._qkv, self._out, self._down = self._pack(network.qkv), self._pack(network.out), self._pack(network.down)
         gate, up = network.gate_up.weight.chunk(2)
-        self._gate_up = Packed(kernels, [gate, up], network.gate_up.bias, gated=True)
+        self._gate_up = self._packer(network.gate_up.weight).pack([gate, up], network.gate_up.bias, gated=True)
         self._programs: dict[tuple[bool, NativeRouter | None], Program] = {}
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
         self._head: Program | None = None
@@ -50,8 +52,11 @@ class NativeEagle:
         plain = type(network.embedding) is torch.nn.Embedding  # others scale what they look up
         return plain and config.activation == "silu" and all(size % 2 == 0 for size in sizes)
 
-    def _pack(self, linear: torch.nn.Linear) -> Packed:
-        return Packed(self._kernels, [linear.weight], linear.bias)
+    def _packer(self, weight: torch.Tensor) -> Packer:
+        return Packer(self._kernels, rows_format(weight))
+
+    def _pack(self, linear: torch.nn.Linear) -> AnyPacked:
+        return self._packer(linear.weight).pack([linear.weight], linear.bias)
 
     def run(self, states: torch.Tensor, committed: bool, rows: Rows, last_position: int, router: NativeRouter | None) -> Ran:
         """One pass. `states`: of `committed` rows the target's hidden states `[n, len(layers) * target_size]`, of others the outputs of the
@@ -72,14 +77,22 @@ class NativeEagle:
     def logits(self, feature: torch.Tensor) -> torch.Tensor:
         """`[n, draft vocabulary]` float32 of all of the head."""
         if self._head is None:
-            head: Any = self.network.head
-            packed = head.packed if isinstance(head, NativeLinear) else Packed(self._kernels, [head.weight], head.bias)
+            packed = self._pack_head(self.network.head)
             self._head = Program(self._kernels)
             self._head.linear(packed, self._head.given("feature", self._width), self._head.given("logits", packed.outputs, True))
             self._outputs = packed.outputs
         logits = torch.empty(len(feature), self._outputs)
         self._head.run(plain_rows(len(feature)), {"feature": feature.contiguous(), "logits": logits})
         return logits
+
+    def _pack_head(self, head: Any) -> AnyPacked:
+        """Its rows as `rows_format` has them: a copy, where the target keeps them in more bits."""
+        if not isinstance(head, NativeLinear):
+            return self._pack(head)
+        if isinstance(head.packed, QuantisedPacked):
+            return head.packed
+        rows = head.packed.rows()
+        return self._packer(rows).pack([rows], head.packed.bias)
 
     def _make(self, committed: bool, router: NativeRouter | None) -> Program:
         network, config, program, d = self.network, self.network.config, Program(self._kernels), self._width

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.draft.base import DrafterState, HeadUse
+from quickbeam.draft.base import DEPTHS, DrafterState, HeadUse
 from quickbeam.shortlist.shortlist import Routed, ShortlistState
 from quickbeam.target.kv_cache import SequenceCache
 from quickbeam.tree import TokenTree
@@ -48,11 +48,16 @@ class EagleState(DrafterState):
         if self.shortlist is None:
             return
         node: int | None = 0
-        for token in tokens:
+        for depth, token in enumerate(tokens):
             if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
                 break
             self.counted.wanted += 1
-            self.counted.held += self.shortlist.holds(token, routed)
+            held = self.shortlist.holds(token, routed)
+            self.counted.held += held
+            if not self.shortlist.always(token):
+                place = min(depth, DEPTHS - 1)
+                self.counted.rare[place] += 1
+                self.counted.rare_held[place] += held
             node = self.tree.child(node, token)
         self.routed.clear()
         self.shortlist.extend(tokens)

@@ -11,17 +11,24 @@ from torch import nn
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
-from quickbeam.presets import check_vocab
+from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
+from quickbeam.shortlist.native import rows_format
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
 from quickbeam.target.quantised import QuantisedLinear
 
-SHARES = {"frequency": 4, "clusters": 8, "router": 16}  # one token in so many of the vocabulary, where no size is asked for
+SHARES = {
+    FREQUENCY: 4,
+    FREQUENCY + BESIDE: 16,
+    "clusters": 8,
+    "router": 16,
+}  # one token in so many of the vocabulary, where no size is asked for
+BOTH = (FREQUENCY + BESIDE, "router")  # have the context beside what the layout holds
 KEPT = 2  # shortlists: each holds a copy of the head's rows
 
 
@@ -29,6 +36,7 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     """A shortlist of about `size` tokens, or `None` for `full`.
 
     - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec, 2502.14856).
+    - `frequency+context`: `frequency` and the tokens of `context`.
     - `context`: the tokens of prompt and output, and those that the target's last logits make likely (NanoSpec); `size` is the most it
       keeps, 3072 where it isn't given.
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
@@ -38,7 +46,8 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     files that `quickbeam train clusters` and `quickbeam train router` make.
     """
     check_vocab(vocab)
-    if vocab == "full":
+    vocab = plain_vocab(vocab)
+    if vocab == FULL:
         return None
     if not isinstance(drafter, EagleDrafter):
         raise InvalidInput(f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a feature drafter, or take --vocab full")
@@ -47,15 +56,17 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     if size is not None and not 1 <= size <= model.vocab_size:
         raise InvalidInput(f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary")
     weight = rows_of(model.head, drafter.network.config.hidden_size, model)
+    rows = rows_format(weight)
     if vocab == "context":
-        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072))
+        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072, rows=rows))
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
-    if vocab == "frequency":
-        return Shortlist(weight, Layout.by_frequency(artefact.ranking, size, model.vocab_size))
-    layout = artefact.layout.within(size)
-    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if vocab == "router" else None
-    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout), context=context)
+    listed = vocab.startswith(FREQUENCY)
+    layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size) if listed else artefact.layout.within(size)
+    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows) if vocab in BOTH else None
+    if listed:
+        return Shortlist(weight, layout, context=context)
+    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout, deepest=artefact.deepest), context=context)
 
 
 class Shortlists:
@@ -67,7 +78,7 @@ class Shortlists:
 
     def get(self, vocab: str, size: int | None) -> Shortlist | None:
         """See `make_shortlist`."""
-        key = vocab, size
+        key = plain_vocab(vocab), size
         if key not in self._made and (made := make_shortlist(self._drafter, self._model, *key)) is not None:
             self._made[key] = made
             while len(self._made) > KEPT:
@@ -77,11 +88,11 @@ class Shortlists:
         return self._made.get(key)
 
 
-def is_routed(drafter: Drafter) -> bool:
-    """Whether `drafter` comes with a router for its vocabulary."""
+def is_listed(drafter: Drafter) -> bool:
+    """Whether `drafter` comes with a list of the most frequent tokens."""
     if not isinstance(drafter, EagleDrafter) or drafter.network.config.own_head or drafter.folder is None:
         return False
-    return Artefact.there(drafter.folder) and Artefact.load(drafter.folder).router is not None
+    return Artefact.there(drafter.folder)
 
 
 def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
@@ -94,7 +105,7 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     artefact = Artefact.load(folder)
     if artefact.layout.vocab != model.vocab_size:
         raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {model.vocab_size}: train it anew")
-    if vocab == "frequency":
+    if vocab.startswith(FREQUENCY):
         return artefact
     if artefact.router is None:
         raise InvalidInput(f"--vocab {vocab}: {folder} has clusters but no router; make one with quickbeam train router")

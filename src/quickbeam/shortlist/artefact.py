@@ -22,7 +22,8 @@ PREFIX = "router."
 
 @dataclass(frozen=True, eq=False)
 class Artefact:
-    """`ranking`: `[vocab]` int64, all tokens by falling frequency in the training text. `router`: over the layout's clusters, or None.
+    """`ranking`: `[vocab]` int64, all tokens by falling frequency in the training text. `router`: over the layout's clusters, or None;
+    asked for nodes down to the depth `deepest` of a tree, those below score what the ones above do.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -30,11 +31,14 @@ class Artefact:
     layout: Layout
     ranking: torch.Tensor
     router: Router | None = None
+    deepest: int = 0
 
     def __post_init__(self) -> None:
         require_distinct(self.ranking, self.layout.vocab, "the ranking")
         if len(self.ranking) != self.layout.vocab:
             raise InvalidInput(f"the ranking holds {len(self.ranking)} tokens: must be all {self.layout.vocab} of the layout's vocabulary")
+        if self.deepest < 0:
+            raise InvalidInput(f"a router with deepest={self.deepest}: must be at least 0")
         if self.router is not None and self.router.config.clusters != self.layout.clusters:
             raise InvalidInput(f"the router scores {self.router.config.clusters} clusters, the layout has {self.layout.clusters}")
 
@@ -48,6 +52,7 @@ class Artefact:
             "frequent": self.layout.frequent,
             "size": self.layout.size,
             "vocab": self.layout.vocab,
+            "deepest": self.deepest,
             "router": None if self.router is None else asdict(self.router.config),
         }
         (folder / f"{FIELDS}.part").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
@@ -64,6 +69,7 @@ class Artefact:
         try:
             record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
             frequent, size, vocab = (_integer(record, name) for name in ("frequent", "size", "vocab"))
+            deepest = _integer(record, "deepest") if "deepest" in record else 0
             config = None if record["router"] is None else RouterConfig(**record["router"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InvalidInput(f"{folder / FIELDS} does not describe a shortlist: {_reason(error)}") from error
@@ -74,7 +80,7 @@ class Artefact:
             raise InvalidInput(f"{folder / TENSORS} does not hold a shortlist: {_reason(error)}") from error
         try:
             router = None if config is None else _router(config, tensors)
-            return Artefact(Layout(order, frequent, size, vocab), ranking, router)
+            return Artefact(Layout(order, frequent, size, vocab), ranking, router, deepest)
         except InvalidInput as error:
             raise InvalidInput(f"{folder}: {error}") from error
 

@@ -45,11 +45,12 @@ class ContextTokens:
     """Rows of the head of tokens in the context or proposed by other sources, side by side in one buffer: a token's row is copied once.
 
     `weight`: `[vocab, d]`, the head in the order of token ids. `window`: distinct tokens at most; where another one comes, the quarter of
-    the window that was seen least recently goes. `skip`: `[vocab]` bool, tokens that are never kept. Raises `InvalidInput` for a window
+    the window that was seen least recently goes. `skip`: `[vocab]` bool, tokens that are never kept. `rows`: what the native kernels keep
+    rows in, see `NativeRows`. Raises `InvalidInput` for a window
     below 1.
     """
 
-    def __init__(self, weight: torch.Tensor, window: int = 3072, skip: torch.Tensor | None = None) -> None:
+    def __init__(self, weight: torch.Tensor, window: int = 3072, skip: torch.Tensor | None = None, rows: str | None = None) -> None:
         if window < 1:
             raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
         self.window = window
@@ -59,7 +60,7 @@ class ContextTokens:
         self._skip = np.zeros(len(weight), bool) if skip is None else skip.numpy()
         self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
         found = kernels() if native_fits(self._weight) else None
-        self.rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found)
+        self.rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found, rows)
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def reset(self, ids: Sequence[int]) -> None:

@@ -16,6 +16,7 @@ from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import BLOCK, Packed, plain_rows
 from quickbeam.target.native.program import Buffer, Program
+from quickbeam.target.native.quantised import BFLOAT16, INT8, Packer
 
 
 class NativeRouter:
@@ -38,6 +39,11 @@ class NativeRouter:
         program.linear(self._down, middle, target, gathered=True)
 
 
+def rows_format(weight: torch.Tensor) -> str:
+    """What a drafter's head keeps its rows in: 8 bits, as a wrong draft costs only its time; rows that are not finite stay."""
+    return INT8 if bool(weight.isfinite().all()) else BFLOAT16
+
+
 class Prepared(NamedTuple):
     """What calls that score the same part of the vocabulary share."""
 
@@ -48,9 +54,10 @@ class Prepared(NamedTuple):
 
 class NativeBlocks:
     """Rows of a head in a layout's order, packed: the frequent block, then the clusters, each filled up to whole blocks of 16 outputs. What
-    fills up has -inf for a logit."""
+    fills up has -inf for a logit. `name`: of `library.FORMATS`, what rows are kept in; that of `rows_format` where None."""
 
-    def __init__(self, weight: torch.Tensor, layout: Layout, kernels: Kernels) -> None:
+    def __init__(self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None) -> None:
+        packer = Packer(kernels, name or rows_format(weight))
         parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
         sizes = [-(-len(part) // BLOCK) * BLOCK for part in parts]
         tokens = torch.full((sum(sizes),), -1, dtype=torch.int64)
@@ -60,20 +67,25 @@ class NativeBlocks:
             at += size
         rows = weight.detach()[tokens.clamp(min=0)]
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
-        self._packed = Packed(kernels, [rows], bias)
-        self._tokens = torch.split(tokens.clamp_(min=0), sizes)  # by part
-        self._blocks = np.split(np.arange(len(tokens) // BLOCK), np.cumsum([size // BLOCK for size in sizes])[:-1])
+        self._packed = packer.pack([rows], bias)
+        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK)  # by block
+        self._count = np.array(sizes, dtype=np.int64) // BLOCK  # of blocks, by part
+        self._first = self._count.cumsum() - self._count
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
             program.chosen(self._packed, h, logits)
-        one = Packed(kernels, [weight[:1]], torch.zeros(1))  # its place is taken by the context's rows
+        one = packer.pack([weight[:1]], torch.zeros(1))  # its place is taken by the context's rows
         self._beside.linear(one, h, logits)
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their outputs."""
-        parts = [0, *(cluster + 1 for cluster in clusters.tolist() if cluster >= 0)]
-        return np.concatenate([self._blocks[part] for part in parts]), torch.cat([self._tokens[part] for part in parts])
+        chosen = clusters.numpy()
+        parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
+        count = self._count[parts]
+        before = count.cumsum() - count  # blocks of the parts before each
+        blocks = np.repeat(self._first[parts] - before, count) + np.arange(count.sum())
+        return blocks, self._tokens[torch.from_numpy(blocks)].flatten()
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
         blocks, tokens = self.find(clusters)
@@ -94,24 +106,28 @@ class NativeBlocks:
 
 
 class NativeRows:
-    """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens' rows into places."""
+    """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens' rows into places. `name`: as in
+    `NativeBlocks`, beside whose rows these are scored, so of the same format."""
 
-    def __init__(self, weight: torch.Tensor, kernels: Kernels) -> None:
+    def __init__(self, weight: torch.Tensor, kernels: Kernels, name: str | None = None) -> None:
+        packer = Packer(kernels, name or rows_format(weight))
         self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
-        self._data = torch.empty(0, self._inputs // 2, BLOCK, 2, dtype=torch.bfloat16)
+        one = packer.pack([weight[:1]])
+        self._format, self._data = one.format, torch.empty(0, one.data.numel(), dtype=one.data.dtype)  # by block
         self._program = Program(kernels)
-        self._program.linear(Packed(kernels, [weight[:1]]), self._program.given("h", self._inputs), self._program.given("logits", 0, True))
+        self._program.linear(one, self._program.given("h", self._inputs), self._program.given("logits", 0, True))
 
     def reserve(self, size: int) -> None:
         """Make room for `size` rows, keeping what is there."""
         if size > len(self._data) * BLOCK:
-            data = torch.zeros(-(-size // BLOCK), *self._data.shape[1:], dtype=torch.bfloat16)
+            data = torch.zeros(-(-size // BLOCK), self._data.shape[1], dtype=self._data.dtype)
             data[: len(self._data)] = self._data
             self._data = data
 
     def write(self, first: int, tokens: torch.Tensor) -> None:
         """Rows of `tokens` from place `first` on."""
-        self._kernels.put(self._weight.data_ptr(), self._inputs, tokens.data_ptr(), len(tokens), first, self._data.data_ptr())
+        places = tokens.data_ptr(), len(tokens), first
+        self._kernels.put(self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr())
 
     @property
     def address(self) -> int:

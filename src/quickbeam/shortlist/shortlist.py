@@ -201,6 +201,10 @@ class ShortlistState:
         """Whether `score` gives this token a column that counts, with the context as it is now."""
         return self.shared.holds(token, routed) or (self.context is not None and token in self.context)
 
+    def always(self, token: int) -> bool:
+        """Whether this token is scored whatever the router says: it is frequent, or in the context as it is now."""
+        return int(self.shared.layout.cluster_of[token]) == FREQUENT or (self.context is not None and token in self.context)
+
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
         """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
@@ -215,17 +219,28 @@ class ShortlistState:
 def union_on_cpu(logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int) -> npt.NDArray[np.int64]:
     """What `union` gives, without its filling: numpy's small operations cost a fifth of torch's."""
     if len(logits) == 1 and wanted[0] <= most:  # the root's call
-        best: npt.NDArray[np.int64] = np.sort((-logits[0]).argsort(kind="stable")[: wanted[0]])
-        return best
+        found: npt.NDArray[np.int64] = _largest(logits[0], wanted[0]).nonzero()[0]
+        return found
     called = np.zeros(logits.shape[1], bool)
-    for row, count in zip((-logits).argsort(axis=1, kind="stable"), wanted, strict=True):
-        called[row[:count]] = True
+    for row, count in zip(logits, wanted, strict=True):
+        called |= _largest(row, count)
     chosen = called.nonzero()[0]
     if len(chosen) > most:
         chances = np.exp(logits - logits.max(1, keepdims=True))
         worth = (chances / chances.sum(1, keepdims=True)).max(0)[chosen]
         chosen = np.sort(chosen[(-worth).argsort(kind="stable")[:most]])
     return chosen
+
+
+def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
+    """Which are the `count` largest, in ties the first; numbers that are none come last. Many clusters take long to sort."""
+    if count >= len(row):
+        return np.ones(len(row), bool)
+    row = np.where(np.isnan(row), -np.inf, row)
+    least = np.partition(row, len(row) - count)[len(row) - count]
+    found: npt.NDArray[np.bool_] = row > least
+    found[(row == least).nonzero()[0][: count - int(found.sum())]] = True
+    return found
 
 
 def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:

@@ -227,6 +227,10 @@ Made with
 
     {self.command()}
 
+`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores the frequent tokens and those of the context, and no router:
+with the context beside both, one of this kind found no more for the default model than a list of the same length. `quickbeam train
+shortlist` makes one that does (docs/vocabulary.md).
+
 - **Data:** {rows:,} rows at up to {recipe.depths} drafts ahead, of {self.shards.tokens:,} tokens of text that the model wrote itself.
   One conversation in {HELD_OUT} was held out.
 - **Training:** {epoch.number} of {recipe.epochs} epochs (the best on what was held out), {timedelta(seconds=round(seconds))}

@@ -16,7 +16,7 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 5
+VERSION = 6
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 FORMATS = ("bfloat16", "int8", "int4")  # of weights, by their number in an operation
@@ -103,7 +103,7 @@ class Kernels:
         self.quantise.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
         self.quantise.restype = c_int64
         self.put = library.qb_put
-        self.put.argtypes, self.put.restype = (c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None
+        self.put.argtypes, self.put.restype = (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None
         self.unpack = library.qb_unpack
         self.unpack.argtypes, self.unpack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p), None
         self.move = library.qb_move

@@ -206,7 +206,8 @@ class Worker {
     const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
-    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, first, last, step == 2, sums_, done);
+    const auto all_of_them = [&](auto panel) { panel(first, last); };
+    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, all_of_them, step == 2, sums_, done);
     else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, step == 2, sums_, done);
     if (op.epilogue == BEST) finish_best(op, n);
   }
@@ -294,23 +295,32 @@ class Worker {
   // A product with chosen blocks of the weight; results side by side in the order they are named.
   void chosen(const Op& op) {
     const bf16* x = at<bf16>(op.source) + op.source_offset;
-    const bf16* w = static_cast<const bf16*>(op.weight);
-    const int64_t n = rows(op), end = high(call_.blocks);
-    for (int64_t i = low(call_.blocks); i < end;) {  // blocks that follow one another go together
-      int64_t j = i + 1;
-      while (j < end && call_.block[j] == call_.block[j - 1] + 1) ++j;
-      const int64_t shift = i - call_.block[i];
-      panels(x, op.source_stride, n, w, op.inputs, call_.block[i], call_.block[j - 1] + 1, false, sums_,
-             [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
-               for (int64_t r = 0; r < count; ++r)
-                 for (int64_t b = 0; b < some; ++b) {
-                   Lanes y = load(sums + r * stride + b * 16);
-                   if (op.bias) y = add(y, load(static_cast<const float*>(op.bias) + (block + b) * 16));
-                   put(op, row + r, (block + b + shift) * 16, 16, y);
-                 }
-             });
-      i = j;
+    const int64_t n = rows(op);
+    int64_t shift = 0;  // from a block's number to its place in the results
+    const auto ranges = [&](auto panel) {
+      for (int64_t i = low(call_.blocks), end = high(call_.blocks); i < end;) {  // blocks that follow one another go together
+        int64_t j = i + 1;
+        while (j < end && call_.block[j] == call_.block[j - 1] + 1) ++j;
+        shift = i - call_.block[i];
+        panel(call_.block[i], call_.block[j - 1] + 1);
+        i = j;
+      }
+    };
+    const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
+      for (int64_t r = 0; r < count; ++r)
+        for (int64_t b = 0; b < some; ++b) {
+          Lanes y = load(sums + r * stride + b * 16);
+          if (op.bias) y = add(y, load(static_cast<const float*>(op.bias) + (block + b) * 16));
+          put(op, row + r, (block + b + shift) * 16, 16, y);
+        }
+    };
+    if (op.format != BFLOAT16) {
+      quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, ranges, false, sums_, done);
+      return;
     }
+    ranges([&](int64_t first, int64_t last) {
+      panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, false, sums_, done);
+    });
   }
 
   // The sequence of a row; rows come in order, so the search goes on from the last one's.
@@ -390,7 +400,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 5; }
+int64_t qb_version() { return 6; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -468,10 +478,15 @@ int64_t qb_quantise(int32_t format, const uint16_t* weight, int64_t outputs, int
   return fine;
 }
 
-// Rows `token` [count] of `weight` into places `first` on of a packed weight.
-void qb_put(const uint16_t* weight, int64_t inputs, const int64_t* token, int64_t count, int64_t first, uint16_t* packed) {
+// Rows `token` [count] of `weight` into places `first` on of a packed weight, of bfloat16 or INT8.
+void qb_put(int32_t format, const uint16_t* weight, int64_t inputs, const int64_t* token, int64_t count, int64_t first, void* packed) {
   for (int64_t i = 0; i < count; ++i) {
-    uint16_t* to = packed + (first + i) / 16 * inputs * 16 + (first + i) % 16 * 2;
+    const int64_t block = (first + i) / 16, lane = (first + i) % 16;
+    if (format == qb::INT8) {
+      qb::put_whole(weight + token[i] * inputs, inputs, lane, static_cast<uint8_t*>(packed) + block * qb::block_bytes(format, inputs));
+      continue;
+    }
+    uint16_t* to = static_cast<uint16_t*>(packed) + block * inputs * 16 + lane * 2;
     for (int64_t k = 0; k < inputs; k += 2) std::memcpy(to + k * 16, weight + token[i] * inputs + k, 4);
   }
 }

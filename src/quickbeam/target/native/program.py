@@ -11,7 +11,7 @@ import torch
 
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels, Op
-from quickbeam.target.native.operands import KVShape, Packed, Rows
+from quickbeam.target.native.operands import KVShape, Rows
 from quickbeam.target.native.quantised import AnyPacked
 
 
@@ -130,12 +130,21 @@ class Program:
         if packed.gated != (epilogue == library.GATED):
             raise ValueError("gated weights and the epilogue GATED go together")
 
-    def chosen(self, packed: Packed, source: Buffer, target: Buffer) -> None:
+    def chosen(self, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
         """A product with the blocks of outputs that the call names, side by side in the target (`set` its `target_stride` first).
         Outputs of the
         weight are a multiple of `BLOCK`."""
         self._keep.append(packed)
-        self._add(library.CHOSEN, source, target, weight=packed.data, bias=packed.bias, inputs=packed.inputs, outputs=packed.outputs)
+        self._add(
+            library.CHOSEN,
+            source,
+            target,
+            weight=packed.data,
+            bias=packed.bias,
+            inputs=packed.inputs,
+            outputs=packed.outputs,
+            format=packed.format,
+        )
 
     def heads(
         self,

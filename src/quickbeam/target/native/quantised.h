@@ -11,6 +11,7 @@
 //   (high half), then [groups][2][16] of half precision: scales, and what is added to the scaled weights.
 #pragma once
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "bytes.h"
@@ -210,10 +211,11 @@ static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
   }
 }
 
-// As `panels` of product.h: blocks [first, last), handed to `done(row, rows, block, blocks, sums, stride)` part by part.
-template <class F, class Done>
-static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, const uint8_t* w, int64_t inputs, int64_t first, int64_t last,
-                                bool even, float* sums, Done done) {
+// As `panels` of product.h: blocks of outputs, handed to `done(row, rows, block, blocks, sums, stride)` part by part. `each(f)` calls
+// f(first, last) for ranges of blocks one after the other; rows are quantised once for all of them.
+template <class F, class Each, class Done>
+static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, const uint8_t* w, int64_t inputs, Each each, bool even,
+                                float* sums, Done done) {
   static thread_local QuantisedRows taken;
   const int64_t stride = block_bytes(F::FORMAT, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
@@ -225,31 +227,33 @@ static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, c
       taken.take(x + begin * x_stride, x_stride, low, n * (part + 1) / parts - low, inputs);
     }
     const int64_t most = even ? std::max(2, WIDEST_QUANTISED[tallest] & ~1) : WIDEST_QUANTISED[tallest];
-    for (int64_t b = first; b < last; b += most) {
-      const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
-      const uint8_t *here = w + b * stride, *ahead = here + some * stride;
-      const int64_t lines = follow * stride / 64;  // of the next panel, spread over all parts
-      for (int64_t part = 0; part < parts; ++part) {
-        const int64_t low = n * part / parts, count = n * (part + 1) / parts - low;
-        const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
-        const int64_t wide = std::min<int64_t>(some, WIDEST_QUANTISED[count]);
-        for (int64_t c = 0; c < some; c += wide) {
-          const int64_t now = std::min(wide, some - c);
-          quantised_tile_for<F>(count, now)(taken, low, here + c * stride, stride, sums + c * 16, some * 16, ahead + from * 64,
-                                            c == 0 ? share : 0);
+    each([&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; b += most) {
+        const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
+        const uint8_t *here = w + b * stride, *ahead = here + some * stride;
+        const int64_t lines = follow * stride / 64;  // of the next panel, spread over all parts
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t low = n * part / parts, count = n * (part + 1) / parts - low;
+          const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
+          const int64_t wide = std::min<int64_t>(some, WIDEST_QUANTISED[count]);
+          for (int64_t c = 0; c < some; c += wide) {
+            const int64_t now = std::min(wide, some - c);
+            quantised_tile_for<F>(count, now)(taken, low, here + c * stride, stride, sums + c * 16, some * 16, ahead + from * 64,
+                                              c == 0 ? share : 0);
+          }
+          done(begin + low, count, b, some, sums, some * 16);
         }
-        done(begin + low, count, b, some, sums, some * 16);
       }
-    }
+    });
   }
 }
 
-template <class Done>
-static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, int64_t first,
-                             int64_t last, bool even, float* sums, Done done) {
+template <class Each, class Done>
+static void quantised_panels(int32_t format, const bf16* x, int64_t x_stride, int64_t rows, const void* weight, int64_t inputs, Each each,
+                             bool even, float* sums, Done done) {
   const uint8_t* w = static_cast<const uint8_t*>(weight);
-  if (format == INT8) quantised_panels_of<Whole>(x, x_stride, rows, w, inputs, first, last, even, sums, done);
-  else quantised_panels_of<Halves>(x, x_stride, rows, w, inputs, first, last, even, sums, done);
+  if (format == INT8) quantised_panels_of<Whole>(x, x_stride, rows, w, inputs, each, even, sums, done);
+  else quantised_panels_of<Halves>(x, x_stride, rows, w, inputs, each, even, sums, done);
 }
 
 // --- weights ---
@@ -292,6 +296,24 @@ static void quantise_whole(const bf16* weight, int64_t stride, int64_t block, in
     }
   }
   store(reinterpret_cast<float*>(to + groups * 512), div(top, all(127.0f)));
+}
+
+// One output to place `lane` of a block, as `quantise_whole` has it; the scale is NaN where a weight is not finite.
+static void put_whole(const bf16* weight, int64_t inputs, int64_t lane, uint8_t* to) {
+  const int64_t groups = groups_of(inputs);
+  float top = LEAST;
+  bool fine = true;
+  for (int64_t i = 0; i < inputs; ++i) {
+    const float size = std::fabs(widen(weight[i]));
+    fine = fine && std::isfinite(size);
+    top = std::max(top, size);
+  }
+  const float factor = 127.0f / top, scale = fine ? top / 127.0f : NAN;
+  for (int64_t i = 0; i < groups * GROUP; ++i) {
+    const float value = fine && i < inputs ? std::nearbyint(widen(weight[i]) * factor) : 0.0f;
+    to[i / 4 * 64 + lane * 4 + i % 4] = uint8_t(int(value) + 128);
+  }
+  std::memcpy(to + groups * 512 + lane * 4, &scale, 4);
 }
 
 // Block `block` to INT4: of several distances between levels, the one whose least-squares fit leaves the smallest error. Weights that lie
