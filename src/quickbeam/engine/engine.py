@@ -131,6 +131,7 @@ class Engine:
                 self._mark(sequence)
             self._sort()
             self.forget()
+            self.model.close()
 
     def forget(self) -> None:
         """Forget the beginnings of texts, so that the next prompt is computed from its first token."""
