@@ -75,6 +75,8 @@ def bench(
     shortlist: options.Shortlist = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
@@ -95,7 +97,7 @@ def bench(
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
         from quickbeam.bench.environment import environment
 
-        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading, weights.value)
+        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading, weights.value, draft_weights.value, memory)
     results = begin(runners, params)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
@@ -110,6 +112,8 @@ def bench(
         "vocab": vocab,
         "shortlist": shortlist,
         "weights": weights.value,
+        "draft_weights": draft_weights.value,
+        "memory": memory,
     }
     log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
     carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))

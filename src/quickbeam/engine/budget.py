@@ -16,9 +16,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from quickbeam.draft.base import Prices
-from quickbeam.engine.cost import WIDTHS, CallCost, CostModel, interpolate
+from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 
-MOST = 64  # nodes of a measured tree
+MOST = 64  # nodes of a measured tree,
+MOST_DEAR = 512  # and of one whose pass reads weights from disk
 OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
@@ -56,7 +57,7 @@ class Expected:
     TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
 
     def __init__(self, limit: int) -> None:
-        self.budgets = [width for width in WIDTHS if width <= limit]
+        self.budgets = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
         self._count: dict[int, list[int]] = {}
 
@@ -160,12 +161,14 @@ class Budget:
 
     HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
     CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
+    SLOW = 0.1  # seconds of a plain pass beside which that is nothing: both are anew in every step then
     FIRST = 4  # trees of so many nodes, of which the least time counts: the first of all may be slow
 
     def __init__(self, cost: CostModel, limit: int = MOST) -> None:
         self.cost, self.limit = cost, limit
+        self._hold, self._keep = (1, 1) if cost.alone(1) > self.SLOW else (self.HOLD, self.CHOICE)
         self.calls: dict[Hashable, CallCost] = {}
-        self._widths = [width for width in WIDTHS if width <= limit]
+        self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
         self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}  # by sequence: steps left, rows beside, prices
@@ -204,7 +207,7 @@ class Budget:
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
             context, many = load.contexts[one], len(load.contexts)
             passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context, many)) for width in self._widths]
-            steps, rows, made = self.HOLD, beside, NodePrices(self._widths, passes)
+            steps, rows, made = self._hold, beside, NodePrices(self._widths, passes)
         self._held[one] = steps - 1, rows, made
         made.trial = trial
         # At a full batch no node may be worth its row, however sure it is: then nothing is grown at all.
@@ -223,7 +226,7 @@ class Budget:
                     self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one], many) + self._growing(setting, width)
                 )
                 worth.append(tokens / (seconds + OVERHEAD) if many == 1 else tokens - rate * seconds)
-            chosen, steps, rows = expected.budgets[worth.index(max(worth))], self.CHOICE, beside
+            chosen, steps, rows = expected.budgets[worth.index(max(worth))], self._keep, beside
         self._chosen[one, situation] = chosen, steps - 1, rows
         return Plan(chosen, None, situation, measured=True)
 
@@ -256,7 +259,8 @@ class Budget:
 
     def _grid(self, rows: int) -> list[int]:
         """Widths around `rows` and beyond at which a pass's cost is looked up."""
-        return sorted({rows, *(width for width in WIDTHS if width > rows), *(rows + width for width in WIDTHS)})
+        widths = {*WIDTHS, *self._widths}
+        return sorted({rows, *(width for width in widths if width > rows), *(rows + width for width in widths)})
 
     def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
         """Growing a tree of a measured number of nodes took so long with a drafter. A single slow one changes little."""

@@ -18,6 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer
 from quickbeam.target.fused_llama import FusedLayer, FusedLlama
 from quickbeam.target.linear import NativeLinear, bias_of
+from quickbeam.target.memory import peak_memory
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import BLOCK, Rows, gated_bias
@@ -171,10 +172,10 @@ class StreamedLlama(FusedLlama):
         segments = self._source.plan.segments
         count = min(len(segments), max(0, room) // self._source.plan.piece)
         chosen = [i for i in range(len(segments)) if (i + 1) * count // len(segments) > i * count // len(segments)]
-        file, held = File(self._source.path), dict[int, torch.Tensor]()
-        for i in chosen:
-            held[i] = aligned(segments[i].size)
-            file.read(ALIGNED + segments[i].offset, held[i].numpy().data)
+        file = File(self._source.path)
+        held = dict(zip(chosen, aligned(sum(segments[i].size for i in chosen)).split([segments[i].size for i in chosen]), strict=True))
+        for i, room in held.items():
+            file.read(ALIGNED + segments[i].offset, room.numpy().data)
         return held
 
     @staticmethod
@@ -282,6 +283,22 @@ class StreamedLlama(FusedLlama):
         """Weights that are not read again."""
         return sum(held.numel() for held in self._resident.values())
 
+    @property
+    def streamed_bytes(self) -> int:
+        """Weights that every pass reads from disk."""
+        return 0 if self.stream is None else self.stream.bytes
+
+    @property
+    def in_words(self) -> str:
+        """How much of the weights is read from disk, and how fast."""
+        rate = 0.0 if self.stream is None else self.stream.rate / 1e9
+        return f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from disk at {rate:.2f} GB/s, {peak_memory()}"
+
+    @property
+    def shared_in_words(self) -> str:
+        """What a feature drafter's copies take."""
+        return f"they take {(self._source.plan.embedding_bytes + self._head_bytes) / 1e6:.0f} MB beside --memory"
+
     # --- what a feature drafter shares with the model, in memory of its own ---
 
     @property
@@ -300,11 +317,15 @@ class StreamedLlama(FusedLlama):
             self._own = embedding, NativeLinear(self._kernels, self._read_head())
         return self._own
 
+    @property
+    def _head_bytes(self) -> int:
+        return self._head.shape.blocks * self._source.plan.blocks[self._head.number]
+
     def _read_head(self) -> Packed | QuantisedPacked:
         """The head's weight, whole."""
         plan, file = self._source.plan, File(self._source.path)
         shape, block = self._head.shape, plan.blocks[self._head.number]
-        data = torch.empty(shape.blocks * block, dtype=torch.uint8)
+        data = torch.empty(self._head_bytes, dtype=torch.uint8)
         for i, part in self._parts[self._head.number]:
             segment, room = plan.segments[i], aligned(plan.segments[i].size)
             file.read(ALIGNED + segment.offset, room.numpy().data)

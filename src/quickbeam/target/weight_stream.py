@@ -153,7 +153,8 @@ class WeightStream:
 
     def __init__(self, path: Path, segments: Sequence[tuple[int, int]], buffers: int) -> None:
         self.file, self._segments = File(path), list(segments)
-        self._room = [aligned(max(size for _, size in segments)) for _ in range(buffers)]
+        size = max(size for _, size in segments)
+        self._room = list(aligned(buffers * size).split(size))
         self._work: _Work | None = None
         self._threads: list[threading.Thread] = []
         self._stop: Any = None
