@@ -97,7 +97,9 @@ def bench(
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
         from quickbeam.bench.environment import environment
 
-        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading, weights.value, draft_weights.value, memory)
+        runners, name = load_runners(
+            items, model, dtype.value, device.value if device else None, drafter, loading, weights.value, draft_weights.value, memory
+        )
     results = begin(runners, params)
     settings = {
         "questions": "built-in" if questions is None else str(questions),

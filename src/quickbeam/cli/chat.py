@@ -52,7 +52,22 @@ def chat(
         coupling=options.coupling(coupling),
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights, memory=memory, draft_weights=draft_weights.value)
+    llm = load(
+        model,
+        method,
+        dtype,
+        device,
+        nodes,
+        exact,
+        drafter,
+        vocab,
+        shortlist,
+        trust_remote_code,
+        kv_memory,
+        weights,
+        memory=memory,
+        draft_weights=draft_weights.value,
+    )
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)

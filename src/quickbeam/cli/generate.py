@@ -99,7 +99,22 @@ def generate(
     if trace_path is not None:
         report.check_output("--trace", trace_path)
     trace = Trace() if trace_path is not None else None
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights, memory=memory, draft_weights=draft_weights.value)
+    llm = load(
+        model,
+        method,
+        dtype,
+        device,
+        nodes,
+        exact,
+        drafter,
+        vocab,
+        shortlist,
+        trust_remote_code,
+        kv_memory,
+        weights,
+        memory=memory,
+        draft_weights=draft_weights.value,
+    )
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )

@@ -51,7 +51,7 @@ class FusedLlama:
         self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str = BFLOAT16, kept: WeightFile | None = None
     ) -> None:
         base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
-        self.embedding: nn.Embedding = base.embed_tokens
+        self._table: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
         self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
         head, self.heads = model.lm_head, base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim
@@ -80,7 +80,7 @@ class FusedLlama:
             self.layers.append(FusedLayer(base.layers[i], layers[i], place))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
         self.vocab = head.out_features
-        self.head = NativeLinear(kernels, place((head,), False, head_pack))
+        self._head = NativeLinear(kernels, place((head,), False, head_pack))
         if kept is not None and found is None:
             kept.write(self._weights)
         model.lm_head = nn.Identity()  # frees a head that is not the embedding's
@@ -110,6 +110,16 @@ class FusedLlama:
             return False
         linears = [linear for layer in model.model.layers for group, _ in FusedLlama._linears(layer) for linear in group]
         return all(linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Token ids to what the first layer reads."""
+        return self._table
+
+    @property
+    def head(self) -> NativeLinear:
+        """Hidden states after the final norm to logits."""
+        return self._head
 
     def watch(self, layers: Sequence[int]) -> None:
         """Keep hidden states after `layers` from now on."""
@@ -145,11 +155,11 @@ class FusedLlama:
 
     @property
     def _width(self) -> int:
-        return self.embedding.embedding_dim
+        return self._table.embedding_dim
 
     def _embed(self, program: Program, target: Buffer) -> None:
         """Embeddings of the tokens."""
-        program.embed(self.embedding.weight.detach(), target)
+        program.embed(self._table.weight.detach(), target)
 
     def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE) -> None:
         """A product of a layer."""
@@ -158,7 +168,7 @@ class FusedLlama:
     def _project(self, program: Program, source: Buffer) -> None:
         """The head."""
         logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
-        program.linear(self.head.packed, source, logits, library.BEST, gathered=True, best=best)
+        program.linear(self._head.packed, source, logits, library.BEST, gathered=True, best=best)
 
     def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, `[positions, head_dim / 2]` each, at least up to `position`."""

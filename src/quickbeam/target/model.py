@@ -51,8 +51,8 @@ class Model:
     row's bits don't depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after the other. `gathered`:
     attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
     `weights`: `bfloat16` (as they come), or `int8` or `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`:
-    where quantised ones are found, or put. `source`: weights that are read from a file while computing; the model is on the meta device then.
-    Takes the model over: its weights may be packed in place.
+    where quantised ones are found, or put. `source`: weights that are read from a file while computing; the model is on the meta device
+    then. Takes the model over: its weights may be packed in place.
 
     Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
     """

@@ -59,7 +59,9 @@ class Tensors:
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
             raise InvalidInput(f"the weights in {folder} can't be read ({error}): download them again") from error
         if not self._places:
-            raise InvalidInput(f"memory: {folder} has no {SINGLE} and no {INDEX}, which weights are read from: convert it, or leave memory out")
+            raise InvalidInput(
+                f"memory: {folder} has no {SINGLE} and no {INDEX}, which weights are read from: convert it, or leave memory out"
+            )
         if "model.norm.weight" not in self._places and "norm.weight" in self._places:  # of the model without its head
             self._places = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in self._places.items()}
             self._prefix = "model."
@@ -93,11 +95,15 @@ def outline(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Pre
     told = {"trust_remote_code": trust_remote_code}
     try:
         if (folder / "adapter_config.json").exists():
-            raise InvalidInput("it holds an adapter: merge it into its model (peft's merge_and_unload) and give that folder, or leave memory out")
+            raise InvalidInput(
+                "it holds an adapter: merge it into its model (peft's merge_and_unload) and give that folder, or leave memory out"
+            )
         config = AutoConfig.from_pretrained(folder, **told)
         refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
         if getattr(config, "quantization_config", None):
-            raise InvalidInput("its weights are quantised already: take the unquantised model with --weights int8 or int4, or leave memory out")
+            raise InvalidInput(
+                "its weights are quantised already: take the unquantised model with --weights int8 or int4, or leave memory out"
+            )
         with torch.device("meta"):
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **told)
         if (folder / "generation_config.json").is_file():

@@ -21,9 +21,9 @@ from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.memory import peak_memory
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import BLOCK, Rows, gated_bias
+from quickbeam.target.native.operands import BLOCK, PackedPart, Rows, gated_bias
 from quickbeam.target.native.program import Buffer, Program
-from quickbeam.target.native.quantised import BFLOAT16, Packed, Packer, QuantisedPacked
+from quickbeam.target.native.quantised import AnyPacked, Packer
 from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Part, Plan, WeightShape
 from quickbeam.target.pages import PagePool
 from quickbeam.target.quantised import head_format
@@ -67,20 +67,15 @@ class Weight:
         self.bias = bias
 
 
-class WeightPart:
-    """What an operation is told of some blocks of a weight; where they are comes with each pass."""
-
-    data = None
-
-    def __init__(self, weight: Weight, part: Part) -> None:
-        self.inputs, self.gated, self.format = weight.inputs, weight.gated, weight.format
-        step, rows = weight.shape.step, weight.shape.rows
-        self.column = part.first // step * BLOCK
-        self.outputs = (min(rows, (part.first + part.blocks) // step * BLOCK) - self.column) * step
-        self.bias = None
-        if weight.bias is not None:
-            self.bias = weight.bias[part.first // 2 :] if weight.gated else weight.bias[self.column :]
-            self.bias = self.bias.contiguous()
+def part_of(weight: Weight, part: Part) -> PackedPart:
+    """What an operation is told of some blocks of a weight."""
+    step, rows = weight.shape.step, weight.shape.rows
+    column = part.first // step * BLOCK
+    outputs = (min(rows, (part.first + part.blocks) // step * BLOCK) - column) * step
+    bias = weight.bias
+    if bias is not None:
+        bias = (bias[part.first // step :] if weight.gated else bias[column:]).contiguous()
+    return PackedPart(weight.inputs, outputs, weight.gated, weight.format, bias, column)
 
 
 class Use(NamedTuple):
@@ -131,9 +126,9 @@ class _Pass:
 class StreamedLlama(FusedLlama):
     """The same with weights from a file. `model`: on the meta device but for norms and biases.
 
-    Of `source.memory`, `BUFFERS` segments are for reading; the rest holds segments that are not read again, spread evenly over the pass, so
-    that reading goes on while they compute. To hold them saves their reading in every pass; the same memory as further buffers would save it
-    only in passes before which a drafter takes long enough.
+    Of `source.memory`, `BUFFERS` segments are for reading. The rest holds segments that are not read again, spread evenly over the pass, so
+    that reading goes on while they compute. To hold them saves their reading in every pass; the same memory as further buffers would save
+    it only in passes before which a drafter takes long enough.
     """
 
     def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str, source: Source) -> None:
@@ -151,7 +146,7 @@ class StreamedLlama(FusedLlama):
 
         self.layers = [FusedLayer(base.layers[i], layers[i], place) for i in range(len(base.layers))]
         self.vocab = model.lm_head.out_features
-        self._head = place((model.lm_head,))
+        self._output: Weight = place((model.lm_head,))
         self._depth = len(self.layers)  # of a pass
         self._parts: dict[int, list[tuple[int, Part]]] = {}
         for i, segment in enumerate(source.plan.segments):
@@ -173,9 +168,11 @@ class StreamedLlama(FusedLlama):
         count = min(len(segments), max(0, room) // self._source.plan.piece)
         chosen = [i for i in range(len(segments)) if (i + 1) * count // len(segments) > i * count // len(segments)]
         file = File(self._source.path)
-        held = dict(zip(chosen, aligned(sum(segments[i].size for i in chosen)).split([segments[i].size for i in chosen]), strict=True))
-        for i, room in held.items():
-            file.read(ALIGNED + segments[i].offset, room.numpy().data)
+        memory, held, used = aligned(sum(segments[i].size for i in chosen)), dict[int, torch.Tensor](), 0
+        for i in chosen:
+            held[i] = memory[used : used + segments[i].size]
+            file.read(ALIGNED + segments[i].offset, held[i].numpy().data)
+            used += segments[i].size
         return held
 
     @staticmethod
@@ -201,16 +198,16 @@ class StreamedLlama(FusedLlama):
 
     def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE, **more: Any) -> None:
         parts = self._parts[weight.number]
-        if weight is self._head and self._depth < len(self.layers):
+        if weight is self._output and self._depth < len(self.layers):
             parts = parts[:PROBED]
         for segment, part in parts:
             self._uses.append(Use(program.operations, segment, part.offset))
-            some = WeightPart(weight, part)
+            some = part_of(weight, part)
             program.linear(some, source, target, epilogue, column=some.column, **more)
 
     def _project(self, program: Program, source: Buffer) -> None:
         logits = program.given("logits", self.vocab, True)
-        self._linear(program, self._head, source, logits, gathered=True)
+        self._linear(program, self._output, source, logits, gathered=True)
 
     # --- passes ---
 
@@ -302,11 +299,11 @@ class StreamedLlama(FusedLlama):
     # --- what a feature drafter shares with the model, in memory of its own ---
 
     @property
-    def embedding(self) -> Any:
+    def embedding(self) -> nn.Embedding:
         return self._shared[0]
 
     @property
-    def head(self) -> Any:
+    def head(self) -> NativeLinear:
         return self._shared[1]
 
     @property
@@ -319,20 +316,20 @@ class StreamedLlama(FusedLlama):
 
     @property
     def _head_bytes(self) -> int:
-        return self._head.shape.blocks * self._source.plan.blocks[self._head.number]
+        return self._output.shape.blocks * self._source.plan.blocks[self._output.number]
 
-    def _read_head(self) -> Packed | QuantisedPacked:
+    def _read_head(self) -> AnyPacked:
         """The head's weight, whole."""
         plan, file = self._source.plan, File(self._source.path)
-        shape, block = self._head.shape, plan.blocks[self._head.number]
+        shape, block = self._output.shape, plan.blocks[self._output.number]
         data = torch.empty(self._head_bytes, dtype=torch.uint8)
-        for i, part in self._parts[self._head.number]:
+        for i, part in self._parts[self._output.number]:
             segment, room = plan.segments[i], aligned(plan.segments[i].size)
             file.read(ALIGNED + segment.offset, room.numpy().data)
             data[part.first * block : (part.first + part.blocks) * block] = room[part.offset : part.offset + part.blocks * block]
         packer = Packer(self._kernels, shape.name)
         weight = torch.empty(shape.rows, shape.inputs, device="meta")
-        return packer.pack([weight], self._head.bias, place=data.view(packer.dtype), filled=True)
+        return packer.pack([weight], self._output.bias, place=data.view(packer.dtype), filled=True)
 
 
 def likeliest(logits: torch.Tensor) -> list[int]:
@@ -350,5 +347,6 @@ def refuse_unfit_to_stream(model: PreTrainedModel, found: Kernels | None, reason
         raise InvalidInput(f"memory needs the native kernels, and there are none here: {reason}; leave memory out")
     if not FusedLlama.fits(model):
         raise InvalidInput(
-            f"memory is for models of Llama's layout that the native kernels run in one call, not for this {type(model).__name__}; leave memory out"
+            f"memory is for models of Llama's layout that the native kernels run in one call, not for this {type(model).__name__}; "
+            "leave memory out"
         )

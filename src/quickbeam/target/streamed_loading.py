@@ -56,8 +56,8 @@ def open_streamed(
 ) -> Streamed | None:
     """A model that takes at most `memory` bytes for its weights; None where all of them fit.
 
-    The first time its weights are packed into a file in the cache folder, segment by segment. Raises `InvalidInput` for models that can't be
-    run so and for too small a memory, `QuickbeamError` where the disk has no room.
+    The first time its weights are packed into a file in the cache folder, segment by segment. Raises `InvalidInput` for models that can't
+    be run so and for too small a memory, `QuickbeamError` where the disk has no room.
     """
     report = progress or (lambda stage, fraction: None)
     refuse_place(weights, torch.device("cpu"), torch.bfloat16)
@@ -71,7 +71,7 @@ def open_streamed(
         check_tensors(made, tensors, tied)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
-    groups = [linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)] + [(made.lm_head,)]  # type: ignore[attr-defined]
+    groups = [linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)] + [(made.lm_head,)]
     embedding: Any = made.get_input_embeddings()
     plan = Plan(found, StreamedLlama.shapes(made, weights), tuple(embedding.weight.shape))
     small = small_parameters(made, [linear for linears in groups for linear in linears])

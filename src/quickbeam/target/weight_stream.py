@@ -144,17 +144,18 @@ class _Work:
 
 
 class WeightStream:
-    """`take` each segment in its order, again and again, and `release` it before the next. Buffers that are free are filled meanwhile, those
-    of the next time around included.
+    """`take` each segment in its order, again and again, and `release` it before the next. Buffers that are free are filled meanwhile,
+    those of the next time around included.
 
-    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many, each as large as the largest segment. Threads start
-    with the first use, and after `close` or in a forked process again.
+    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many, each as large as the largest segment. Threads
+    start with the first use, and after `close` or in a forked process again.
     """
 
     def __init__(self, path: Path, segments: Sequence[tuple[int, int]], buffers: int) -> None:
         self.file, self._segments = File(path), list(segments)
-        size = max(size for _, size in segments)
-        self._room = list(aligned(buffers * size).split(size))
+        most = max(size for _, size in segments)
+        memory = aligned(buffers * most)
+        self._room = [memory[i * most : (i + 1) * most] for i in range(buffers)]
         self._work: _Work | None = None
         self._threads: list[threading.Thread] = []
         self._stop: Any = None
@@ -182,7 +183,8 @@ class WeightStream:
         """A pass begins: the first segment is next, whatever became of the pass before. Raises `QuickbeamError` for a file that changed."""
         self.file.check()
         work = self._work
-        if work is None or self._pid != os.getpid() or work.failed is not None or self._taken % len(self._segments) or work.released != self._taken:
+        broken_off = work is not None and (self._taken % len(self._segments) > 0 or work.released != self._taken)
+        if work is None or self._pid != os.getpid() or work.failed is not None or broken_off:
             self.close()
             self._start()
 
@@ -203,7 +205,7 @@ class WeightStream:
             work.ready.discard(turn)
         self.waited += time.perf_counter() - began
         self._taken += 1
-        return self._room[turn % len(self._room)].data_ptr()
+        return int(self._room[turn % len(self._room)].data_ptr())
 
     def release(self) -> None:
         """The segment taken last is not needed any more."""

@@ -83,6 +83,18 @@ def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
 
+class PackedPart(NamedTuple):
+    """Some blocks of a packed weight that comes with each call (`Program.set`). `column`: the first of its outputs."""
+
+    inputs: int
+    outputs: int
+    gated: bool
+    format: int
+    bias: torch.Tensor | None
+    column: int
+    data: None = None
+
+
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
 

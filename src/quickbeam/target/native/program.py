@@ -11,7 +11,7 @@ import torch
 
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels, Op
-from quickbeam.target.native.operands import KVShape, Packed, Rows
+from quickbeam.target.native.operands import KVShape, Packed, PackedPart, Rows
 from quickbeam.target.native.quantised import AnyPacked
 
 
@@ -98,7 +98,7 @@ class Program:
 
     def linear(
         self,
-        packed: AnyPacked,
+        packed: AnyPacked | PackedPart,
         source: Buffer,
         target: Buffer,
         epilogue: int = library.STORE,
