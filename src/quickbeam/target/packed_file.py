@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -205,9 +206,10 @@ class EmbeddingRows:
     def __init__(self, path: Path, plan: Plan) -> None:
         self.tokens, self.width = plan.embedding
         self._path, self._begin = path, ALIGNED + plan.size
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  (closed with the object)
+        self._fd = os.open(path, os.O_RDONLY)
+        weakref.finalize(self, os.close, self._fd)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
         self._kept: dict[int, bytes] = {}
 
     def rows(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -237,7 +239,7 @@ class EmbeddingRows:
     def _read(self, token: int, count: int) -> bytes:
         size = 2 * self.width
         try:
-            found = os.pread(self._file.fileno(), count * size, self._begin + token * size)
+            found = os.pread(self._fd, count * size, self._begin + token * size)
         except OSError as error:
             raise QuickbeamError(f"{self._path} can't be read: {error.strerror or error}") from error
         if len(found) < count * size:
