@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from enum import Enum
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from quickbeam.bench import report
 from quickbeam.bench.base import Runner
-from quickbeam.bench.methods import PEERS, SWITCHES, load_runners, parse_budget, parse_methods
+from quickbeam.bench.methods import PEERS, SWITCHES, LLMRunner, load_runners, parse_budget, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.cli import options
@@ -117,8 +118,20 @@ def bench(
         "draft_weights": draft_weights.value,
         "memory": memory,
     }
-    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
+    more = partial(_memory, runners)
+    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings, more)
     carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
+    for name, found in more().get("memory", {}).items():
+        stdout().print(f"{name}: {found['words']}")
+
+
+def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
+    """What methods read from disk, as far as they do."""
+    found = {}
+    for name, runner in runners.items():
+        if isinstance(runner, LLMRunner) and (streamed := runner.llm.model.streamed) is not None:
+            found[name] = {**streamed.record(), "words": streamed.in_words}
+    return {"memory": found} if found else {}
 
 
 class Log:

@@ -18,7 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer
 from quickbeam.target.fused_llama import FusedLayer, FusedLlama
 from quickbeam.target.linear import NativeLinear, bias_of
-from quickbeam.target.memory import peak_memory
+from quickbeam.target.memory import peak_bytes, peak_memory
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import BLOCK, PackedPart, Rows, gated_bias
@@ -290,6 +290,18 @@ class StreamedLlama(FusedLlama):
         """How much of the weights is read from disk, and how fast."""
         rate = 0.0 if self.stream is None else self.stream.rate / 1e9
         return f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from disk at {rate:.2f} GB/s, {peak_memory()}"
+
+    def record(self) -> dict[str, float | int | None]:
+        """The same in numbers: bytes, and bytes a second."""
+        stream = self.stream
+        return {
+            "streamed_bytes": self.streamed_bytes,
+            "resident_bytes": self.resident_bytes,
+            "buffer_bytes": 0 if stream is None else stream.buffer_bytes,
+            "bytes_per_second": None if stream is None else stream.rate,
+            "waited_seconds": None if stream is None else stream.waited,
+            "peak_bytes": peak_bytes(),
+        }
 
     @property
     def shared_in_words(self) -> str:
