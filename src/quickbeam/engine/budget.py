@@ -161,12 +161,11 @@ class Budget:
 
     HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
     CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
-    SLOW = 0.1  # seconds of a plain pass beside which that is nothing: both are anew in every step then
     FIRST = 4  # trees of so many nodes, of which the least time counts: the first of all may be slow
 
     def __init__(self, cost: CostModel, limit: int = MOST) -> None:
         self.cost, self.limit = cost, limit
-        self._hold, self._keep = (1, 1) if cost.alone(1) > self.SLOW else (self.HOLD, self.CHOICE)
+        self._hold = self.HOLD if limit <= MOST else 1  # beside a pass of seconds, making prices takes no time
         self.calls: dict[Hashable, CallCost] = {}
         self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
@@ -226,7 +225,7 @@ class Budget:
                     self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one], many) + self._growing(setting, width)
                 )
                 worth.append(tokens / (seconds + OVERHEAD) if many == 1 else tokens - rate * seconds)
-            chosen, steps, rows = expected.budgets[worth.index(max(worth))], self._keep, beside
+            chosen, steps, rows = expected.budgets[worth.index(max(worth))], self.CHOICE, beside
         self._chosen[one, situation] = chosen, steps - 1, rows
         return Plan(chosen, None, situation, measured=True)
 
