@@ -360,6 +360,24 @@ def test_on_the_command_line(toy_folder: str) -> None:
     assert few.exit_code == 2 and "needs at least" in few.stderr
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["passes", "--widths", "1,4", "--repeats", "1", "--context", "8"],
+        ["weights", "--weights", "bfloat16,int8", "--widths", "1", "--repeats", "1", "--limit", "1", "--max-tokens", "4", "--raw"],
+        ["--methods", "ar,logitspec", "--limit", "1", "--max-tokens", "4"],
+    ],
+    ids=lambda command: command[0].strip("-"),
+)
+def test_measures_tell_what_is_read(toy_folder: str, command: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words to read " * 4)
+    more = ["--text", str(text)] if command[0] == "weights" else []
+    found = CliRunner().invoke(app, ["bench", *command, *more, "--model", toy_folder, "--memory", "20000"])
+    assert found.exit_code == 0, found.output
+    assert "MB a pass from disk at" in " ".join(found.stdout.split()) and "peak memory" in " ".join(found.stdout.split())
+
+
 LOADING = """
 import sys
 from quickbeam.llm import LLM

@@ -105,10 +105,11 @@ def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException,
 
 
 def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
-    path, told = tmp_path / "w.safetensors", list[str]()
+    path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", list[str]()
+    earlier.write_bytes(b"of an earlier layout")
     found = made(path, lambda stage, fraction: told.append(stage))
     first, count = path.read_bytes(), len(told)
-    assert count > 3
+    assert count > 3 and not earlier.exists()
     made(path, lambda stage, fraction: told.append(stage))
     assert len(told) == count
     os.truncate(path, found.file_bytes - 1)

@@ -187,6 +187,9 @@ def make(path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress
         for left in path.parent.glob(f".{path.name}.*.tmp"):
             left.unlink(missing_ok=True)
         write(path, plan, rows, embedding, lambda done: progress(said, done))
+        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
+            if other != path:  # of an earlier layout
+                other.unlink(missing_ok=True)
 
 
 def is_whole(path: Path, plan: Plan) -> bool:
