@@ -18,6 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
 from quickbeam.target.model import Model
 from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.streamed_loading import Streamed, open_streamed
 from quickbeam.target.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
@@ -57,10 +58,24 @@ def load_drafter(
         drafter = EagleDrafter(network, target, fast=fast)
         drafter.folder = place
         return drafter
+    if target.streamed is not None and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None:
+        check_vocabulary(tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0]))
+        return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
     model, own = load_model(str(place), target.dtype, target.device, trust_remote_code=trust_remote_code)
     check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
     kept = None if weights == BFLOAT16 else WeightFile.of(str(place), getattr(model.config, "_commit_hash", None), weights, progress)
     return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
+
+
+def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
+    """A smaller model beside a target that memory is short for: its packed weights come from a file, and loading it never takes more than
+    they do. None for one that has to be loaded as others are."""
+    try:
+        found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
+    except InvalidInput as error:
+        logger.info("the drafter is loaded as a whole: %s", error)
+        return None
+    return found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
 
 
 def _fetch(name: str, code: bool) -> Path:

@@ -17,7 +17,7 @@ from quickbeam.target.native import library
 from quickbeam.target.outline import Tensors, check_tensors, fill_small, local_folder, outline, small_parameters
 from quickbeam.target.packed_file import Plan, make
 from quickbeam.target.quantised import refuse_place
-from quickbeam.target.streamed_llama import Source, StreamedLlama, refuse_unfit_to_stream
+from quickbeam.target.streamed_llama import BUFFERS, Source, StreamedLlama, refuse_unfit_to_stream
 from quickbeam.target.weight_file import WeightFile
 
 LAYOUT = 1  # of the file; another number, another file
@@ -47,14 +47,15 @@ def refuse_memory(fast: bool, device: torch.device, dtype: torch.dtype | None, d
 
 def open_streamed(
     model: str,
-    memory: int,
+    memory: int | None,
     weights: str,
     progress: hub.Progress | None = None,
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Streamed | None:
-    """A model that takes at most `memory` bytes for its weights; None where all of them fit.
+    """A model that takes at most `memory` bytes for its weights; None where all of them fit. Without a limit all but the embedding are held
+    in memory, and loading takes no more than that: from the second time on, the checkpoint's own are not read.
 
     The first time its weights are packed into a file in the cache folder, segment by segment. Raises `InvalidInput` for models that can't
     be run so and for too small a memory, `QuickbeamError` where the disk has no room.
@@ -78,8 +79,10 @@ def open_streamed(
     path = WeightFile.of(str(folder), None, f"{weights}-segments{LAYOUT}", None).path
     assert path is not None
     few = sum(2 * parameter.numel() for parameter in small.values())
+    limited = memory is not None
+    memory = few + (len(plan.segments) + BUFFERS) * plan.piece if memory is None else memory
     source = Source(path, plan, memory, few, partial(fill_small, tensors=tensors, names=list(small)))
-    if memory >= source.whole:
+    if limited and memory >= source.whole:
         return None
     if memory < source.least:
         raise InvalidInput(f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB to be read while computing")

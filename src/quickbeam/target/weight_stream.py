@@ -175,8 +175,11 @@ class WeightStream:
     @property
     def rate(self) -> float:
         """Bytes a second, while anything was read."""
-        work = self._work
-        done, seconds = (self._bytes, self._seconds) if work is None else (self._bytes + work.bytes, self._seconds + work.seconds)
+        work, done, seconds = self._work, self._bytes, self._seconds
+        if work is not None:
+            with work.changed:
+                done += work.bytes
+                seconds += work.seconds + (time.perf_counter() - work.since if work.reading else 0.0)
         return done / seconds if seconds else 0.0
 
     def begin(self) -> None:
