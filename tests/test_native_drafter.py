@@ -183,7 +183,7 @@ def test_blocks_give_what_the_plain_head_does(isa: str, case: tuple[torch.Tensor
 
 
 @every_set
-@settings(deadline=None, derandomize=True, max_examples=40)
+@examples(40, derandomize=True)
 @given(heads(), st.lists(st.integers(0, 10**6), max_size=30))
 def test_rows_of_8_bits_are_those_of_the_reference(
     isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]], others: list[int]

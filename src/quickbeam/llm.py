@@ -32,6 +32,7 @@ from quickbeam.target.model import Model
 from quickbeam.target.native import choice, library
 from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.quantised import check_weights, refuse_place
+from quickbeam.target.streamed_loading import open_streamed, refuse_memory
 from quickbeam.target.weight_file import WeightFile
 from quickbeam.trees import DRAFTER, make_policy
 from quickbeam.trees.base import TreePolicy
@@ -53,8 +54,10 @@ class LLM:
     `draft/vocabulary.py`. `exact`: whether a draft is verified with the bits of one token at a time (bfloat16 on a CPU); None: where this
     machine's kernels can. `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the
     checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU), quantised at the first load and kept in the cache folder; the
-    promise about answers then holds for the quantised model. `revision`, `device_map` (all on one device) and `trust_remote_code`: as in
-    transformers. `progress(stage, fraction)` is called while an embedded model is fetched and while the native kernels are compiled.
+    promise about answers then holds for the quantised model. `draft_weights`: the same of a smaller model that drafts. `memory`: what the
+    model's weights may take, in bytes or as in `"2GB"`; what is more is read from disk in every pass (`docs/memory.md`). `revision`,
+    `device_map` (all on one device) and `trust_remote_code`: as in transformers. `progress(stage, fraction)` is called while an embedded
+    model is fetched and while the native kernels are compiled.
 
     Any number of answers may be under way at once, from any threads. They share each pass, and none depends on the others. `max_running`:
     how many run side by side; the others wait their turn. `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of
@@ -88,6 +91,8 @@ class LLM:
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         weights: str = BFLOAT16,
+        draft_weights: str = BFLOAT16,
+        memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
         drafter = drafter or hub.shipped_drafter(model)
@@ -101,21 +106,29 @@ class LLM:
             raise InvalidInput(f"max_running={max_running!r}: must be at least 1 sequence side by side")
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         refuse_place(check_weights(weights), place, torch_dtype)
+        refuse_place(check_weights(draft_weights), place, torch_dtype)
+        self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
         choice.wish()  # raises for words that are not known, whether kernels are used or not
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
+        if limit is not None:
+            refuse_memory(fast, place, torch_dtype, device_map)
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
         if progress:
             progress(f"loading {self.name}", None)
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
-        loaded, tokenizer = load_model(
-            self.folder, torch_dtype, place, trust_remote_code=trust_remote_code, revision=revision, device_map=device_map
-        )
-        kept = None
-        if weights != BFLOAT16:
+        told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
+        streamed = None if limit is None else open_streamed(self.folder, limit, weights, progress, **told)
+        kept = source = None
+        if streamed is not None:
+            loaded, tokenizer, source = streamed
+        else:
+            loaded, tokenizer = load_model(self.folder, torch_dtype, place, device_map=device_map, **told)
+        if weights != BFLOAT16 and streamed is None:
             kept = WeightFile.of(self.folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
-        engine = Engine(Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept), most=max_running, share=share_prefixes)
+        made = Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept, source=source)
+        engine = Engine(made, most=max_running, share=share_prefixes)
         self._progress, self._trusted = progress, trust_remote_code
         self._take(engine, tokenizer, eos_ids(loaded, tokenizer), drafter, fast)
         self.prepare(method)
@@ -152,6 +165,11 @@ class LLM:
             found = library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
         return found if self.model.weights == BFLOAT16 else f"{found.removesuffix(')')}, {self.model.weights})"
 
+    def describe(self) -> str:
+        """`kernels`, and where weights are read from disk, how much of them and how fast."""
+        streamed = self.model.streamed
+        return self.kernels if streamed is None else f"{self.kernels}, {streamed.in_words}"
+
     @property
     def methods(self) -> list[str]:
         """The methods that can be used: without a drafter, those that need none."""
@@ -183,6 +201,7 @@ class LLM:
                     fast=self._fast,
                     progress=self._progress,
                     trust_remote_code=self._trusted,
+                    weights=self._draft_weights,
                 )
                 self._listed, self._shortlists = is_listed(self._drafter), Shortlists(self._drafter, self.model)
                 self._bound_memory()

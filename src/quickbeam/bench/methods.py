@@ -212,11 +212,14 @@ def load_runners(
     drafter: str | None = None,
     progress: Callable[[str, float | None], None] | None = None,
     weights: str = "bfloat16",
+    draft_weights: str = "bfloat16",
+    memory: str | None = None,
 ) -> tuple[dict[str, Runner], str]:
     """Load what the methods need, each model once per setting. Returns the runners by name, in order, and the model's name.
 
     Peers load the folder that our own methods do, with the same dtype and on the same device. `drafter` is for the methods that draft with
-    a model, ours and `hf-assisted`; `weights` for our own methods, as `LLM` takes them.
+    a model, ours and `hf-assisted`; `weights`, `draft_weights` and `memory` for our own methods, as `LLM` takes
+    them.
     """
     from quickbeam.bench.peers import Loaded, Peer
     from quickbeam.llm import LLM
@@ -236,6 +239,8 @@ def load_runners(
                     exact=item.exact,
                     fast=item.fast,
                     weights=weights,
+                    draft_weights=draft_weights,
+                    memory=memory,
                     progress=progress,
                 )
             llms[key].prepare(item.method, item.vocab, item.shortlist)

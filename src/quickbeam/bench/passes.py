@@ -14,6 +14,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model, parse_dtype, pick_device
+from quickbeam.target.memory import parse_bytes
 from quickbeam.target.model import Model
 from quickbeam.target.native import library
 from quickbeam.target.native.library import ATTEND, CHOSEN, LINEAR
@@ -21,6 +22,8 @@ from quickbeam.target.native.operands import RowList
 from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.pages import PagedStore
 from quickbeam.target.quantised import check_weights, refuse_place
+from quickbeam.target.streamed_llama import StreamedLlama
+from quickbeam.target.streamed_loading import open_streamed, refuse_memory
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
@@ -59,6 +62,7 @@ class Passes(NamedTuple):
     ways: dict[str, Pass]
     parts: dict[str, Pass]  # of the native way; none where it does not run the whole pass
     weight_bytes: int  # that a native pass reads; 0 where that is not known
+    streamed: StreamedLlama | None = None  # what reads a part of them from disk
 
 
 def make_passes(
@@ -69,10 +73,12 @@ def make_passes(
     names: Sequence[str] = (),
     progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
     weights: str = BFLOAT16,
+    memory: str | None = None,
 ) -> Passes:
     """The ways to run a pass, each with its own copy of the model and the longest of the contexts behind it. `names`: of `WAYS`; without
     any, all that this model, number format and machine have. `weights`: of our own ways; quantised ones are shown by the native way alone
-    where none is named, as PyTorch's operators have them only for reference.
+    where none is named, as PyTorch's operators have them only for reference. `memory`: for the weights, as `LLM` takes it; where the model
+    needs more, the native way is the only one.
 
     Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
     """
@@ -80,7 +86,16 @@ def make_passes(
     refuse_place(check_weights(weights), place, kind)
     if place.type == "cpu" and kind is torch.bfloat16 and "native" in (names or WAYS):
         library.prepare(lambda stage: progress(stage, None))
-    model, _ = load_model(folder, kind, place)
+    limit_bytes = None if memory is None else parse_bytes(memory)
+    streamed = None
+    if limit_bytes is not None:
+        refuse_memory(True, place, kind, None)
+        streamed = open_streamed(folder, limit_bytes, weights, progress)
+    if streamed is not None:
+        if others := [name for name in names if name != "native"]:
+            raise InvalidInput(f"--ways {others[0]}: with --memory {memory} only the native way runs this model")
+        names = ("native",)
+    model, _ = load_model(folder, kind, place) if streamed is None else streamed[:2]
     limit, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(contexts)
     if limit and longest + ROOM > limit:
         raise InvalidInput(f"--context {longest}: the model's context is {limit}; give at most {limit - ROOM}")
@@ -93,7 +108,10 @@ def make_passes(
             passes.ways[name] = _transformers(model.eval(), ids.to(place), contexts)
             continue
         try:
-            target = _target(name, lambda: load_model(folder, kind, place)[0], weights)
+            if streamed is None:
+                target = _target(name, lambda: load_model(folder, kind, place)[0], weights)
+            else:
+                target = Target(Model(streamed.model, weights=weights, source=streamed.source))
         except InvalidInput:
             if names or name not in ("exact", "native"):
                 raise
@@ -102,7 +120,7 @@ def make_passes(
         passes.ways[name] = comb_pass(target)
         if name == "native" and (fused := target.model._fused) is not None:
             passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
-            passes = passes._replace(weight_bytes=fused.weight_bytes)
+            passes = passes._replace(weight_bytes=fused.weight_bytes, streamed=target.model.streamed)
     return passes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from enum import Enum
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from rich.text import Text
 
 from quickbeam.bench import report
 from quickbeam.bench.base import Runner
-from quickbeam.bench.methods import PEERS, SWITCHES, load_runners, parse_budget, parse_methods
+from quickbeam.bench.methods import PEERS, SWITCHES, LLMRunner, load_runners, parse_budget, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.cli import options
@@ -78,6 +79,8 @@ def bench(
     shortlist: options.Shortlist = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
@@ -98,7 +101,9 @@ def bench(
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
         from quickbeam.bench.environment import environment
 
-        runners, name = load_runners(items, model, dtype.value, device.value if device else None, drafter, loading, weights.value)
+        runners, name = load_runners(
+            items, model, dtype.value, device.value if device else None, drafter, loading, weights.value, draft_weights.value, memory
+        )
     results = begin(runners, params)
     settings = {
         "questions": "built-in" if questions is None else str(questions),
@@ -113,9 +118,23 @@ def bench(
         "vocab": vocab,
         "shortlist": shortlist,
         "weights": weights.value,
+        "draft_weights": draft_weights.value,
+        "memory": memory,
     }
-    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings)
+    more = partial(_memory, runners)
+    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings, more)
     carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
+    for name, found in more().get("memory", {}).items():
+        stdout().print(f"{name}: {found['words']}")
+
+
+def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
+    """What methods read from disk, as far as they do."""
+    found = {}
+    for name, runner in runners.items():
+        if isinstance(runner, LLMRunner) and (streamed := runner.llm.model.streamed) is not None:
+            found[name] = {**streamed.record(), "words": streamed.in_words}
+    return {"memory": found} if found else {}
 
 
 class Log:

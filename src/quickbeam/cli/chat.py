@@ -34,6 +34,8 @@ def chat(
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -50,7 +52,22 @@ def chat(
         coupling=options.coupling(coupling),
     )
     nodes = options.nodes(budget)
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights)
+    llm = load(
+        model,
+        method,
+        dtype,
+        device,
+        nodes,
+        exact,
+        drafter,
+        vocab,
+        shortlist,
+        trust_remote_code,
+        kv_memory,
+        weights,
+        memory=memory,
+        draft_weights=draft_weights.value,
+    )
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
     say(HELP)
@@ -71,7 +88,7 @@ def chat(
             except InvalidInput as error:  # the conversation has outgrown the context: the earlier turns are still good
                 say(f"error: {error}; /reset starts over")
                 continue
-            say(statistics_line(completion, llm.kernels))
+            say(statistics_line(completion, llm.describe()))
             if completion.text:  # stopped before the first word: as if it had not been asked
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 

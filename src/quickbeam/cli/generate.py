@@ -49,6 +49,8 @@ def generate(
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -88,6 +90,8 @@ def generate(
         ours |= {"coupling": coupling, "json-schema": json_schema, "json-object": json_object or None, "regex": regex, "lark": lark}
         ours["trust-remote-code"] = trust_remote_code or None
         ours["kv-memory"] = kv_memory
+        ours["memory"] = memory
+        ours["draft-weights"] = None if draft_weights is options.WeightsKind.bfloat16 else draft_weights.value
         ours["weights"] = None if weights is options.WeightsKind.bfloat16 else weights.value
         place = device.value if device else None
         show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json, peer.KERNELS)
@@ -95,11 +99,26 @@ def generate(
     if trace_path is not None:
         report.check_output("--trace", trace_path)
     trace = Trace() if trace_path is not None else None
-    llm = load(model, method, dtype, device, nodes, exact, drafter, vocab, shortlist, trust_remote_code, kv_memory, weights)
+    llm = load(
+        model,
+        method,
+        dtype,
+        device,
+        nodes,
+        exact,
+        drafter,
+        vocab,
+        shortlist,
+        trust_remote_code,
+        kv_memory,
+        weights,
+        memory=memory,
+        draft_weights=draft_weights.value,
+    )
     completion, interrupted = follow(
         lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
     )
-    show(completion, as_json, llm.kernels, text=False)
+    show(completion, as_json, llm.describe(), text=False)
     if trace_path is not None and trace is not None:
         try:
             report.save(trace_path, trace.to_json(completion, llm.tokenizer))

@@ -66,6 +66,15 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Number format of th
 Weights = Annotated[
     WeightsKind, typer.Option("--weights", help="Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third.")
 ]
+DraftWeights = Annotated[WeightsKind, typer.Option("--draft-weights", help="The same of a smaller model that drafts.")]
+Memory = Annotated[
+    str | None,
+    typer.Option(
+        "--memory",
+        metavar="SIZE",
+        help="For the weights, as in 2GB: what does not fit is read from disk in every pass, on a CPU. Default: all in memory.",
+    ),
+]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]
 Budget = Annotated[
     str | None,

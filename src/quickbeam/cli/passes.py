@@ -43,6 +43,7 @@ def passes(
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record.")] = False,
 ) -> None:
@@ -67,7 +68,7 @@ def passes(
             if llama_cpp is not None:
                 loading(f"{PEER}: reading {max(contexts)} tokens", None)
                 singles[PEER] = stack.enter_context(run_llama_cpp(llama_cpp, contexts, llama_cpp_python))
-            made = make_passes(hub.resolve(model, loading), dtype.value, place, contexts, names, loading, weights.value)
+            made = make_passes(hub.resolve(model, loading), dtype.value, place, contexts, names, loading, weights.value, memory)
             bandwidth = None
             if made.parts:
                 loading("the memory's bandwidth", None)
@@ -80,6 +81,8 @@ def passes(
     beside = compare(figures[ours], peer) if peer else {}
     if as_json:
         record: dict[str, Any] = {"model": model or DEFAULT, "context": contexts[0], "dtype": dtype.value, "weights": weights.value}
+        if made.streamed is not None:
+            record["memory"] = made.streamed.record()
         record["milliseconds"] = {name: found[contexts[0]] for name, found in figures.items()}  # behind the first context
         record |= {"contexts": figures, "over_first_width": by_width, "over_first_context": by_context}
         if bandwidth:
@@ -97,6 +100,8 @@ def passes(
         console.print(ratios(f"each width over {min(width_numbers)} of the same way", by_width, contexts, width_numbers))
     if len(contexts) > 1:
         console.print(ratios(f"each context over {min(contexts)} tokens", by_context, contexts, width_numbers))
+    if made.streamed is not None:
+        console.print(made.streamed.in_words)
     if bandwidth:
         console.print(parts(breakdown, bandwidth, made.weight_bytes))
     if beside:

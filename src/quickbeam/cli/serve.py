@@ -34,6 +34,8 @@ def serve(
     exact: options.Exact = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
@@ -135,6 +137,8 @@ def serve(
         "method": method,
         "dtype": dtype,
         "weights": weights,
+        "draft_weights": draft_weights.value,
+        "memory": memory,
         "device": device,
         "budget": nodes,
         "exact": exact,
@@ -180,7 +184,7 @@ def greeting(runner: Runner, address: str) -> str:
     warning = f"warning: everybody who can reach {runner.settings.host} may use it: add --api-key, or set {KEY}\n"
     return (
         f"{'' if key or runner.settings.loopback else warning}"
-        f"{runner.name} at {address} (method {runner.llm.method}, kernels: {runner.llm.kernels})\n"
+        f"{runner.name} at {address} (method {runner.llm.method}, kernels: {runner.llm.describe()})\n"
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d {shlex.quote(body)}"
     )
 

@@ -47,6 +47,8 @@ def throughput(
     raw: options.Raw = False,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
+    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
+    memory: options.Memory = None,
     device: options.DeviceOption = None,
     server: Annotated[
         list[str],
@@ -87,6 +89,8 @@ def throughput(
                 drafter=drafter,
                 kv_memory=kv_memory,
                 weights=weights.value,
+                draft_weights=draft_weights.value,
+                memory=memory,
                 progress=told,
             )
             for item in items:
@@ -126,6 +130,8 @@ def throughput(
                 "cancel": cancel,
                 "rounds": rounds,
                 "weights": weights.value,
+                "draft_weights": draft_weights.value,
+                "memory": memory,
             },
             "concurrency": {load: {name: cell.to_json() for name, cell in by_name.items()} for load, by_name in cells.items()},
             "over_ar": ratios(cells),

@@ -35,6 +35,7 @@ def bench_weights(
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Timed passes of each kind; the median counts.")] = 15,
     drafter: options.Drafter = None,
+    memory: options.Memory = None,
     raw: options.Raw = False,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")] = None,
 ) -> None:
@@ -60,7 +61,7 @@ def bench_weights(
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidInput(f"--text {text}: can't be read as UTF-8 text ({error})") from None
         asked = spread(load_questions(questions), limit)
-        llms = {name: LLM(model, drafter=drafter, weights=name, device="cpu", progress=told) for name in names}
+        llms = {name: LLM(model, drafter=drafter, weights=name, memory=memory, device="cpu", progress=told) for name in names}
         first, rows = next(iter(llms.values())), {name: measured.Row(bytes=llm.model.weight_bytes) for name, llm in llms.items()}
         passes = {name: measured.pass_of(llm, context) for name, llm in llms.items()}
         measured.take_passes(rows, measure(passes, [context], width_numbers, repeats, progress=told), context)
@@ -80,6 +81,7 @@ def bench_weights(
             "model": first.name,
             "settings": {"context": context, "questions": len(prompts), "max_tokens": max_tokens, "text": str(text or "built-in")},
             "kernels": {name: llm.kernels for name, llm in llms.items()},
+            "memory": {name: llm.model.streamed.record() for name, llm in llms.items() if llm.model.streamed is not None},
             "weights": {name: row.to_json() for name, row in rows.items()},
             "over_first": over,
         }
@@ -88,6 +90,9 @@ def bench_weights(
         except OSError as error:
             raise QuickbeamError(f"--json {json_file}: not written ({error.strerror})") from error
     stdout().print(_table(rows, over))
+    for name, llm in llms.items():
+        if llm.model.streamed is not None:
+            stdout().print(f"{name}: {llm.model.streamed.in_words}")
 
 
 def _table(rows: dict[str, Row], over: dict[str, dict[str, Any]]) -> Table:

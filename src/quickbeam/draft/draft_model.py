@@ -15,6 +15,9 @@ from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.batch import Batch, Chain, Draft
 from quickbeam.target.kv_cache import Pool, SequenceCache
 from quickbeam.target.model import Model
+from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.streamed_llama import Source
+from quickbeam.target.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
 GAP = 64  # committed tokens not run yet beyond which they are read as a prompt is: without the logits of each
@@ -54,17 +57,27 @@ class LMDrafter(Drafter):
 
     `vocab_size`: width of the target's logits, and of the laws given. Tokens beyond this model's own have probability 0. Top-k, top-p and
     penalties of a request don't shape the laws, only its temperature does: no need of exactness, and the model's own law is what it knows.
-    Takes the model over, as `Model` does; raises `InvalidInput` for models that `Model` can't run.
+    Takes the model over, as `Model` does (`weights`, `kept` and `source` as there); raises `InvalidInput` for models that `Model` can't
+    run.
     """
 
     name = "drafter"
     pool: Pool
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int, *, fast: bool = True) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        *,
+        fast: bool = True,
+        weights: str = BFLOAT16,
+        kept: WeightFile | None = None,
+        source: Source | None = None,
+    ) -> None:
         own = int(model.get_output_embeddings().weight.shape[0])
         if own < vocab_size:  # so that any token that the target can emit can be read
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        self.model = Model(model, fast=fast, exact=False)
+        self.model = Model(model, fast=fast, exact=False, weights=weights, kept=kept, source=source)
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
 

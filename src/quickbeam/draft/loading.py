@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,25 @@ from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
 from quickbeam.target.model import Model
+from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.streamed_loading import Streamed, open_streamed
+from quickbeam.target.weight_file import WeightFile
+
+logger = logging.getLogger(__name__)
 
 
 def load_drafter(
-    name: str, target: Model, tokenizer: Any, *, fast: bool = True, progress: Any = None, trust_remote_code: bool = False
+    name: str,
+    target: Model,
+    tokenizer: Any,
+    *,
+    fast: bool = True,
+    progress: Any = None,
+    trust_remote_code: bool = False,
+    weights: str = BFLOAT16,
 ) -> Drafter:
     """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's. `trust_remote_code`: whether
-    Python code that comes with a smaller model may run.
+    Python code that comes with a smaller model may run. `weights`: of a smaller model (`Model`).
 
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width, other tensors.
     """
@@ -30,6 +43,10 @@ def load_drafter(
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
     if place.is_dir() and is_eagle(place):
+        if weights != BFLOAT16:
+            raise InvalidInput(f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave it out")
+        if target.streamed is not None:
+            logger.warning("a feature drafter shares the model's embedding and head: %s", target.streamed.shared_in_words)
         network = load_eagle(
             place,
             target_layers=target.config.num_hidden_layers,
@@ -41,9 +58,24 @@ def load_drafter(
         drafter = EagleDrafter(network, target, fast=fast)
         drafter.folder = place
         return drafter
+    if target.streamed is not None and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None:
+        check_vocabulary(tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0]))
+        return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
     model, own = load_model(str(place), target.dtype, target.device, trust_remote_code=trust_remote_code)
     check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
-    return LMDrafter(model, target.vocab_size, fast=fast)
+    kept = None if weights == BFLOAT16 else WeightFile.of(str(place), getattr(model.config, "_commit_hash", None), weights, progress)
+    return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
+
+
+def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
+    """A smaller model beside a target that memory is short for: its packed weights come from a file, and loading it never takes more than
+    they do. None for one that has to be loaded as others are."""
+    try:
+        found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
+    except InvalidInput as error:
+        logger.info("the drafter is loaded as a whole: %s", error)
+        return None
+    return found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
 
 
 def _fetch(name: str, code: bool) -> Path:

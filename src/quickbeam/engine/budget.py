@@ -16,9 +16,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from quickbeam.draft.base import Prices
-from quickbeam.engine.cost import WIDTHS, CallCost, CostModel, interpolate
+from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 
-MOST = 64  # nodes of a measured tree
+MOST = 64  # nodes of a measured tree,
+MOST_DEAR = 512  # and of one whose pass reads weights from disk
 OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
@@ -56,7 +57,7 @@ class Expected:
     TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
 
     def __init__(self, limit: int) -> None:
-        self.budgets = [width for width in WIDTHS if width <= limit]
+        self.budgets = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
         self._count: dict[int, list[int]] = {}
 
@@ -165,8 +166,9 @@ class Budget:
 
     def __init__(self, cost: CostModel, limit: int = MOST) -> None:
         self.cost, self.limit = cost, limit
+        self._hold = self.HOLD if limit <= MOST else 1  # beside a pass of seconds, making prices takes no time
         self.calls: dict[Hashable, CallCost] = {}
-        self._widths = [width for width in WIDTHS if width <= limit]
+        self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
         self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}  # by sequence: steps left, rows beside, prices
@@ -205,7 +207,7 @@ class Budget:
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
             context, many = load.contexts[one], len(load.contexts)
             passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context, many)) for width in self._widths]
-            steps, rows, made = self.HOLD, beside, NodePrices(self._widths, passes)
+            steps, rows, made = self._hold, beside, NodePrices(self._widths, passes)
         self._held[one] = steps - 1, rows, made
         made.trial = trial
         # At a full batch no node may be worth its row, however sure it is: then nothing is grown at all.
@@ -259,7 +261,8 @@ class Budget:
 
     def _grid(self, rows: int) -> list[int]:
         """Widths around `rows` and beyond at which a pass's cost is looked up."""
-        return sorted({rows, *(width for width in WIDTHS if width > rows), *(rows + width for width in WIDTHS)})
+        widths = {*WIDTHS, *self._widths}
+        return sorted({rows, *(width for width in widths if width > rows), *(rows + width for width in widths)})
 
     def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
         """Record how long growing a tree of a measured number of nodes took with a drafter. A single slow one changes little."""

@@ -15,6 +15,9 @@ from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+WIDER = (192, 256, 384, 512)  # where a pass is so dear that trees of so many nodes can be worth it
+DEAR = (1, 64, 128, 256, 512)  # numbers of nodes of which one pass each is timed there,
+STEEP = 1.5  # as long as it takes no longer than so many times the narrowest
 FAR = 1024  # tokens before a tree at which its cost is measured a second time,
 FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
 MANY = 8  # sequences whose cost side by side is measured
@@ -51,9 +54,7 @@ class CostModel:
         per_token: dict[int, float] = {}
         began = time.perf_counter()
         for width in (w for w in WIDTHS if w <= limit):
-            tree = TokenTree(0)
-            for node in range(1, width):
-                tree.add((node - 1) // 2, node % model.vocab_size, "probe")
+            tree = _bushy(model, width)
             seconds[width] = _time(model, tree, 0, repeats)
             if width in FAR_WIDTHS:
                 per_token[width] = max(0.0, _time(model, tree, far, repeats) - seconds[width]) / far
@@ -66,6 +67,18 @@ class CostModel:
             if per_token[1] > 0:
                 found._beside = min(1.0, max(0.0, behind - near) / (MANY * far * per_token[1]))
         return found
+
+    @classmethod
+    def of_few_passes(cls, model: Model, limit: int) -> CostModel:
+        """The same for a model whose passes take seconds, as its weights come from disk: a pass for each of a few widths, and none that
+        follows one that took clearly longer than the narrowest. What stands before a tree is left out: passes that are run correct that."""
+        seconds: dict[int, float] = {}
+        _time(model, TokenTree(0), 0, 0)  # the first begins with nothing read
+        for width in (w for w in DEAR if w <= limit):
+            seconds[width] = _time(model, _bushy(model, width), 0, 0)
+            if seconds[width] > STEEP * seconds[1]:
+                break
+        return cls(seconds)
 
     def seconds(self, rows: int, context: int = 0) -> float:
         """Expected time of a pass over one tree of `rows` nodes behind `context` tokens."""
@@ -122,7 +135,8 @@ class CallCost:
 
 @torch.inference_mode()
 def _time(model: Model, tree: TokenTree, context: int, repeats: int, sequences: int = 1) -> float:
-    """Seconds of a pass over `tree`, behind `context` tokens, in each of so many sequences."""
+    """Seconds of a pass over `tree`, behind `context` tokens, in each of so many sequences: the median of `repeats`, after a first one, or
+    with none the first."""
     caches = [model.pool.new()]
     times: list[float] = []
     with model.pool.unbounded():
@@ -138,7 +152,14 @@ def _time(model: Model, tree: TokenTree, context: int, repeats: int, sequences: 
         finally:
             for cache in caches:
                 cache.release()
-    return median(times[1:])
+    return median(times[1:] or times)
+
+
+def _bushy(model: Model, nodes: int) -> TokenTree:
+    tree = TokenTree(0)
+    for node in range(1, nodes):
+        tree.add((node - 1) // 2, node % model.vocab_size, "probe")
+    return tree
 
 
 def interpolate(table: dict[int, float], nodes: int) -> float:

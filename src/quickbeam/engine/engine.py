@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.engine.accept import accept, first_token
-from quickbeam.engine.budget import Budget, Load
+from quickbeam.engine.budget import MOST, MOST_DEAR, Budget, Load
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.growing import Grower, Growing, fail
 from quickbeam.engine.prefix_cache import PrefixCache
@@ -68,7 +68,10 @@ class Engine:
     def budget(self) -> Budget:
         """Measured when it is first asked for."""
         if self._budget is None:
-            self._budget = Budget(CostModel.measure(self.model, self.model.nodes_of(64)))
+            if self.model.streamed is not None:
+                self._budget = Budget(CostModel.of_few_passes(self.model, MOST_DEAR), MOST_DEAR)
+            else:
+                self._budget = Budget(CostModel.measure(self.model, self.model.nodes_of(MOST)))
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -132,6 +135,7 @@ class Engine:
                 self._mark(sequence)
             self._sort()
             self.forget()
+            self.model.close()
 
     def forget(self) -> None:
         """Empty the prefix cache, so that the next prompt is computed from its first token."""

@@ -15,7 +15,6 @@ from quickbeam.target.kv_cache import Pool
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
-BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
 TREE = 64  # rows that a sequence may need beside its tokens
 
 
@@ -158,7 +157,7 @@ class Scheduler:
         running = len(reading) < len(self.active)
         found = list[tuple[SequenceState, Part]]()
         if self.model.native:
-            room = BESIDE if running else self.model.chunk
+            room = self.model.beside if running else self.model.chunk
             counts = shares([one.unread for one in reading], room)
             return [(one, self._text(one, count)) for one, count in zip(reading, counts, strict=True) if count]
         for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts

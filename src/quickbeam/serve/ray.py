@@ -39,6 +39,8 @@ class Arguments(BaseModel):
     method: str = "auto"
     dtype: str = "bfloat16"
     weights: str = "bfloat16"
+    draft_weights: str = "bfloat16"
+    memory: str | None = None
     device: str | None = None
     budget: int | None = None
     drafter: str | None = None

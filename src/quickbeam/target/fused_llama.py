@@ -19,7 +19,7 @@ from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.loading import MOVING
 from quickbeam.target.native import library
 from quickbeam.target.native.operands import Rows
-from quickbeam.target.native.program import Program
+from quickbeam.target.native.program import Buffer, Program
 from quickbeam.target.native.quantised import BFLOAT16, AnyPacked, Packer
 from quickbeam.target.pages import PagePool
 from quickbeam.target.quantised import head_format
@@ -51,7 +51,7 @@ class FusedLlama:
         self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str = BFLOAT16, kept: WeightFile | None = None
     ) -> None:
         base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
-        self.embedding: nn.Embedding = base.embed_tokens
+        self._table: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
         self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
         head, self.heads = model.lm_head, base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim
@@ -80,13 +80,14 @@ class FusedLlama:
             self.layers.append(FusedLayer(base.layers[i], layers[i], place))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
         self.vocab = head.out_features
-        self.head = NativeLinear(kernels, place((head,), False, head_pack))
+        self._head = NativeLinear(kernels, place((head,), False, head_pack))
         if kept is not None and found is None:
             kept.write(self._weights)
         model.lm_head = nn.Identity()  # frees a head that is not the embedding's
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
         self.best: list[int] = []  # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits are not finite
+        self._depth = len(self.layers)  # of a pass
         self._program: Program | None = None
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
 
@@ -110,38 +111,64 @@ class FusedLlama:
         linears = [linear for layer in model.model.layers for group, _ in FusedLlama._linears(layer) for linear in group]
         return all(linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
 
+    @property
+    def embedding(self) -> nn.Embedding:
+        """Token ids to what the first layer reads."""
+        return self._table
+
+    @property
+    def head(self) -> NativeLinear:
+        """Hidden states after the final norm to logits."""
+        return self._head
+
     def watch(self, layers: Sequence[int]) -> None:
         """Keep hidden states after `layers` from now on."""
         self.watched, self._program = tuple(layers), None
 
     def _make(self) -> Program:
-        program, width = Program(self._kernels), self.embedding.embedding_dim
+        program, width = Program(self._kernels), self._width
         x, normed = program.buffer(width, True), program.buffer(width)
         heads, widest = self.heads, max(shape.key_dim for shape in self._shapes)
         query, attended = program.buffer(heads * widest), program.buffer(heads * widest)
         qkv = program.buffer(max(layer.qkv.outputs for layer in self.layers), True)
         inner = program.buffer(max(layer.down.inputs for layer in self.layers))
         hidden = program.given("hidden", len(self.watched) * width)
-        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
         columns = {layer: i * width for i, layer in enumerate(self.watched)}
-        program.embed(self.embedding.weight.detach(), x)
-        for i, layer in enumerate(self.layers):
+        self._embed(program, x)
+        for i, layer in enumerate(self.layers[: self._depth]):
             info, shape, offset = layer.info, self._shapes[i], self._offsets[i]
             program.norm(x, normed, layer.norms[0], layer.epsilon)
-            program.linear(layer.qkv, normed, qkv)
+            self._linear(program, layer.qkv, normed, qkv)
             program.heads(qkv, query, heads, shape, offset, layer.qk_norms, layer.epsilon)
             program.attend(query, attended, heads, shape, offset, info.scaling, info.window, info.softcap, info.sinks)
-            program.linear(layer.out, attended, x, library.ADD)
+            self._linear(program, layer.out, attended, x, library.ADD)
             program.norm(x, normed, layer.norms[1], layer.epsilon)
-            program.linear(layer.gate_up, normed, inner, library.GATED)
-            program.linear(layer.down, inner, x, library.ADD)
+            self._linear(program, layer.gate_up, normed, inner, library.GATED)
+            self._linear(program, layer.down, inner, x, library.ADD)
             if i + 1 in columns:
                 program.copy(x, hidden, column=columns[i + 1])
         if len(self.layers) + 1 in columns:
             program.norm(x, hidden, self._norm, self._epsilon, column=columns[len(self.layers) + 1])
         program.norm(x, normed, self._norm, self._epsilon, gather=True)
-        program.linear(self.head.packed, normed, logits, library.BEST, gathered=True, best=best)
+        self._project(program, normed)
         return program
+
+    @property
+    def _width(self) -> int:
+        return self._table.embedding_dim
+
+    def _embed(self, program: Program, target: Buffer) -> None:
+        """Embeddings of the tokens."""
+        program.embed(self._table.weight.detach(), target)
+
+    def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE) -> None:
+        """A product of a layer."""
+        program.linear(weight, source, target, epilogue)
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        """The head."""
+        logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
+        program.linear(self._head.packed, source, logits, library.BEST, gathered=True, best=best)
 
     def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosine and sine, `[positions, head_dim / 2]` each, at least up to `position`."""
@@ -159,7 +186,7 @@ class FusedLlama:
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
         """Room for what a pass gives."""
-        wanted, columns = rows.batch.wanted, len(self.watched) * self.embedding.embedding_dim
+        wanted, columns = rows.batch.wanted, len(self.watched) * self._width
         return {
             "logits": torch.empty(wanted, self.vocab),
             "best": torch.empty(wanted, dtype=torch.int64),

@@ -45,7 +45,8 @@ def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     """Of linears fused by rows: zeros for those that have none, None where no one has."""
     if all(linear.bias is None for linear in linears):
         return None
-    return torch.cat([linear.weight.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
+    given = next(linear.bias for linear in linears if linear.bias is not None)
+    return torch.cat([given.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
 
 
 class NativeLinear(nn.Module):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import psutil
 import torch
 
@@ -15,6 +17,22 @@ def free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
+
+
+def peak_bytes() -> int | None:
+    """The most memory that this process had, in bytes; None where the system doesn't say."""
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
+
+
+def peak_memory() -> str:
+    """The same in words."""
+    most = peak_bytes()
+    return "peak memory unknown" if most is None else f"peak memory {most / 1e6:.0f} MB"
 
 
 def parse_bytes(size: int | str) -> int:

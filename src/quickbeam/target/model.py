@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import nn
@@ -27,12 +28,15 @@ from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore, PagePool
 from quickbeam.target.quantised import check_weights, quantise_linears, refuse_unfit_for
+from quickbeam.target.streamed_llama import Source, StreamedLlama
 from quickbeam.target.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
 
 EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
 CHUNK = 512  # tokens of a prompt that PyTorch's operators read at once, cut at multiples of it
+STREAMED_CHUNK = 1024  # of a model that is read from disk in every pass
+BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
 
 
 class Model:
@@ -47,7 +51,8 @@ class Model:
     row's bits don't depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after the other. `gathered`:
     attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
     `weights`: `bfloat16` (as they come), or `int8` or `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`:
-    where quantised ones are found, or put. Takes the model over: its weights may be packed in place.
+    where quantised ones are found, or put. `source`: weights that are read from a file while computing; the model is on the meta device
+    then. Takes the model over: its weights may be packed in place.
 
     Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
     """
@@ -62,16 +67,19 @@ class Model:
         gathered: bool | None = None,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
+        source: Source | None = None,
     ) -> None:
+        self.device = model.device if source is None else torch.device("cpu")
         refuse_unfit(type(model), model.config)
-        refuse_unfit_for(check_weights(weights), model, model.device, model.dtype)
+        refuse_unfit_for(check_weights(weights), model, self.device, model.dtype)
         hold_angles(model)
         model.eval()
         self.config = model.config.get_text_config()
-        self.device = model.device
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.chunk = chunk
+        self.chunk = chunk if source is None else STREAMED_CHUNK
+        self.beside = BESIDE if source is None else STREAMED_CHUNK // 4
+        self.streamed: StreamedLlama | None = None  # the part that reads weights from disk
         self.weights = weights
         self._fused: FusedLlama | None = None
         self._lean: LeanModel | None = None
@@ -84,7 +92,7 @@ class Model:
             self.pool: Pool
             if fast and (pages := self._pages(shapes)) is not None:
                 self.pool, self._native = pages, NativeAttention(pages)
-                promise = self._take_kernels(model, pages, kept)
+                promise = self._take_kernels(model, pages, kept, source)
             else:
                 promise = self._take_operators(model, shapes, fast, exact)
             if exact and promise.broken:
@@ -100,7 +108,9 @@ class Model:
         self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
         if not fast and self.exact:
             self._verify = attend_grouped
-        if self._native is not None and self.exact and not same_bits(self):
+        with nullcontext() if self.streamed is None else self.streamed.shallow():
+            kept_bits = self._native is None or not self.exact or same_bits(self)
+        if not kept_bits:
             logger.warning("the native kernels don't give the same bits alone and in a tree on this machine; QUICKBEAM_KERNELS=eager may")
             if exact:
                 raise InvalidInput("bit-identical verification can't be promised here: the native kernels don't keep it; leave exact out")
@@ -119,8 +129,11 @@ class Model:
         found = kernels()
         return None if found is None else PagePool([KVShape(*shape) for shape in shapes], found)
 
-    def _take_kernels(self, model: PreTrainedModel, pages: PagePool, kept: WeightFile | None) -> Promise:
+    def _take_kernels(self, model: PreTrainedModel, pages: PagePool, kept: WeightFile | None, source: Source | None) -> Promise:
         """Hand the model over to the native kernels."""
+        if source is not None:
+            self._fused = self.streamed = StreamedLlama(model, self._tap.layers, pages, self.weights, source)
+            return Promise(1, ())
         if FusedLlama.fits(model):
             self._fused = FusedLlama(model, self._tap.layers, pages, self.weights, kept if self.weights != BFLOAT16 else None)
             return Promise(1, ())
@@ -157,6 +170,11 @@ class Model:
     def weight_bytes(self) -> int:
         """What the products of a pass read; 0 where that is not known."""
         return 0 if self._fused is None else self._fused.weight_bytes
+
+    def close(self) -> None:
+        """Stop reading weights from disk, until the next pass."""
+        if self.streamed is not None:
+            self.streamed.close()
 
     @property
     def granularity(self) -> int:

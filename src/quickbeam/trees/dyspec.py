@@ -212,8 +212,8 @@ class DySpec(DraftedPolicy):
                 if child in said:
                     self.likeliest.observe(*said[child], child == accepted)
         if asked:
-            promised = sum(tree.value[node] for node in self._drafted(tree, range(1, len(tree))))  # by what was verified of it
-            self.promises.observe(len(self._drafted(tree, path[1:])), promised, asked)
+            promised = sum(tree.value[node] for node in self._asked_for(search, tree, range(1, len(tree))))  # by what was verified of it
+            self.promises.observe(len(self._asked_for(search, tree, path[1:])), promised, asked)
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
         """From a tree of drawn children; verification never reached the siblings after the accepted one."""
@@ -224,6 +224,6 @@ class DySpec(DraftedPolicy):
                 if child == accepted:
                     break
 
-    def _drafted(self, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
-        """Those of these nodes that are the drafter's."""
+    def _asked_for(self, search: Search, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
+        """Those of these nodes that came of asking the drafter."""
         return [node for node in nodes if tree.source[node] == self.drafter.name]

@@ -12,6 +12,8 @@ from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.wide import Row
 
 LONGEST = 16  # tokens of a continuation at most
+WIDE = 128  # where a tree may have more nodes, a pass is so dear that calls of the drafter are little beside it: then
+FARTHER = 128  # the text's own continuation is longer, and the drafter is asked along it
 LONG = 8  # tokens of repetition that make another situation: much comes true, without a call
 SURE = 2  # tokens that a guessed path must have in common with the text to be continued from it
 
@@ -56,10 +58,11 @@ class HybridSearch(Search):
         self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
         self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
-        self._ngram, self._repeats, self._max_depth = ngram, repeats, max_depth
+        self._ngram, self._repeats, self._max_depth, self.wide = ngram, repeats, max_depth, size > WIDE
         self._matched = {0}  # by number: candidates whose continuation was looked for, or that are one
         if match := ngram.match(self._tail(self.root)):
-            self._continue(self.root, ngram.continuation(match, LONGEST), ngram.extent(match, LONGEST))
+            longest = FARTHER if self.wide else LONGEST
+            self._continue(self.root, ngram.continuation(match, longest), ngram.extent(match, LONGEST))
 
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
@@ -76,7 +79,8 @@ class HybridSearch(Search):
         return True
 
     def worth(self, one: Candidate) -> float:
-        return super().worth(one) * (1 - self.chances.get(one.number, 0.0))
+        worth = super().worth(one)
+        return worth if self.wide else worth * (1 - self.chances.get(one.number, 0.0))
 
     def force(self, one: Candidate, token: int, worst: float) -> None:
         if not self._continued(one):
@@ -151,6 +155,10 @@ class Hybrid(DySpec):
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
         return HybridSearch(self, context, size, max_depth, context.states[Ngram.name], self.repeats)
+
+    def _asked_for(self, search: Search, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
+        assert isinstance(search, HybridSearch)
+        return list(nodes) if search.wide else super()._asked_for(search, tree, nodes)
 
     def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
         assert isinstance(search, HybridSearch)

@@ -33,7 +33,8 @@ class Packed:
     """A weight `[outputs, inputs]` in the kernels' layout, `[blocks][inputs / 2][16][2]` bfloat16, and its bias in float32.
 
     `gated`: two weights of the same shape, blocks of 16 outputs in turn: gates, then what they let through. `place`: where to put it, a
-    piece of a larger tensor of `size` numbers; its own where None. Raises `ValueError` for an odd number of inputs.
+    piece of a larger tensor of `size` numbers; its own where None. `filled`: it
+    holds the weight already. Raises `ValueError` for an odd number of inputs.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class Packed:
         *,
         gated: bool = False,
         place: torch.Tensor | None = None,
+        filled: bool = False,
     ) -> None:
         self.inputs = weights[0].shape[1]
         if self.inputs % 2:
@@ -56,7 +58,7 @@ class Packed:
             parts, rows = [torch.cat(list(weights))], self.outputs
         self.blocks = -(-rows // BLOCK) * len(parts)
         self.data = torch.empty(self.blocks * block, dtype=torch.bfloat16) if place is None else place
-        for i, part in enumerate(parts):
+        for i, part in enumerate([] if filled else parts):
             part = part.detach().to(torch.bfloat16).contiguous()
             kernels.pack(part.data_ptr(), rows, self.inputs, self.inputs, self.data.data_ptr() + 2 * i * block, block * len(parts))
         self.bias = None if bias is None else gated_bias(bias, rows, self.blocks) if gated else bias.detach().float().contiguous()
@@ -81,6 +83,18 @@ def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
     return both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
 
+class PackedPart(NamedTuple):
+    """Some blocks of a packed weight that comes with each call (`Program.set`). `column`: the first of its outputs."""
+
+    inputs: int
+    outputs: int
+    gated: bool
+    format: int
+    bias: torch.Tensor | None
+    column: int
+    data: None = None
+
+
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
 
@@ -99,7 +113,7 @@ class Rows:
         spans: Sequence[tuple[int, int]] = (),
         wanted: Sequence[int] | range = (),
     ) -> None:
-        self.rows, n = len(tokens), len(tokens)
+        self.rows, n, self.tokens = len(tokens), len(tokens), tokens
         ends, flat = [0], list[int]()
         for path in paths:
             flat += path

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels, Op
-from quickbeam.target.native.operands import KVShape, Rows
+from quickbeam.target.native.operands import KVShape, PackedPart, Rows
 from quickbeam.target.native.quantised import AnyPacked
 
 
@@ -98,7 +98,7 @@ class Program:
 
     def linear(
         self,
-        packed: AnyPacked,
+        packed: AnyPacked | PackedPart,
         source: Buffer,
         target: Buffer,
         epilogue: int = library.STORE,
@@ -242,6 +242,16 @@ class Program:
         blocks: Any = None,
     ) -> None:
         """`angles`: cosine and sine by position, `[positions, half]` float32 each; `blocks`: int64 numpy array for `chosen`."""
+        self.prepare(rows, given, angles, blocks)(0, len(self._ops))
+
+    def prepare(
+        self,
+        rows: Rows,
+        given: Mapping[str, torch.Tensor] | None = None,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        blocks: Any = None,
+    ) -> Callable[[int, int], None]:
+        """What `run` does, some operations at a time: the result takes the first of them and the one after the last."""
         if self._table is None or rows.rows > self._capacity:
             self._prepare(rows.rows)
         for name, tensor in (given or {}).items():
@@ -251,7 +261,23 @@ class Program:
         call = library.Call(rows.batch, ctypes.addressof(self._table))
         if blocks is not None:
             call.block, call.blocks = blocks.ctypes.data, len(blocks)
-        self.kernels.run(self._list, len(self._ops), ctypes.byref(call), torch.get_num_threads())
+        at, size = ctypes.addressof(self._list), ctypes.sizeof(Op)
+
+        def some(first: int, last: int) -> None:
+            if last > first:
+                self.kernels.run(at + first * size, last - first, ctypes.byref(call), torch.get_num_threads())
+
+        return some
+
+    @property
+    def operations(self) -> int:
+        """How many there are."""
+        return len(self._ops)
+
+    def places(self, kinds: Collection[int]) -> dict[int, int]:
+        """By the number of an operation of these kinds: its number in their `subset`."""
+        kept = [i for i, op in enumerate(self._ops) if op.kind in kinds]
+        return {operation: place for place, operation in enumerate(kept)}
 
     def subset(self, kinds: Collection[int]) -> Program:
         """The operations of these kinds alone, on the same weights and on buffers of their own: what comes out means nothing, but it takes

@@ -110,7 +110,7 @@ class Packer(NamedTuple):
         place: torch.Tensor | None = None,
         filled: bool = False,
     ) -> AnyPacked:
-        """As `Packed`; quantised weights may be there already (`filled`)."""
+        """As `Packed`."""
         if self.name == BFLOAT16:
-            return Packed(self.kernels, weights, bias, gated=gated, place=place)
+            return Packed(self.kernels, weights, bias, gated=gated, place=place, filled=filled)
         return QuantisedPacked(self.kernels, weights, bias, name=self.name, gated=gated, place=place, filled=filled)

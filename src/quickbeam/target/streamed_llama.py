@@ -1,0 +1,364 @@
+"""`FusedLlama` for models that are larger than the memory they may take: some of the weights stay in memory, the others are read from disk
+in every pass, each part while those before it compute. Every number is that of the same model in memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.errors import InvalidInput
+from quickbeam.target.attention import Layer
+from quickbeam.target.fused_llama import FusedLayer, FusedLlama
+from quickbeam.target.linear import NativeLinear, bias_of
+from quickbeam.target.memory import peak_bytes, peak_memory
+from quickbeam.target.native import library
+from quickbeam.target.native.library import Kernels
+from quickbeam.target.native.operands import BLOCK, PackedPart, Rows, gated_bias
+from quickbeam.target.native.program import Buffer, Program
+from quickbeam.target.native.quantised import AnyPacked, Packer
+from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Part, Plan, WeightShape
+from quickbeam.target.pages import PagePool
+from quickbeam.target.quantised import head_format
+from quickbeam.target.weight_stream import File, WeightStream, aligned
+
+BUFFERS = 4  # of a segment each; 2 where memory is short
+PROBED = 2  # segments of the head that `shallow` passes read
+
+
+class Source(NamedTuple):
+    """Where a model's weights are read from. `memory`: bytes that they may take; `small`: of these, what is in memory in any case;
+    `fill` reads that into a model on the meta device."""
+
+    path: Path
+    plan: Plan
+    memory: int
+    small: int
+    fill: Callable[[PreTrainedModel], None]
+
+    @property
+    def least(self) -> int:
+        """The smallest `memory` that works."""
+        return self.small + 2 * self.plan.piece
+
+    @property
+    def whole(self) -> int:
+        """What the model takes without being read from disk."""
+        return self.small + self.plan.bytes + self.plan.embedding_bytes
+
+
+class Weight:
+    """A weight in the file, as `Packed` is one in memory."""
+
+    def __init__(self, number: int, linears: Sequence[nn.Linear], shape: WeightShape) -> None:
+        self.number, self.shape = number, shape
+        self.inputs, self.outputs, self.gated = shape.inputs, shape.rows * shape.step, shape.gated
+        self.format = library.FORMATS.index(shape.name)
+        bias = bias_of(linears)
+        if bias is not None:
+            bias = gated_bias(bias, shape.rows, shape.blocks) if shape.gated else bias.detach().float().contiguous()
+        self.bias = bias
+
+
+def part_of(weight: Weight, part: Part) -> PackedPart:
+    """What an operation is told of some blocks of a weight."""
+    step, rows = weight.shape.step, weight.shape.rows
+    column = part.first // step * BLOCK
+    outputs = (min(rows, (part.first + part.blocks) // step * BLOCK) - column) * step
+    bias = weight.bias
+    if bias is not None:
+        bias = (bias[part.first // step :] if weight.gated else bias[column:]).contiguous()
+    return PackedPart(weight.inputs, outputs, weight.gated, weight.format, bias, column)
+
+
+class Use(NamedTuple):
+    """An operation reads a weight in a segment. `offset`: bytes from the segment's beginning."""
+
+    operation: int
+    segment: int
+    offset: int
+
+
+class _Pass:
+    """A program whose weights are partly on disk."""
+
+    def __init__(self, program: Program, uses: Sequence[Use], source: Source, resident: dict[int, torch.Tensor], buffers: int) -> None:
+        self._program, self._steps = program, list[tuple[int, int, int, list[Use]]]()  # first operation, the one after the last, segment
+        for use in uses:
+            if use.segment in resident:
+                program.set(use.operation, weight=resident[use.segment].data_ptr() + use.offset)
+            elif self._steps and self._steps[-1][2] == use.segment:
+                first, _, segment, used = self._steps[-1]
+                self._steps[-1] = first, use.operation + 1, segment, [*used, use]
+            else:
+                self._steps.append((use.operation, use.operation + 1, use.segment, [use]))
+        segments = [source.plan.segments[segment] for _, _, segment, _ in self._steps]
+        self.stream: WeightStream | None = None
+        if segments:
+            self.stream = WeightStream(source.path, [(ALIGNED + one.offset, one.size) for one in segments], buffers)
+
+    def run(self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """One pass. Raises `QuickbeamError` naming the file where it can't be read."""
+        program, stream, done = self._program, self.stream, 0
+        call = program.prepare(rows, given, angles)
+        if stream is not None:
+            stream.begin()
+            for number, (first, last, _, uses) in enumerate(self._steps):
+                call(done, first)
+                address = stream.take(number)
+                for use in uses:
+                    program.set(use.operation, weight=address + use.offset)
+                call(first, last)
+                stream.release()
+                done = last
+        call(done, program.operations)
+        if stream is not None:
+            stream.end()
+
+
+class StreamedLlama(FusedLlama):
+    """The same with weights from a file. `model`: on the meta device but for norms and biases.
+
+    Of `source.memory`, `BUFFERS` segments are for reading. The rest holds segments that are not read again, spread evenly over the pass, so
+    that reading goes on while they compute. To hold them saves their reading in every pass; the same memory as further buffers would save
+    it only in passes before which a drafter takes long enough.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str, source: Source) -> None:
+        base: Any = model.model
+        source.fill(model)
+        self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
+        self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
+        self.heads = base.layers[0].self_attn.q_proj.out_features // self._shapes[0].key_dim
+        self._source, self._name, self._rows = source, name, EmbeddingRows(source.path, source.plan)
+        numbers = iter(range(len(source.plan.weights)))
+
+        def place(linears: Sequence[nn.Linear], gated: bool = False) -> Any:
+            number = next(numbers)
+            return Weight(number, linears, source.plan.weights[number])
+
+        self.layers = [FusedLayer(base.layers[i], layers[i], place) for i in range(len(base.layers))]
+        self.vocab = model.lm_head.out_features
+        self._output: Weight = place((model.lm_head,))
+        self._depth = len(self.layers)  # of a pass
+        self._parts: dict[int, list[tuple[int, Part]]] = {}
+        for i, segment in enumerate(source.plan.segments):
+            for part in segment.parts:
+                self._parts.setdefault(part.weight, []).append((i, part))
+        room = source.memory - source.small
+        self._buffers = max(2, min(BUFFERS, room // source.plan.piece // 4))
+        self._resident = self._hold(room - self._buffers * source.plan.piece)
+        self.watched = ()
+        self.hidden, self.best = torch.empty(0), []
+        self._program, self._angles = None, (torch.empty(0, 1), torch.empty(0, 1))
+        self._passes: dict[int, _Pass] = {}
+        self._uses: list[Use] = []
+        self._own: tuple[nn.Embedding, NativeLinear] | None = None
+
+    def _hold(self, room: int) -> dict[int, torch.Tensor]:
+        """As many segments as there is room for, read once."""
+        segments = self._source.plan.segments
+        count = min(len(segments), max(0, room) // self._source.plan.piece)
+        chosen = [i for i in range(len(segments)) if (i + 1) * count // len(segments) > i * count // len(segments)]
+        file = File(self._source.path)
+        memory, held, used = aligned(sum(segments[i].size for i in chosen)), dict[int, torch.Tensor](), 0
+        for i in chosen:
+            held[i] = memory[used : used + segments[i].size]
+            file.read(ALIGNED + segments[i].offset, held[i].numpy().data)
+            used += segments[i].size
+        return held
+
+    @staticmethod
+    def shapes(model: PreTrainedModel, name: str) -> list[WeightShape]:
+        """Of a model's weights, in the order of a pass."""
+        base: Any = model.model
+        groups = [found for layer in base.layers for found in FusedLlama._linears(layer)]
+        shapes = [
+            WeightShape(linears[0].in_features, linears[0].out_features if gated else sum(one.out_features for one in linears), gated, name)
+            for linears, gated in groups
+        ]
+        head: Any = model.lm_head
+        return [*shapes, WeightShape(head.in_features, head.out_features, False, head_format(name))]
+
+    # --- what FusedLlama's program is made of ---
+
+    @property
+    def _width(self) -> int:
+        return self._rows.width
+
+    def _embed(self, program: Program, target: Buffer) -> None:
+        program.copy(program.given("embedded", self._rows.width), target)
+
+    def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE, **more: Any) -> None:
+        parts = self._parts[weight.number]
+        if weight is self._output and self._depth < len(self.layers):
+            parts = parts[:PROBED]
+        for segment, part in parts:
+            self._uses.append(Use(program.operations, segment, part.offset))
+            some = part_of(weight, part)
+            program.linear(some, source, target, epilogue, column=some.column, **more)
+
+    def _project(self, program: Program, source: Buffer) -> None:
+        logits = program.given("logits", self.vocab, True)
+        self._linear(program, self._output, source, logits, gathered=True)
+
+    # --- passes ---
+
+    def watch(self, layers: Sequence[int]) -> None:
+        super().watch(layers)
+        self.close()
+        self._passes.clear()
+
+    def _pass(self) -> _Pass:
+        if self._depth not in self._passes:
+            self._uses = []
+            self._passes[self._depth] = _Pass(self._make(), self._uses, self._source, self._resident, self._buffers)
+        return self._passes[self._depth]
+
+    def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
+        given = super()._results(rows) | {"embedded": self._rows.rows(rows.tokens)}
+        del given["best"]
+        if self._depth < len(self.layers):
+            given["logits"].zero_()  # of which a shallow pass fills a part
+        return given
+
+    def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
+        given = self._results(rows)
+        self._pass().run(rows, given, self._angles_to(last_position))
+        self.hidden, self.best = given["hidden"], likeliest(given["logits"])
+        return given["logits"]
+
+    def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
+        self._uses = []
+        whole = self._make()
+        program, kept = whole.subset(kinds), whole.places(kinds)
+        uses = [use._replace(operation=kept[use.operation]) for use in self._uses if use.operation in kept]
+        made = _Pass(program, uses, self._source, self._resident, self._buffers)
+
+        def run(rows: Rows, last_position: int) -> None:
+            made.run(rows, self._results(rows), self._angles_to(last_position))
+
+        return run
+
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Passes of one layer and a part of the head meanwhile: to look at the kernels without reading all weights."""
+        self._depth = 1
+        try:
+            yield
+        finally:
+            self._depth = len(self.layers)
+            if (found := self._passes.pop(1, None)) is not None and found.stream is not None:
+                found.stream.close()
+
+    def close(self) -> None:
+        """Stop reading ahead, until the next pass."""
+        for one in self._passes.values():
+            if one.stream is not None:
+                one.stream.close()
+
+    # --- what is said of it ---
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._source.plan.size
+
+    @property
+    def stream(self) -> WeightStream | None:
+        """What reads the weights of a whole pass; None where memory holds them all."""
+        return self._pass().stream
+
+    @property
+    def resident_bytes(self) -> int:
+        """Weights that are not read again."""
+        return sum(held.numel() for held in self._resident.values())
+
+    @property
+    def streamed_bytes(self) -> int:
+        """Weights that every pass reads from disk."""
+        return 0 if self.stream is None else self.stream.bytes
+
+    @property
+    def in_words(self) -> str:
+        """How much of the weights is read from disk, and how fast."""
+        rate = 0.0 if self.stream is None else self.stream.rate / 1e9
+        return f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from disk at {rate:.2f} GB/s, {peak_memory()}"
+
+    def record(self) -> dict[str, float | int | None]:
+        """The same in numbers: bytes, and bytes a second."""
+        stream = self.stream
+        return {
+            "streamed_bytes": self.streamed_bytes,
+            "resident_bytes": self.resident_bytes,
+            "buffer_bytes": 0 if stream is None else stream.buffer_bytes,
+            "bytes_per_second": None if stream is None else stream.rate,
+            "waited_seconds": None if stream is None else stream.waited,
+            "peak_bytes": peak_bytes(),
+        }
+
+    @property
+    def shared_in_words(self) -> str:
+        """What a feature drafter's copies take."""
+        return f"they take {(self._source.plan.embedding_bytes + self._head_bytes) / 1e6:.0f} MB beside --memory"
+
+    # --- what a feature drafter shares with the model, in memory of its own ---
+
+    @property
+    def embedding(self) -> nn.Embedding:
+        return self._shared[0]
+
+    @property
+    def head(self) -> NativeLinear:
+        return self._shared[1]
+
+    @property
+    def _shared(self) -> tuple[nn.Embedding, NativeLinear]:
+        if self._own is None:
+            embedding = nn.Embedding(*self._source.plan.embedding, dtype=torch.bfloat16, device="meta")
+            embedding.weight = nn.Parameter(self._rows.all(), requires_grad=False)
+            self._own = embedding, NativeLinear(self._kernels, self._read_head())
+        return self._own
+
+    @property
+    def _head_bytes(self) -> int:
+        return self._output.shape.blocks * self._source.plan.blocks[self._output.number]
+
+    def _read_head(self) -> AnyPacked:
+        """The head's weight, whole."""
+        plan, file = self._source.plan, File(self._source.path)
+        shape, block = self._output.shape, plan.blocks[self._output.number]
+        data = torch.empty(self._head_bytes, dtype=torch.uint8)
+        for i, part in self._parts[self._output.number]:
+            segment, room = plan.segments[i], aligned(plan.segments[i].size)
+            file.read(ALIGNED + segment.offset, room.numpy().data)
+            data[part.first * block : (part.first + part.blocks) * block] = room[part.offset : part.offset + part.blocks * block]
+        packer = Packer(self._kernels, shape.name)
+        weight = torch.empty(shape.rows, shape.inputs, device="meta")
+        return packer.pack([weight], self._output.bias, place=data.view(packer.dtype), filled=True)
+
+
+def likeliest(logits: torch.Tensor) -> list[int]:
+    """The place of each row's largest, the first of equals; -1 where a number is NaN or the largest infinite."""
+    if not len(logits):
+        return []
+    rows = logits.numpy()
+    best = rows.argmax(1)  # of a NaN where there is one
+    return np.where(np.isfinite(rows[np.arange(len(rows)), best]), best, -1).tolist()  # type: ignore[no-any-return]
+
+
+def refuse_unfit_to_stream(model: PreTrainedModel, found: Kernels | None, reason: str) -> None:
+    """Raise `InvalidInput` for a model whose passes are not wholly those of the native kernels."""
+    if found is None:
+        raise InvalidInput(f"memory needs the native kernels, and there are none here: {reason}; leave memory out")
+    if not FusedLlama.fits(model):
+        raise InvalidInput(
+            f"memory is for models of Llama's layout that the native kernels run in one call, not for this {type(model).__name__}; "
+            "leave memory out"
+        )

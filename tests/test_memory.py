@@ -1,0 +1,418 @@
+"""Models that are larger than the memory for their weights: the bits of the same model in memory, whatever is read from disk.
+
+pytest tests/test_memory.py
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from models import tiny
+from quickbeam.cli.app import app
+from quickbeam.draft.draft_model import LMDrafter
+from quickbeam.engine.budget import MOST_DEAR, Budget
+from quickbeam.engine.cost import CostModel
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.llm import LLM
+from quickbeam.params import SamplingParams
+from quickbeam.target.batch import Batch, Chain, Draft
+from quickbeam.target.model import Model
+from quickbeam.target.native import build, library
+from quickbeam.target.streamed_llama import likeliest
+from quickbeam.target.streamed_loading import open_streamed
+from quickbeam.target.target import Target
+from quickbeam.target.weight_stream import File, WeightStream
+from streaming import bush, ids, limits, on_disk, opened, saved
+
+pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
+KINDS = ("bfloat16", "int8", "int4")
+SETS = [*build.machine_sets(), *([build.EMULATED] if build.runs(build.EMULATED) else [])]
+WIDTHS = (1, 2, 3, 16, 17, 40, 128)
+TIGHT = 60_000  # bytes, of toys that take more
+PROMPTS = ["abcabcabcab", "one two one two one", "x = f(x) + f(x)"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own, with the kernels that are compiled already."""
+    from quickbeam.hub import cache_folder
+
+    folder = tmp_path_factory.mktemp("cache")
+    os.symlink(cache_folder() / "kernels", folder / "kernels")
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, toy_folder: str) -> Callable[[str], str]:
+    """Folders of tiny models by layout."""
+    made: dict[str, str] = {}
+
+    def of(layout: str) -> str:
+        if layout not in made:
+            made[layout] = saved(layout, tmp_path_factory.mktemp(layout), toy_folder)
+        return made[layout]
+
+    return of
+
+
+def alike(one: Target, other: Target, widths: tuple[int, ...] = WIDTHS) -> None:
+    """Both give the same bits: after a prompt, in trees, and after a path of one was kept."""
+    assert torch.equal(one.prefill(ids(150)), other.prefill(ids(150)))
+    for width in widths:
+        tree = bush(width)
+        assert torch.equal(one.verify(tree), other.verify(tree)), width
+        assert one.best == other.best
+    tree = bush(20)
+    path = [0]
+    while below := list(tree.children[path[-1]].values()):
+        path.append(below[-1])
+    for target in (one, other):
+        target.verify(tree)
+        target.commit(tree, path)
+    assert torch.equal(one.verify(bush(5)), other.verify(bush(5)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["llama", "llama-multi-head", "qwen2", "qwen3", "mistral-window"])  # tied, with biases, norms, windows
+def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(folder: Callable[[str], str], layout: str, kind: str) -> None:
+    disk = on_disk(folder(layout), limits(folder(layout), kind)[3], kind)
+    assert disk.model.streamed is not None and disk.model.streamed.streamed_bytes > 0 < disk.model.streamed.resident_bytes
+    alike(Target(Model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
+    disk.model.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("isa", SETS)
+def test_every_instruction_set_reads_from_disk(folder: Callable[[str], str], isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load(isa)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
+    monkeypatch.setenv("QUICKBEAM_ISA", isa)
+    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"), kind)[1], kind)
+    assert disk.model.pool.kernels.name == isa  # type: ignore[attr-defined]
+    alike(memory, disk, (1, 17, 64))
+    disk.model.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_division_of_the_memory_gives_the_same_bits(folder: Callable[[str], str], kind: str) -> None:
+    memory = Target(Model(tiny("llama-multi-head", torch.bfloat16, wide=True), weights=kind))
+    resident = []
+    for limit in limits(folder("llama-multi-head"), kind):
+        disk = on_disk(folder("llama-multi-head"), limit, kind)
+        assert disk.model.streamed is not None
+        resident.append(disk.model.streamed.resident_bytes)
+        held = disk.model.streamed.stream
+        assert (0 if held is None else held.buffer_bytes) + resident[-1] <= limit
+        memory.reset()
+        alike(memory, disk, (1, 24))
+        disk.model.close()
+    assert resident[0] == 0 and resident == sorted(resident) and len(set(resident)) > 5
+
+
+def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str], str]) -> None:
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2]).model
+    alone = Model(tiny("qwen2", torch.bfloat16, wide=True))
+    for model in (alone, disk):
+        caches = [model.pool.new() for _ in range(3)]
+        model.forward(Batch([Chain(cache, ids(1100 + i)[: 600 + i]) for i, cache in enumerate(caches)]))
+        for i, cache in enumerate(caches):
+            cache.commit(range(600 + i))
+        passed = model.forward(Batch([Draft(cache, bush(9 + i)) for i, cache in enumerate(caches)]))
+        if model is alone:
+            expected = passed
+    for one, other in zip(expected, passed, strict=True):
+        assert torch.equal(one.logits, other.logits) and one.best == other.best
+
+
+def test_hidden_states_are_the_same(folder: Callable[[str], str]) -> None:
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2])
+    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True)))
+    for target in (memory, disk):
+        target.verify(bush(3))  # a program without them first
+        target.model.watch([1, 3, 4])
+        target.prefill(ids(40))
+    assert torch.equal(memory.take_hidden(), disk.take_hidden())
+    x = torch.randn(3, 128).bfloat16()
+    assert torch.equal(memory.model.head(x), disk.model.head(x))  # what a feature drafter shares
+    assert torch.equal(memory.model.embedding(torch.arange(97)), disk.model.embedding(torch.arange(97)))
+
+
+def test_slow_reads_are_waited_for(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    read, turn = File.read, iter(range(10**9))
+
+    def slow(self: File, offset: int, buffer: memoryview) -> None:
+        buffer[:] = b"\xff" * len(buffer)  # numbers that are none: nobody may read them
+        time.sleep((next(turn) * 7 % 5) / 2000)
+        read(self, offset, buffer)
+
+    monkeypatch.setattr(File, "read", slow)
+    alike(Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), disk, (1, 9))
+    disk.model.close()
+
+
+def test_a_buffer_that_is_given_back_too_early_shows(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wrong version that the tests above must catch."""
+    memory, disk = Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    take = WeightStream.take
+
+    def early(self: WeightStream, number: int) -> int:
+        address = take(self, number)
+        self.release()
+        work = self._work
+        assert work is not None
+        with work.changed:
+            work.changed.wait_for(lambda: self._taken - 1 + len(self._room) in work.ready, timeout=10)
+        return address
+
+    monkeypatch.setattr(WeightStream, "take", early)
+    with pytest.raises(AssertionError):
+        alike(memory, disk, (1,))
+
+
+def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, disk = Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    take = WeightStream.take
+
+    def interrupted(self: WeightStream, number: int) -> int:
+        if number == 4:
+            raise KeyboardInterrupt
+        return take(self, number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(WeightStream, "take", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            disk.verify(bush(3))
+    disk.reset()
+    alike(memory, disk, (1, 9))
+
+
+def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
+    first, second = on_disk(folder("qwen2"), limits(folder("qwen2"))[0]), on_disk(folder("llama"), limits(folder("llama"))[0])
+    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True)))
+    second.prefill(ids(20))
+    alike(memory, first, (1,))
+    assert sum(thread.name == "weights" for thread in threading.enumerate()) == 4
+    first.model.close()
+    second.model.close()
+    assert not any(thread.name == "weights" for thread in threading.enumerate())
+    memory.reset()
+    alike(memory, first, (1,))  # it begins anew
+    del first
+    deadline = time.monotonic() + 10
+    while any(thread.name == "weights" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(thread.name == "weights" for thread in threading.enumerate())
+
+
+def test_a_forked_process_reads_for_itself(folder: Callable[[str], str]) -> None:
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    expected = disk.prefill(ids(30))
+    disk.model.streamed.hidden = torch.empty(0)  # type: ignore[union-attr]
+    torch.set_num_threads(1)
+    child = os.fork()
+    if not child:
+        disk.reset()
+        os._exit(0 if torch.equal(disk.prefill(ids(30)), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    disk.reset()
+    assert torch.equal(disk.prefill(ids(30)), expected)
+
+
+@pytest.mark.parametrize("what", ["cut", "changed", "failing"])
+def test_a_file_that_goes_wrong_is_an_error_that_names_it(folder: Callable[[str], str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    disk.prefill(ids(20))
+    assert disk.model.streamed is not None
+    path = disk.model.streamed._source.path
+    if what == "cut":
+        monkeypatch.setattr(File, "check", lambda self: None)  # as if between two looks
+        disk.model.close()
+        os.truncate(path, 8192)
+    elif what == "changed":
+        os.utime(path, ns=(1, 1))
+    else:
+        disk.model.close()
+
+        def fail(*_: object) -> int:
+            raise OSError(5, "Input/output error")
+
+        monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(QuickbeamError, match=str(path)):
+        disk.verify(bush(3))
+    with pytest.raises(QuickbeamError, match=str(path)):
+        disk.verify(bush(3))
+    if what == "failing":
+        monkeypatch.undo()
+        disk.verify(bush(3))  # it is tried again
+    disk.model.close()
+
+
+def test_answers_are_the_same_by_every_method_and_after_an_error(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)]
+    plain, disk = LLM(toy_folder, "ar"), LLM(toy_folder, "ar", memory=TIGHT)
+    assert disk.model.streamed is not None and "MB a pass from disk" in disk.describe() and disk.kernels == plain.kernels
+    for one in params:
+        expected = [found.token_ids for found in plain.generate(PROMPTS, one, progress=False)]
+        for method in ("ar", "pld", "logitspec"):
+            disk.reset()
+            assert [found.token_ids for found in disk.generate(PROMPTS, one, method=method, budget=0, progress=False)] == expected, method
+    path = disk.model.streamed._source.path
+    kept = path.stat()
+    os.utime(path, ns=(1, 1))
+    with pytest.raises(QuickbeamError, match=path.name):
+        disk.generate(PROMPTS[0], params[0])
+    os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
+    assert disk.generate(PROMPTS[0], params[0]).token_ids == plain.generate(PROMPTS[0], params[0]).token_ids
+    disk.close()
+
+
+def test_a_model_drafts_for_one_on_disk(toy_folder: str) -> None:
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    expected = LLM(toy_folder, "ar").generate(PROMPTS[0], params).token_ids
+    with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
+        found = llm.generate(PROMPTS[0], params, budget=16)
+        assert isinstance(llm._drafter, LMDrafter) and llm._drafter.model.weights == "int8"
+        assert llm._drafter.model.streamed is not None and llm._drafter.model.streamed.streamed_bytes == 0  # loaded without the checkpoint
+    assert found.token_ids == expected and found.statistics.mean_accepted_tokens > 2
+
+
+def test_what_fits_is_loaded_as_ever(toy_folder: str, cache: Path) -> None:
+    with LLM(toy_folder, "ar", memory="1GB") as llm:
+        assert llm.model.streamed is None and llm.describe() == llm.kernels
+    assert not list(cache.glob("weights/*"))
+
+
+def test_what_cannot_be_read_while_computing_is_refused(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    least = opened(toy_folder, TIGHT).source.least
+    with pytest.raises(InvalidInput, match="at least 1MB"):
+        LLM(toy_folder, "ar", memory=least - 1)
+    LLM(toy_folder, "ar", memory=least).close()
+    for told, words in (
+        ({"memory": "much"}, "not a size of memory"),
+        ({"dtype": "float32"}, "goes with bfloat16"),
+        ({"fast": False}, "native kernels"),
+        ({"device_map": "cpu"}, "device_map"),
+    ):
+        with pytest.raises(InvalidInput, match=words):
+            LLM(toy_folder, "ar", **{"memory": TIGHT, **told})  # type: ignore[arg-type]
+    gpt = saved("gpt2", tmp_path / "gpt2", toy_folder)
+    with pytest.raises(InvalidInput, match="Llama's layout"):
+        LLM(gpt, "ar", memory=TIGHT)
+    (Path(gpt) / "adapter_config.json").write_text("{}")
+    with pytest.raises(InvalidInput, match="adapter"):
+        LLM(gpt, "ar", memory=TIGHT)
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
+    with pytest.raises(InvalidInput, match="eager"):
+        LLM(toy_folder, "ar", memory=TIGHT)
+
+
+def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path: Path, toy_folder: str) -> None:
+    other = saved("llama", tmp_path / "narrow", toy_folder, intermediate_size=64)
+    with pytest.raises(InvalidInput, match="expected"):
+        open_streamed(other, 120_000, "bfloat16")
+    fewer = saved("llama", tmp_path / "deeper", toy_folder, num_hidden_layers=4)
+    with pytest.raises(InvalidInput, match=r"lack model\.layers\.3"):
+        open_streamed(fewer, 120_000, "bfloat16")
+
+
+def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder: str) -> None:
+    llm = LLM(toy_folder, "ar", memory=TIGHT)
+    passes = []
+    forward = llm.model.forward
+    llm.model.forward = lambda batch: passes.append(batch) or forward(batch)  # type: ignore[method-assign, func-returns-value]
+    budget = llm.engine.budget
+    assert len(passes) <= 6 and budget.limit == MOST_DEAR
+    # where a pass takes 3 s up to 128 nodes, and each further one 20 ms
+    dear = Budget(CostModel({1: 3.0, 64: 3.0, 128: 3.0, 256: 5.6}), MOST_DEAR)
+    from quickbeam.engine.budget import Load
+
+    plan = dear.prices("one", "m", Load({"one": 100}))
+    assert plan.nodes == MOST_DEAR and plan.prices is not None
+    assert plan.prices.node(100) == 0 < plan.prices.node(200) < plan.prices.node(400) or plan.prices.node(400) > 0
+    llm.close()
+
+
+def test_the_likeliest_tokens_are_the_first_of_equals() -> None:
+    rows = torch.tensor([[1.0, 3, 3, 2], [float("nan"), 1, 2, 3], [0, float("inf"), 1, 2], [-5, -4, -3, -4]])
+    assert likeliest(rows) == [1, -1, -1, 2] and likeliest(rows[:0]) == []
+
+
+def test_on_the_command_line(toy_folder: str) -> None:
+    run = CliRunner().invoke
+    told = ["generate", "abcabc", "--model", toy_folder, "--method", "ar", "--max-tokens", "5", "--raw"]
+    plain = run(app, told)
+    disk = run(app, [*told, "--memory", str(TIGHT)])
+    assert disk.exit_code == 0 and disk.stdout == plain.stdout
+    assert "MB a pass from disk" in disk.stderr and "peak memory" in disk.stderr
+    few = run(app, [*told, "--memory", "100"])
+    assert few.exit_code == 2 and "needs at least" in few.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["passes", "--widths", "1,4", "--repeats", "1", "--context", "8"],
+        ["weights", "--weights", "bfloat16,int8", "--widths", "1", "--repeats", "1", "--limit", "1", "--max-tokens", "4", "--raw"],
+        ["--methods", "ar,logitspec", "--limit", "1", "--max-tokens", "4"],
+    ],
+    ids=lambda command: command[0].strip("-"),
+)
+def test_measures_tell_what_is_read(toy_folder: str, command: list[str], tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("a few words to read " * 4)
+    more = ["--text", str(text)] if command[0] == "weights" else []
+    found = CliRunner().invoke(app, ["bench", *command, *more, "--model", toy_folder, "--memory", "20000"])
+    assert found.exit_code == 0, found.output
+    assert "MB a pass from disk at" in " ".join(found.stdout.split()) and "peak memory" in " ".join(found.stdout.split())
+
+
+LOADING = """
+import sys
+from quickbeam.llm import LLM
+from quickbeam.params import SamplingParams
+from quickbeam.target.memory import peak_bytes
+llm = LLM(sys.argv[1], "ar", memory=sys.argv[2] or None)
+assert (llm.model.streamed is None) == (not sys.argv[2])
+llm.generate([3, 4, 5], SamplingParams(max_tokens=2, ignore_eos=True))
+print(peak_bytes())
+"""
+
+
+@pytest.mark.long
+def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str) -> None:
+    from safetensors.torch import save_file
+
+    model = tiny("llama", torch.bfloat16)
+    config = model.config
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size = 1024, 4096, 8, 30_000
+    config.save_pretrained(tmp_path)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
+    save_file({name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((Path(toy_folder) / name).read_bytes())
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 3e8
+
+    def peak(folder: str, memory: str) -> int:
+        told = [sys.executable, "-c", LOADING, folder, memory]
+        return int(subprocess.run(told, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout)
+
+    python, limit = peak(toy_folder, ""), 80_000_000
+    for _ in range(2):  # the first packs the weights
+        assert peak(str(tmp_path), str(limit)) - python < limit + 130e6 < size
