@@ -62,15 +62,6 @@ def test_every_page_is_in_the_navigation() -> None:
     assert yaml.safe_load(text)["hooks"] == ["docs/hooks.py"]
 
 
-def test_tables_of_the_benchmarks_can_be_rewritten() -> None:
-    page = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
-    opened = re.findall(r"<!-- report: ([\w-]+) -->\n(.*?)\n<!-- /report -->", page, re.DOTALL)
-    assert len(opened) == page.count("<!-- report:") == page.count("<!-- /report -->")
-    names = [name for name, _ in opened]
-    assert len(set(names)) == len(names) and {"methods", "trees", "vocabulary", "passes", "throughput", "peers"} <= set(names)
-    assert all(table.startswith("|") and "\n\n" not in table for _, table in opened)
-
-
 # --- the command line's reference --------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(toy_folde
 
     first = CliRunner().invoke(app, arguments)
     assert first.exit_code == 0, first.output
-    assert [f"{i} of 4" in first.output for i in (1, 2, 3, 4)] == [True] * 4
+    assert [f"{i} of 3" in first.output for i in (1, 2, 3)] == [True] * 3
     for name in ("training", "router", "acceptance", "bench"):
         json.loads((out / f"{name}.json").read_text())
     methods = json.loads((out / "bench.json").read_text())["methods"]
@@ -30,7 +30,7 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(toy_folde
     assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
     made = (out / "router.json").stat().st_mtime_ns
     again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 0 and "2 of 4" not in again.output and (out / "router.json").stat().st_mtime_ns == made
+    assert again.exit_code == 0 and "2 of 3" not in again.output and (out / "router.json").stat().st_mtime_ns == made
 
     (tmp_path / "nothing").mkdir()
     refused = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "nothing")])

@@ -12,7 +12,7 @@ from quickbeam.cli import bench, options, train
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.common import stderr
 
-METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec"
+METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec,dynaspec+router"
 
 
 def train_all(
@@ -25,32 +25,29 @@ def train_all(
     slots: Annotated[int, typer.Option("--slots", min=1, help="Conversations written at a time.")] = 128,
     quote: Annotated[float, typer.Option("--quote", min=0, max=1, help="Share of conversations about a longer text.")] = 0.15,
     start: Annotated[Path | None, typer.Option("--start", help="Begin with the weights of this drafter (a folder).")] = None,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows of the drafter that the router is trained on.")] = 200_000,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Places of the text that the router is taught on, at most.")] = 200_000,
     limit: Annotated[int, typer.Option("--limit", min=1, help="Questions of the bench at the end.")] = 12,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer of the bench.")] = 64,
     seed: Annotated[int, typer.Option("--seed", help="Repeats a run on the same machine.")] = 0,
 ) -> None:
-    """Write text, train a drafter, cluster its vocabulary, train a router, then measure: how well draft probabilities foretell acceptance,
-    and how fast the methods are. Each stage can be run alone, with more options (`train drafter`, `train clusters`, `train router`).
+    """Write text, train a drafter, make its shortlist, then measure: how well draft probabilities foretell acceptance, and how fast the
+    methods are. Each stage can be run alone, with more options (`train drafter`, `train shortlist`).
 
     Ctrl-C keeps what there is; the same command goes on. Figures are left in OUT: training.json, router.json, acceptance.json, bench.json.
     """
     console = stderr()
-    console.print("1 of 4: the drafter")
+    console.print("1 of 3: the drafter")
     train.drafter(out, model, tokens, prompts, epochs, length=length, slots=slots, quote=quote, start=start, seed=seed)
     from accelerate import PartialState
 
     if not PartialState().is_main_process:  # several train the drafter; the rest is one's work
         return
     gc.collect()
-    if older(out / "shortlist.safetensors", out / "model.safetensors"):
-        console.print("2 of 4: clusters of its vocabulary")
-        train.clusters(out, model, seed=seed)
     if older(out / "router.json", out / "model.safetensors"):
-        console.print("3 of 4: the router")
-        train.router(out, model, rows, seed=seed)
+        console.print("2 of 3: its shortlist")
+        train.shortlist(out, model, rows)
     gc.collect()
-    console.print("4 of 4: what they are worth")
+    console.print("3 of 3: what they are worth")
     acceptance(limit=limit, max_tokens=max_tokens, model=model, drafter=str(out), json_path=out / "acceptance.json", seed=seed)
     context = typer.Context(typer.main.get_command(bench.commands))
     bench.bench(context, model=model, methods=METHODS, limit=limit, max_tokens=max_tokens, drafter=str(out), json_path=out / "bench.json")

@@ -43,7 +43,7 @@ def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None 
     - `router`: `clusters` and the tokens of `context`.
 
     Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its vocabulary in another way, and one without the
-    files that `quickbeam train clusters` and `quickbeam train router` make.
+    files that `quickbeam train shortlist` makes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)
@@ -99,8 +99,8 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     folder = drafter.folder
     if folder is None or not Artefact.there(folder):
         raise InvalidInput(
-            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with quickbeam train clusters"
-            " and quickbeam train router, or take --vocab full or context"
+            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with quickbeam train shortlist,"
+            " or take --vocab full or context"
         )
     artefact = Artefact.load(folder)
     if artefact.layout.vocab != model.vocab_size:

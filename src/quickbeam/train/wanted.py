@@ -7,6 +7,7 @@ the context's not counted.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -249,7 +250,9 @@ class WantedTraining(DrafterFolder):
             if (count := (rows - self.listed) // self.size) > 0:
                 chosen = routed(counted, clusters, scores, count) | (rank < self.listed)
                 found[rows] = score(counted, rank < rows, rank < rows), score(counted, chosen, rank < rows)
-        (self.out / FIGURES).unlink(missing_ok=True)
+        held_out = {rows: {"list": plain._asdict(), "router": one._asdict()} for rows, (plain, one) in found.items()}
+        record = {"listed": self.listed, "size": self.size, "taught": len(taught.tokens), "held_out": held_out}
+        replace(self.out / FIGURES, json.dumps(record, indent=2) + "\n")
         replace(self.out / CARD, self.card(layout, router, len(taught.tokens), len(counted.tokens), found))
         return found
 
