@@ -87,6 +87,9 @@ class LLM:
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
 
+    def describe(self) -> str:
+        return self.kernels
+
     def stream(self, prompt: str, params: SamplingParams, *, observer: Observer | None = None) -> Stream:
         CALLS.append(("raw", prompt, params))
         return Stream(script(prompt), self.method, observer)

@@ -111,7 +111,21 @@ class FakeTarget:
 class FakeLLM:
     made: ClassVar[list[tuple]] = []
 
-    def __init__(self, model, method, *, dtype, device, exact, fast, drafter=None, progress=None, weights="bfloat16"):
+    def __init__(
+        self,
+        model,
+        method,
+        *,
+        dtype,
+        device,
+        exact,
+        fast,
+        drafter=None,
+        progress=None,
+        weights="bfloat16",
+        draft_weights="bfloat16",
+        memory=None,
+    ):
         self.weights = weights
         self.made.append((model, method, dtype, device, exact, fast))
         self.drafter, self.prepared = drafter, []

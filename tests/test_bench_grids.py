@@ -102,6 +102,7 @@ FIGURES = {
     ],
     "structured": [("structured", ("JSON schema", "ar"), {"valid": "9/10", "tokens/s": "92.0", "MAT": "2.00", "tokens an answer": "47"})],
     "drafting": [("drafting", ("greedy", "0.6"), {"8 nodes": "0.50 (3.5)", "16 nodes": "1.00 (3.5)"})],
+    "recall": [("ways", ("list",), {"rows": "2,949", "recall": "0.9731", "of rare": "0.125"})],
     "heads": [("heads", ("Llama-3-8B 128,256 x 4,096", "4"), {"scored": "16,032", "share": "12.5%", "full": "40.00", "ratio": "0.13"})],
 }
 

@@ -54,8 +54,8 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    expected = {"dtype": "bfloat16", "trust_remote_code": False, "kv_memory": None, "weights": "bfloat16"}
-    assert options == expected | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact"))
+    expected = {"dtype": "bfloat16", "trust_remote_code": False, "kv_memory": None, "weights": "bfloat16", "draft_weights": "bfloat16"}
+    assert options == expected | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact", "memory"))
     assert (call, messages) == ("chat", [("user", "hello")])
     assert (params.max_tokens, params.temperature, params.seed, params.coupling) == (256, 0.0, None, "coupled")
 
@@ -71,7 +71,7 @@ def test_every_option_arrives(run):
     sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
     sampling += " --coupling residual"
     loading = "--model folder --method dyspec --budget 12 --drafter small --vocab router --shortlist 99 --no-exact"
-    loading += " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB --weights int4"
+    loading += " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB --weights int4 --draft-weights int8 --memory 3GB"
     result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
     assert result.exit_code == 0, result.stderr
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
@@ -88,6 +88,8 @@ def test_every_option_arrives(run):
             "trust_remote_code": True,
             "kv_memory": "1GB",
             "weights": "int4",
+            "draft_weights": "int8",
+            "memory": "3GB",
         }
         | drafter
     )

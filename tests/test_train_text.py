@@ -289,7 +289,7 @@ class Script:
     """A model that nearly always says what follows a token in `after`; any other token is a little less likely."""
 
     after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
-    device, native, vocab_size, chunk, granularity = torch.device("cpu"), True, 20, 512, 64
+    device, native, vocab_size, chunk, granularity, beside = torch.device("cpu"), True, 20, 512, 64, 64
     context_length = most_nodes = None
 
     def __init__(self) -> None:
@@ -300,6 +300,9 @@ class Script:
 
     def depth_limit(self, cache: SequenceCache) -> int:
         return 100
+
+    def close(self) -> None:
+        pass
 
     def forward(self, batch: Batch) -> list[Passed]:
         passed = []

@@ -16,6 +16,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.target.model import Model
 from quickbeam.target.native import library
+from quickbeam.target.native.quantised import BFLOAT16
 
 
 class Options(NamedTuple):
@@ -34,7 +35,7 @@ class Loaded(LLM):
             library.prepare(lambda stage: None)
         self.folder = self.name = model.name_or_path or type(model).__name__
         self.method, self.budget, self.vocab, self.shortlist = "auto", None, None, None
-        self._progress, self._trusted, self._kv_memory = None, False, None
+        self._progress, self._trusted, self._kv_memory, self._draft_weights = None, False, None, BFLOAT16
         engine = Engine(Model(model, fast=options.fast, exact=options.exact))
         self._take(engine, tokenizer, set(), options.drafter, options.fast)  # the call says what ends an answer
 
