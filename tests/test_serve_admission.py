@@ -170,7 +170,7 @@ def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
                 assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
                 assert "0.3 seconds" in late.json()["error"]["message"]
                 await until(lambda: all(stream.times.began for stream in running))
-                assert runner.gate.inside == 3  # the engine has not seen yet that one left
+                assert runner.gate.inside in (2, 3)  # those that run; the engine may not have seen yet that one left
                 brake.release()
                 for stream in running:
                     assert [delta async for delta in stream.deltas()]
