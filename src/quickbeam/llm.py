@@ -209,11 +209,6 @@ class LLM:
             self._prepared.add(asked)
         return self._drafter
 
-    def shortlist_of(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Shortlist | None:
-        """What the drafter scores with a method, prepared; None: its whole vocabulary."""
-        drafter = self.prepare(method, vocab, shortlist)
-        return None if drafter is None else self._shortlist(self._setting(method, vocab, shortlist))
-
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
         """Of a method whose drafter, if it has one, is loaded."""
         vocab = vocab or self.vocab or preset(method).vocab

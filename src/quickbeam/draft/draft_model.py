@@ -16,7 +16,7 @@ from quickbeam.target.batch import Batch, Chain, Draft
 from quickbeam.target.kv_cache import Pool, SequenceCache
 from quickbeam.target.model import Model
 from quickbeam.target.native.quantised import BFLOAT16
-from quickbeam.target.streamed_llama import Source
+from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 

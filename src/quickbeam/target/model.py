@@ -28,7 +28,8 @@ from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore, PagePool
 from quickbeam.target.quantised import check_weights, quantise_linears, refuse_unfit_for
-from quickbeam.target.streamed_llama import Source, StreamedLlama
+from quickbeam.target.streamed_llama import StreamedLlama
+from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)

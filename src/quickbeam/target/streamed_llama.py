@@ -6,8 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,110 +16,21 @@ from transformers import PreTrainedModel
 from quickbeam.errors import InvalidInput
 from quickbeam.target.attention import Layer
 from quickbeam.target.fused_llama import FusedLayer, FusedLlama
-from quickbeam.target.linear import NativeLinear, bias_of
+from quickbeam.target.linear import NativeLinear
 from quickbeam.target.memory import peak_bytes, peak_memory
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import BLOCK, PackedPart, Rows, gated_bias
+from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Buffer, Program
 from quickbeam.target.native.quantised import AnyPacked, Packer
-from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Part, Plan, WeightShape
+from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.target.pages import PagePool
 from quickbeam.target.quantised import head_format
+from quickbeam.target.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.target.weight_stream import File, WeightStream, aligned
 
 BUFFERS = 4  # of a segment each; 2 where memory is short
 PROBED = 2  # segments of the head that `shallow` passes read
-
-
-class Source(NamedTuple):
-    """Where a model's weights are read from. `memory`: bytes that they may take; `small`: of these, what is in memory in any case;
-    `fill` reads that into a model on the meta device."""
-
-    path: Path
-    plan: Plan
-    memory: int
-    small: int
-    fill: Callable[[PreTrainedModel], None]
-
-    @property
-    def least(self) -> int:
-        """The smallest `memory` that works."""
-        return self.small + 2 * self.plan.piece
-
-    @property
-    def whole(self) -> int:
-        """What the model takes without being read from disk."""
-        return self.small + self.plan.bytes + self.plan.embedding_bytes
-
-
-class Weight:
-    """A weight in the file, as `Packed` is one in memory."""
-
-    def __init__(self, number: int, linears: Sequence[nn.Linear], shape: WeightShape) -> None:
-        self.number, self.shape = number, shape
-        self.inputs, self.outputs, self.gated = shape.inputs, shape.rows * shape.step, shape.gated
-        self.format = library.FORMATS.index(shape.name)
-        bias = bias_of(linears)
-        if bias is not None:
-            bias = gated_bias(bias, shape.rows, shape.blocks) if shape.gated else bias.detach().float().contiguous()
-        self.bias = bias
-
-
-def part_of(weight: Weight, part: Part) -> PackedPart:
-    """What an operation is told of some blocks of a weight."""
-    step, rows = weight.shape.step, weight.shape.rows
-    column = part.first // step * BLOCK
-    outputs = (min(rows, (part.first + part.blocks) // step * BLOCK) - column) * step
-    bias = weight.bias
-    if bias is not None:
-        bias = (bias[part.first // step :] if weight.gated else bias[column:]).contiguous()
-    return PackedPart(weight.inputs, outputs, weight.gated, weight.format, bias, column)
-
-
-class Use(NamedTuple):
-    """An operation reads a weight in a segment. `offset`: bytes from the segment's beginning."""
-
-    operation: int
-    segment: int
-    offset: int
-
-
-class _Pass:
-    """A program whose weights are partly on disk."""
-
-    def __init__(self, program: Program, uses: Sequence[Use], source: Source, resident: dict[int, torch.Tensor], buffers: int) -> None:
-        self._program, self._steps = program, list[tuple[int, int, int, list[Use]]]()  # first operation, the one after the last, segment
-        for use in uses:
-            if use.segment in resident:
-                program.set(use.operation, weight=resident[use.segment].data_ptr() + use.offset)
-            elif self._steps and self._steps[-1][2] == use.segment:
-                first, _, segment, used = self._steps[-1]
-                self._steps[-1] = first, use.operation + 1, segment, [*used, use]
-            else:
-                self._steps.append((use.operation, use.operation + 1, use.segment, [use]))
-        segments = [source.plan.segments[segment] for _, _, segment, _ in self._steps]
-        self.stream: WeightStream | None = None
-        if segments:
-            self.stream = WeightStream(source.path, [(ALIGNED + one.offset, one.size) for one in segments], buffers)
-
-    def run(self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """One pass. Raises `QuickbeamError` naming the file where it can't be read."""
-        program, stream, done = self._program, self.stream, 0
-        call = program.prepare(rows, given, angles)
-        if stream is not None:
-            stream.begin()
-            for number, (first, last, _, uses) in enumerate(self._steps):
-                call(done, first)
-                address = stream.take(number)
-                for use in uses:
-                    program.set(use.operation, weight=address + use.offset)
-                call(first, last)
-                stream.release()
-                done = last
-        call(done, program.operations)
-        if stream is not None:
-            stream.end()
 
 
 class StreamedLlama(FusedLlama):
@@ -158,7 +68,7 @@ class StreamedLlama(FusedLlama):
         self.watched = ()
         self.hidden, self.best = torch.empty(0), []
         self._program, self._angles = None, (torch.empty(0, 1), torch.empty(0, 1))
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, StreamedPass] = {}
         self._uses: list[Use] = []
         self._own: tuple[nn.Embedding, NativeLinear] | None = None
 
@@ -216,10 +126,10 @@ class StreamedLlama(FusedLlama):
         self.close()
         self._passes.clear()
 
-    def _pass(self) -> _Pass:
+    def _pass(self) -> StreamedPass:
         if self._depth not in self._passes:
             self._uses = []
-            self._passes[self._depth] = _Pass(self._make(), self._uses, self._source, self._resident, self._buffers)
+            self._passes[self._depth] = StreamedPass(self._make(), self._uses, self._source, self._resident, self._buffers)
         return self._passes[self._depth]
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -240,7 +150,7 @@ class StreamedLlama(FusedLlama):
         whole = self._make()
         program, kept = whole.subset(kinds), whole.places(kinds)
         uses = [use._replace(operation=kept[use.operation]) for use in self._uses if use.operation in kept]
-        made = _Pass(program, uses, self._source, self._resident, self._buffers)
+        made = StreamedPass(program, uses, self._source, self._resident, self._buffers)
 
         def run(rows: Rows, last_position: int) -> None:
             made.run(rows, self._results(rows), self._angles_to(last_position))

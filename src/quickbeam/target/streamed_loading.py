@@ -17,7 +17,8 @@ from quickbeam.target.native import library
 from quickbeam.target.outline import Tensors, check_tensors, fill_small, local_folder, outline, small_parameters
 from quickbeam.target.packed_file import Plan, make
 from quickbeam.target.quantised import refuse_place
-from quickbeam.target.streamed_llama import BUFFERS, Source, StreamedLlama, refuse_unfit_to_stream
+from quickbeam.target.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit_to_stream
+from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 
 LAYOUT = 1  # of the file; another number, another file
