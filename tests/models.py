@@ -62,10 +62,15 @@ CONFIGS = {
 }
 
 
-def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False) -> PreTrainedModel:
-    """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32 dimensions, as small as real ones get."""
+def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False, layers: int | None = None) -> PreTrainedModel:
+    """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32 dimensions, as small as real ones get. `layers`:
+    so many, not 3."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
+    if layers is not None:
+        config.num_hidden_layers = layers
+        if kinds := getattr(config, "layer_types", None):
+            config.layer_types = [kinds[i % len(kinds)] for i in range(layers)]
     if wide:
         config.hidden_size = 128
         if "head_dim" in config.to_dict():

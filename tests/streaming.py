@@ -16,9 +16,9 @@ from quickbeam.tree import TokenTree
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def saved(layout: str, folder: Path, toy_folder: str, **changes: object) -> str:
+def saved(layout: str, folder: Path, toy_folder: str, layers: int | None = None, **changes: object) -> str:
     """A tiny model of this layout in a folder, with a tokenizer (of other tokens: it is loaded, no more)."""
-    model = tiny(layout, torch.bfloat16, wide=True)
+    model = tiny(layout, torch.bfloat16, wide=True, layers=layers)
     for name, value in changes.items():
         setattr(model.config, name, value)
     model.save_pretrained(folder)

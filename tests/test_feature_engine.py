@@ -145,7 +145,7 @@ def test_a_saved_head_is_a_drafter_and_another_models_is_refused(toy_folder: str
 def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
     toy_folder: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickbeam.llm.Model", partial(Model, chunk=8))  # so that short texts are shared
+    monkeypatch.setattr("quickbeam.target.opening.Model", partial(Model, chunk=8))  # so that short texts are shared
     llm, params = LLM(toy_folder, dtype="float32", drafter=str(head_folder)), SamplingParams(max_tokens=16, ignore_eos=True)
     said: list[torch.Tensor] = []
     answered: Callable[..., list[Laws]] = EagleDrafter.answer

@@ -93,7 +93,9 @@ def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
 
 
 def test_a_conversation_keeps_its_common_prefix(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quickbeam.llm.Model", functools.partial(Model, chunk=8))  # beginnings are shared in steps of as many tokens
+    monkeypatch.setattr(
+        "quickbeam.target.opening.Model", functools.partial(Model, chunk=8)
+    )  # beginnings are shared in steps of as many tokens
     llm = LLM(toy_folder, dtype="float32")
     opening = user("tell me something long")
     first = llm.chat(opening, SHORT)
@@ -153,6 +155,8 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("")
     with pytest.raises(InvalidInput, match="budget=-1"):
         llm.generate("a", budget=-1)
+    with pytest.raises(InvalidInput, match="budget='auto': must be a number of nodes"):
+        llm.generate("a", budget="auto")  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="unknown method"):
         llm.generate("a", method="x")
     with pytest.raises(InvalidInput, match=r"unknown option 'max_tokens'; give it in SamplingParams\(max_tokens=…\)"):

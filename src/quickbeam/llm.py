@@ -26,14 +26,13 @@ from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.presets import BESIDE, FREQUENCY, FULL, PRESETS, SHORTENED, check_vocab, preset, stand_in
 from quickbeam.sampling import Sampler, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target.loading import eos_ids, load_model, pick_device, wanted_dtype
+from quickbeam.target.loading import pick_device, wanted_dtype
 from quickbeam.target.memory import free_memory, parse_bytes
-from quickbeam.target.model import Model
 from quickbeam.target.native import choice, library
 from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.opening import open_model
 from quickbeam.target.quantised import check_weights, refuse_place
-from quickbeam.target.streamed_loading import open_streamed, refuse_memory
-from quickbeam.target.weight_file import WeightFile
+from quickbeam.target.streamed_loading import refuse_memory
 from quickbeam.trees import DRAFTER, make_policy
 from quickbeam.trees.base import TreePolicy
 
@@ -108,29 +107,32 @@ class LLM:
         refuse_place(check_weights(weights), place, torch_dtype)
         refuse_place(check_weights(draft_weights), place, torch_dtype)
         self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
+        if limit is not None:
+            refuse_memory(fast, place, torch_dtype, device_map)
         choice.wish()  # raises for words that are not known, whether kernels are used or not
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
-        if limit is not None:
-            refuse_memory(fast, place, torch_dtype, device_map)
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
         if progress:
             progress(f"loading {self.name}", None)
         self.method, self.budget, self.vocab, self.shortlist = method, budget, vocab, shortlist
-        told: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
-        streamed = None if limit is None else open_streamed(self.folder, limit, weights, progress, **told)
-        kept = source = None
-        if streamed is not None:
-            loaded, tokenizer, source = streamed
-        else:
-            loaded, tokenizer = load_model(self.folder, torch_dtype, place, device_map=device_map, **told)
-        if weights != BFLOAT16 and streamed is None:
-            kept = WeightFile.of(self.folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
-        made = Model(loaded, fast=fast, exact=exact, weights=weights, kept=kept, source=source)
-        engine = Engine(made, most=max_running, share=share_prefixes)
+        opened = open_model(
+            self.folder,
+            torch_dtype,
+            place,
+            fast=fast,
+            exact=exact,
+            weights=weights,
+            memory=limit,
+            device_map=device_map,
+            progress=progress,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+        engine = Engine(opened.model, most=max_running, share=share_prefixes)
         self._progress, self._trusted = progress, trust_remote_code
-        self._take(engine, tokenizer, eos_ids(loaded, tokenizer), drafter, fast)
+        self._take(engine, opened.tokenizer, opened.ends, drafter, fast)
         self.prepare(method)
 
     def _take(self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool) -> None:
@@ -405,8 +407,8 @@ class LLM:
     def _choose_budget(self, method: str, asked: int | None) -> int | None:
         """Nodes a tree; None: the measured budget."""
         asked = self.budget if asked is None else asked
-        if asked is not None and asked < 0:
-            raise InvalidInput(f"budget={asked}: must be a number of nodes, or 0 for the measured one")
+        if asked is not None and (not isinstance(asked, int) or asked < 0):
+            raise InvalidInput(f"budget={asked!r}: must be a number of nodes, or 0 for the measured one")
         if asked and (most := self.model.most_nodes) is not None and asked > most:
             raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {most} nodes; turn exact off for more")
         chosen = preset(method)

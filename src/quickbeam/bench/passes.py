@@ -90,6 +90,8 @@ def make_passes(
     streamed = None
     if limit_bytes is not None:
         refuse_memory(True, place, kind, None)
+        if place.type != "cpu":
+            raise InvalidInput(f"--memory: passes are measured so on a CPU, not on {place.type}; leave it out")
         streamed = open_streamed(folder, limit_bytes, weights, progress)
     if streamed is not None:
         if others := [name for name in names if name != "native"]:
@@ -120,7 +122,7 @@ def make_passes(
         passes.ways[name] = comb_pass(target)
         if name == "native" and (fused := target.model._fused) is not None:
             passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
-            passes = passes._replace(weight_bytes=fused.weight_bytes, streamed=target.model.streamed)
+            passes = passes._replace(weight_bytes=fused.weight_bytes, streamed=fused if isinstance(fused, StreamedLlama) else None)
     return passes
 
 

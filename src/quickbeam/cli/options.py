@@ -72,7 +72,7 @@ Memory = Annotated[
     typer.Option(
         "--memory",
         metavar="SIZE",
-        help="For the weights, as in 2GB: what does not fit is read from disk in every pass, on a CPU. Default: all in memory.",
+        help="For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host memory). Default: all in memory.",
     ),
 ]
 DeviceOption = Annotated[Device | None, typer.Option("--device", help="Where the model runs. Default: cuda where there is one.")]

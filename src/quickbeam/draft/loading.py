@@ -18,6 +18,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.loading import load_model
 from quickbeam.target.model import Model
 from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.streamed_llama import StreamedLlama
 from quickbeam.target.streamed_loading import Streamed, open_streamed
 from quickbeam.target.weight_file import WeightFile
 
@@ -45,7 +46,7 @@ def load_drafter(
     if place.is_dir() and is_eagle(place):
         if weights != BFLOAT16:
             raise InvalidInput(f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave it out")
-        if target.streamed is not None:
+        if isinstance(target.streamed, StreamedLlama):
             logger.warning("a feature drafter shares the model's embedding and head: %s", target.streamed.shared_in_words)
         network = load_eagle(
             place,
@@ -58,7 +59,10 @@ def load_drafter(
         drafter = EagleDrafter(network, target, fast=fast)
         drafter.folder = place
         return drafter
-    if target.streamed is not None and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None:
+    if (
+        isinstance(target.streamed, StreamedLlama)
+        and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
+    ):
         check_vocabulary(tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0]))
         return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
     model, own = load_model(str(place), target.dtype, target.device, trust_remote_code=trust_remote_code)

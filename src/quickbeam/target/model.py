@@ -27,6 +27,7 @@ from quickbeam.target.native.operands import KVShape, RowList
 from quickbeam.target.native.quantised import BFLOAT16
 from quickbeam.target.native_attention import NativeAttention, NativeStep
 from quickbeam.target.pages import PagedStore, PagePool
+from quickbeam.target.pinned import PinnedLayers
 from quickbeam.target.quantised import check_weights, quantise_linears, refuse_unfit_for
 from quickbeam.target.streamed_llama import StreamedLlama
 from quickbeam.target.streamed_pass import Source
@@ -36,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
 CHUNK = 512  # tokens of a prompt that PyTorch's operators read at once, cut at multiples of it
-STREAMED_CHUNK = 1024  # of a model that is read from disk in every pass
+STREAMED_CHUNK = 1024  # of a model whose weights are brought anew in every pass
 BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
 
 
@@ -53,7 +54,8 @@ class Model:
     attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
     `weights`: `bfloat16` (as they come), or `int8` or `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`:
     where quantised ones are found, or put. `source`: weights that are read from a file while computing; the model is on the meta device
-    then. Takes the model over: its weights may be packed in place.
+    then. `pinned`: its layers that are in host memory (`pin_layers`); the model's own modules run it then. Takes the model over: its
+    weights may be packed in place.
 
     Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
     """
@@ -69,6 +71,7 @@ class Model:
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
         source: Source | None = None,
+        pinned: PinnedLayers | None = None,
     ) -> None:
         self.device = model.device if source is None else torch.device("cpu")
         refuse_unfit(type(model), model.config)
@@ -78,9 +81,10 @@ class Model:
         self.config = model.config.get_text_config()
         self.dtype = model.dtype
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
-        self.chunk = chunk if source is None else STREAMED_CHUNK
-        self.beside = BESIDE if source is None else STREAMED_CHUNK // 4
-        self.streamed: StreamedLlama | None = None  # the part that reads weights from disk
+        brought = source is not None or pinned is not None
+        self.chunk = STREAMED_CHUNK if brought else chunk
+        self.beside = STREAMED_CHUNK // 4 if brought else BESIDE
+        self.streamed: StreamedLlama | PinnedLayers | None = pinned  # the part that brings weights in every pass
         self.weights = weights
         self._fused: FusedLlama | None = None
         self._lean: LeanModel | None = None
@@ -91,11 +95,12 @@ class Model:
             self._tap = install(model)
             shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
             self.pool: Pool
-            if fast and (pages := self._pages(shapes)) is not None:
+            packs = fast and pinned is None  # weights that come and go stay as they are
+            if packs and (pages := self._pages(shapes)) is not None:
                 self.pool, self._native = pages, NativeAttention(pages)
                 promise = self._take_kernels(model, pages, kept, source)
             else:
-                promise = self._take_operators(model, shapes, fast, exact)
+                promise = self._take_operators(model, shapes, packs, exact)
             if exact and promise.broken:
                 raise InvalidInput(f"bit-identical verification can't be promised here: {'; '.join(promise.broken)}; leave exact out")
             logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")

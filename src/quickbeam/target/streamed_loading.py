@@ -33,11 +33,13 @@ class Streamed(NamedTuple):
 
 
 def refuse_memory(fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any) -> None:
-    """Raise `InvalidInput` where weights can't be read while computing, whatever the model."""
-    if device.type != "cpu":
-        raise InvalidInput(f"memory keeps weights on disk for a CPU, not for {device.type}: leave memory out, or take device='cpu'")
+    """Raise `InvalidInput` where weights can't be brought while computing, whatever the model."""
     if device_map is not None:
         raise InvalidInput("memory and device_map don't go together: leave one of them out")
+    if device.type == "cuda":
+        return
+    if device.type != "cpu":
+        raise InvalidInput(f"memory is for a CPU or CUDA, not for {device.type}: leave memory out, or take device='cpu'")
     if dtype not in (torch.bfloat16, None):
         raise InvalidInput(f"memory goes with bfloat16, not {str(dtype).removeprefix('torch.')}: leave dtype out, or memory")
     if not fast:

@@ -1,0 +1,70 @@
+"""A `Model` from a name: its weights in memory, quantised, or brought in every pass."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from quickbeam import hub
+from quickbeam.target.loading import eos_ids, load_model
+from quickbeam.target.model import Model
+from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.target.pinned import pin_layers
+from quickbeam.target.streamed_loading import open_streamed
+from quickbeam.target.weight_file import WeightFile
+
+
+class Opened(NamedTuple):
+    """A model that is ready to run. `ends`: ids that end an answer."""
+
+    model: Model
+    tokenizer: PreTrainedTokenizerBase
+    ends: set[int]
+
+
+def open_model(
+    folder: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    fast: bool = True,
+    exact: bool | None = None,
+    weights: str = BFLOAT16,
+    memory: int | None = None,
+    device_map: Any = None,
+    progress: hub.Progress | None = None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Opened:
+    """Load a folder, a `.gguf` file or a Hugging Face id. `memory`: bytes that the weights may take on `device`, where `refuse_memory`
+    lets them; what is more is read from disk in every pass on a CPU (`streamed_loading.py`), and copied from host memory on CUDA
+    (`pinned.py`). The rest is `Model`'s and `load_model`'s. Raises `InvalidInput` for what can't be run so."""
+    told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if memory is None:
+        loaded, tokenizer = load_model(folder, dtype, device, device_map=device_map, **told)
+        return _opened(loaded, tokenizer, folder, weights, progress, fast=fast, exact=exact)
+    from_disk = reads_disk(device)
+    if from_disk:
+        streamed = open_streamed(folder, memory, weights, progress, **told)
+        if streamed is not None:
+            model = Model(streamed.model, exact=exact, weights=weights, source=streamed.source)
+            return Opened(model, streamed.tokenizer, eos_ids(streamed.model, streamed.tokenizer))
+    loaded, tokenizer = load_model(folder, dtype, torch.device("cpu"), **told)
+    pinned = None if from_disk else pin_layers(loaded, memory, device)
+    if pinned is None:
+        loaded = loaded.to(device)
+    return _opened(loaded, tokenizer, folder, weights, progress, fast=fast, exact=exact, pinned=pinned)
+
+
+def reads_disk(device: torch.device) -> bool:
+    """Whether weights that don't fit are read from disk. Else they lie in the host's memory."""
+    return device.type == "cpu"
+
+
+def _opened(loaded: Any, tokenizer: Any, folder: str, weights: str, progress: hub.Progress | None, **more: Any) -> Opened:
+    kept = None
+    if weights != BFLOAT16:
+        kept = WeightFile.of(folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
+    return Opened(Model(loaded, weights=weights, kept=kept, **more), tokenizer, eos_ids(loaded, tokenizer))

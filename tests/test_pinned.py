@@ -1,0 +1,186 @@
+"""Models larger than an accelerator's memory: copies that come as early or as late as they may give what the whole model does.
+
+pytest tests/test_pinned.py
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from models import tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.llm import LLM
+from quickbeam.params import SamplingParams
+from quickbeam.target import opening
+from quickbeam.target.model import Model
+from quickbeam.target.pinned import BUFFERS, Copies, Direct, PinnedLayers, SideStream, decoder_layers, layer_bytes, pin_layers
+from quickbeam.target.target import Target
+from streaming import bush, ids, saved
+
+CPU = torch.device("cpu")
+LAYOUTS = ("llama", "qwen2", "qwen3", "mistral-window", "gpt2", "gemma2-softcap-window", "phi3")
+DEEP = 7  # layers
+
+
+class Late(Direct):
+    """Copies when somebody waits for them, and no sooner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.fill_(255)  # from now on the buffer may hold anything
+        self.asked[slot] = target, source
+
+    def wait(self, slot: int) -> None:
+        if slot in self.asked:
+            super().start(slot, *self.asked.pop(slot))
+
+
+def deep(layout: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """A tiny model with more layers than buffers."""
+    return tiny(layout, dtype, layers=DEEP)
+
+
+def limits(model: PreTrainedModel) -> list[int]:
+    """Memory for no layer that stays, one, … and all but three."""
+    layers = decoder_layers(model)
+    piece, inside = max(map(layer_bytes, layers)), {id(one) for layer in layers for one in layer.parameters()}
+    fixed = sum(one.nbytes for one in model.parameters() if id(one) not in inside)
+    return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
+
+
+def pinned(model: PreTrainedModel, memory: int, copies: Copies | None = None) -> Target:
+    found = pin_layers(model, memory, CPU, copies)
+    assert found is not None
+    return Target(Model(model, pinned=found))
+
+
+def outputs(target: Target) -> list[torch.Tensor]:
+    """Of a prompt, of trees, and after a path of one was kept."""
+    tree, path = bush(9), [0]
+    found = [target.prefill(ids(40)), target.verify(bush(1)), target.verify(bush(5)), target.verify(tree)]
+    while below := list(tree.children[path[-1]].values()):
+        path.append(below[-1])
+    target.commit(tree, path)
+    return [*found, target.verify(bush(3))]
+
+
+def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
+    return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("copies", [Direct, Late])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout: str, copies: type[Direct]) -> None:
+    expected = outputs(Target(Model(deep(layout), fast=False)))
+    assert same(outputs(pinned(deep(layout), limits(deep(layout))[1], copies())), expected)
+
+
+@pytest.mark.parametrize("held", range(DEEP - BUFFERS))
+def test_every_division_of_the_memory_gives_the_same_bits(held: int) -> None:
+    limit = limits(deep("qwen2"))[held]
+    early, late = (pinned(deep("qwen2"), limit, copies()) for copies in (Direct, Late))
+    first = pinned(deep("qwen2"), limits(deep("qwen2"))[0])
+    for a, b, c in zip(outputs(early), outputs(late), outputs(first), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    streamed = early.model.streamed
+    assert isinstance(streamed, PinnedLayers)
+    piece = max(map(layer_bytes, decoder_layers(deep("qwen2"))))
+    record = streamed.record()
+    assert record["streamed_bytes"] == (DEEP - held) * piece and record["buffer_bytes"] == BUFFERS * piece
+    assert record["resident_bytes"] + record["buffer_bytes"] <= limit  # type: ignore[operator]
+    assert "a pass from host memory" in streamed.in_words
+
+
+class Hasty(PinnedLayers):
+    """Wrong: takes the next layer before this one is computed."""
+
+    def _before(self, number: int, *rest: object) -> None:
+        super()._before(number, *rest)
+        super()._after(number)
+
+    def _after(self, number: int, *_: object) -> None:
+        pass
+
+
+class Trusting(PinnedLayers):
+    """Wrong: computes without waiting for the copy."""
+
+    def _before(self, number: int, *_: object) -> None:
+        if self._holds[number % BUFFERS] != number:
+            self._fetch(number)
+
+
+@pytest.mark.parametrize(("wrong", "copies"), [(Hasty, Direct), (Trusting, Late)])
+def test_wrong_orders_of_copies_are_caught(wrong: type[PinnedLayers], copies: type[Direct]) -> None:
+    expected = outputs(Target(Model(deep("llama"), fast=False)))
+    model = deep("llama")
+    made = wrong(model, decoder_layers(model), [3], CPU, copies())
+    assert not same(outputs(Target(Model(model, pinned=made))), expected)
+
+
+def test_a_pass_that_ends_midway_leaves_nothing_wrong() -> None:
+    expected = outputs(Target(Model(deep("llama"), fast=False)))
+    model = deep("llama")
+    target = pinned(model, limits(model)[1])
+    handle = decoder_layers(model)[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        target.prefill(ids(10))
+    handle.remove()
+    target.reset()
+    assert same(outputs(target), expected)
+
+
+def test_what_fits_is_left_alone_and_what_can_t_is_refused() -> None:
+    model = deep("llama")
+    least = limits(model)[0]
+    assert pin_layers(model, 1 << 30, CPU) is None
+    assert not any(layer._forward_hooks for layer in decoder_layers(model))
+    with pytest.raises(InvalidInput, match=r"needs at least \d+MB on cpu"):
+        pin_layers(model, least - 1, CPU)
+    layers = model.model.layers
+    layers[1].mlp.up_proj.weight = layers[0].mlp.up_proj.weight
+    with pytest.raises(InvalidInput, match="share weights"):
+        pin_layers(model, least, CPU)
+    model.config.num_hidden_layers = DEEP + 1
+    with pytest.raises(InvalidInput, match=f"not in a list of {DEEP + 1}"):
+        pin_layers(model, least, CPU)
+
+
+@pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])
+def test_an_llm_gives_the_answers_of_the_whole_model(method: str, tmp_path: Path, toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `memory` does on CUDA, on a CPU: trees are grown by the measured cost, and a model drafts."""
+    big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
+    params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
+    plain = LLM(big, dtype="float32", method="ar", fast=False).generate([[3, 4, 5, 3, 4], [7, 8]], params)
+    limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
+    monkeypatch.setattr(opening, "reads_disk", lambda device: False)
+    monkeypatch.setattr("quickbeam.llm.refuse_memory", lambda *_: None)
+    llm = LLM(big, dtype="float32", method=method, drafter=big if method == "dyspec" else None, memory=limit, budget=0)
+    assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()
+    found = llm.generate([[3, 4, 5, 3, 4], [7, 8]], params)
+    assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+    llm.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype) -> None:
+    device = torch.device("cuda")
+    plain = deep("llama", dtype).to(device)
+    everything = Target(Model(plain, pinned=PinnedLayers(plain, decoder_layers(plain), range(3, DEEP), device, SideStream(device))))
+    model = deep("llama", dtype)
+    found = pin_layers(model, limits(model)[0], device)
+    assert found is not None
+    target = Target(Model(model, pinned=found))
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(outputs(target), outputs(everything), strict=True))
+        target.reset()
+        everything.reset()
+    assert found.rate > 0
