@@ -172,7 +172,7 @@ class Text:
         if chunks:
             other.target.store.adopt([self.target.store.share(chunk, tokens) for chunk in range(chunks)], tokens)
             other.target.ids, other.heard = ids[:kept], self.heard[:kept]
-            other.state.adopt([self.state.share(chunk, tokens) for chunk in range(chunks)], tokens, self.heard[kept - 1])
+            other.state.adopt([self.state.share(chunk, tokens) for chunk in range(chunks)], tokens, [self.heard[kept - 1]])
         other.read(ids[:-1], kept)
         return other
 

@@ -434,3 +434,35 @@ entries:
     assert toy_folder not in place.read("benchmarks/methods.json") and record["methods"]["pld"]["accepted"].keys() == {"ngram"}
     page = CliRunner().invoke(app, ["bench", "report", *glob(str(place.records / "*.json")), "--out", str(tmp_path / "page")])
     assert page.exit_code == 0 and "pld" in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+
+
+BEFORE = '''"""What it is."""
+
+def double(x):
+    """Twice as much."""
+    if x:  # not nothing
+        x = 2 * x
+        print("# no comment")
+    return x
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("What it is.", "What it was,\nand is.", True),
+        ('    """Twice as much."""\n', "", True),
+        ("  # not nothing", "", True),
+        ("\n    return", "\n\n    # so much\n    return", True),
+        ("        print", "    print", False),
+        ("# no comment", "# some comment", False),
+        ("2 * x", "3 * x", False),
+        ("return x\n", "return x\nreturn (", False),  # no longer Python
+    ],
+)
+def test_figures_are_as_old_as_what_the_code_does(old: str, new: str, same: bool, tmp_path: Path) -> None:
+    (tmp_path / "code.py").write_text(BEFORE)
+    first = digest(tmp_path, ["*.py"])
+    assert BEFORE.count(old) == 1
+    (tmp_path / "code.py").write_text(BEFORE.replace(old, new))
+    assert (digest(tmp_path, ["*.py"]) == first) is same

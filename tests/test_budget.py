@@ -40,6 +40,29 @@ def crowd(others: int, nodes: int = 1) -> Load:
     return Load({ME: 0} | dict.fromkeys(range(others), 0), dict.fromkeys(range(others), nodes))
 
 
+def test_drafters_read_along_until_no_call_was_worth_its_time_for_long() -> None:
+    budget = Budget(CostModel({1: 0.01, 64: 0.02}))
+    assert budget.drafts(METHOD, 16)  # nothing is known
+    rate = budget.rate(METHOD, crowd(15))
+    for step in range(Rate.REST):
+        assert budget.drafts(METHOD, 16) and budget.drafts(METHOD, 17), step
+        rate.trial(1.0, 0.01)
+    assert not budget.drafts(METHOD, 16)
+    assert budget.drafts(METHOD, 1) and budget.drafts("another", 16)  # records of their own
+    rate.worth_a_call()
+    assert budget.drafts(METHOD, 16)
+
+
+def test_what_a_call_reads_first_is_no_part_of_its_cost() -> None:
+    cost = CallCost(1.0)
+    for _ in range(5):
+        cost.observe(1, 0.2)
+    cost.observe_reading(1, 100, 1.2)
+    assert cost.seconds(1) == 0.2 and cost.row == pytest.approx(0.01)
+    cost.observe_reading(1, 100, 0.1)
+    assert cost.row == 0.0
+
+
 # --- the cost of a pass --------------------------------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,40 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch: py
     assert (again.output.token_ids, again.statistics.steps) == (fresh.output.token_ids, fresh.statistics.steps)
 
 
+@pytest.mark.parametrize("ahead", [0, 7])  # tokens that the first of both answers drafts
+def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair, prompt = Pair("attention"), list(range(40))
+    target, drafter = pair.target, pair.drafter
+    params, short = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=1 + ahead, ignore_eos=True)
+    fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=(alone := Engine(target)))
+    alone.forget()
+    monkeypatch.setattr(Engine, "_reads_along", lambda self, sequence: False)
+
+    def second(engine: Engine) -> Any:
+        """An answer after another one to the same prompt, of which the drafter reads nothing, or all when it is first asked."""
+        answer(target, DRAFTED["greedy"](drafter), short, prompt, budget=7, engine=engine)
+        assert engine.prefixes is not None
+        chunks = engine.prefixes.find(prompt, drafter)
+        assert all((chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks)
+        return answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
+
+    found = second(engine := Engine(target))
+    assert found.statistics.cached_tokens == 36
+    assert (found.output.token_ids, found.statistics.steps) == (fresh.output.token_ids, fresh.statistics.steps)
+    assert engine.prefixes is not None
+    assert all(chunk.draft is not None and chunk.hidden is None for chunk in engine.prefixes.find(prompt, drafter))
+    engine.forget()
+    assert target.pool.used == drafter.pool.used == 0
+    if not ahead:  # wrong versions: nothing is kept, or it is taken over without
+        with monkeypatch.context() as patch:
+            patch.setattr(EagleState, "heard", lambda *_: None)
+            assert second(Engine(target)).statistics.cached_tokens == 0
+        adopt = EagleState.adopt
+        with monkeypatch.context() as patch, pytest.raises(ValueError, match="hidden states of"):
+            patch.setattr(EagleState, "adopt", lambda self, chunks, tokens, hidden=(): adopt(self, chunks, tokens, hidden[:-1]))
+            second(Engine(target))
+
+
 # Through `LLM`
 
 

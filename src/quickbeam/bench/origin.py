@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import os
 import platform
 import subprocess
+import tokenize
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +31,35 @@ def covered(root: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def digest(root: Path, patterns: Sequence[str]) -> str:
-    """Of names and contents of the covered files: another one where any of them changed, came or went."""
+    """Of names and contents of the covered files: another one where any of them changed, came or went. Of Python files, comments,
+    docstrings and empty lines don't count."""
     whole = hashlib.sha256()
     for path in covered(root, patterns):
-        own = hashlib.sha256(path.read_bytes()).hexdigest()
+        own = hashlib.sha256(_code(path)).hexdigest()
         whole.update(f"{path.relative_to(root).as_posix()} {own}\n".encode())
     return whole.hexdigest()
+
+
+def _code(path: Path) -> bytes:
+    """A file's contents; of Python what is carried out, its lines and their indentation."""
+    raw = path.read_bytes()
+    if path.suffix != ".py":
+        return raw
+    try:
+        text = raw.decode()
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return raw
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+            if not lines[first][: node.body[0].col_offset].strip():
+                lines[first:last] = [""] * len(lines[first:last])
+    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
 
 
 def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Serving:
 
     def __init__(self, server: Server) -> None:
         self.server, port = server, _free_port()
-        self._base = f"http://127.0.0.1:{port}/v1"
+        self.base = f"http://127.0.0.1:{port}/v1"
         self._command = [part.replace("{port}", str(port)) for part in server.command]
 
     def __enter__(self) -> Self:
@@ -67,7 +67,7 @@ class Serving:
             self._log.close()
             raise InvalidInput(f"--server {self.server.name}: can't start {self._command[0]!r} ({error.strerror})") from error
         try:
-            self._model = _wait(self._base, self._process, self.server.name, self._log)
+            self.model = _wait(self.base, self._process, self.server.name, self._log)
         except BaseException:
             self.__exit__()
             raise
@@ -84,9 +84,9 @@ class Serving:
 
     def measure(self, prompts: Sequence[str], running: int, max_tokens: int, raw: bool, extra: Mapping[str, Any] | None = None) -> Cell:
         """Greedy answers to all prompts, `running` clients at a time."""
-        body: dict[str, Any] = {"model": self._model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body |= {"stream_options": {"include_usage": True}, **(extra or {})}
-        where, began = f"{self._base}/{'completions' if raw else 'chat/completions'}", time.perf_counter()
+        where, began = f"{self.base}/{'completions' if raw else 'chat/completions'}", time.perf_counter()
 
         def ask(prompt: str) -> Answered:
             asked = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}

@@ -169,7 +169,9 @@ class HeadUse:
 
 
 class DrafterState(SourceState):
-    """What a drafter keeps of one sequence."""
+    """What a drafter keeps of one sequence. `waiting`: committed tokens that it has heard of and not read."""
+
+    waiting = 0
 
     @property
     def used(self) -> HeadUse | None:
@@ -183,8 +185,13 @@ class DrafterState(SourceState):
         """What another sequence needs to `adopt` tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`; None where that is not kept."""
         return None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
-        """Begin with shared chunks; `hidden` `[1, layers * d]`: of the last of their tokens."""
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+        """Begin with shared chunks. `hidden`, `[k, layers * d]` each: of the last of their tokens, and of whole chunks behind them that
+        nobody has read."""
+
+    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+        """Hidden states of tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`, where it has them and has read none of them."""
+        return None
 
     def release(self) -> None:
         """Give everything back."""

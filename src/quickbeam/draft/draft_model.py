@@ -39,7 +39,7 @@ class LMState(DrafterState):
     def share(self, chunk: int, tokens: int) -> Any:
         return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()) -> None:
         self.cache.adopt(chunks, tokens)
 
     def release(self) -> None:

@@ -66,11 +66,15 @@ class EagleState(DrafterState):
         """Rows of these tokens. The last one is of the token after them, too: who adopts it makes that one anew."""
         return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: torch.Tensor | None) -> None:
-        self.cache.adopt(chunks, tokens)
-        self.cache.truncate(self.cache.length - 1)
-        assert hidden is not None
-        self.pending, self.waiting = [hidden], 1
+    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+        if chunks:
+            self.cache.adopt(chunks, tokens)
+            self.cache.truncate(self.cache.length - 1)
+        self.pending, self.waiting = list(hidden), sum(map(len, hidden))
+
+    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+        begin = chunk * tokens - self.cache.length
+        return self.first(begin + tokens)[begin:].clone() if 0 <= begin <= self.waiting - tokens else None
 
     def release(self) -> None:
         self.cache.release()

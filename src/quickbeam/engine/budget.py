@@ -115,6 +115,7 @@ class Rate:
     seconds: float
     steps: int = 0
     tried: int = 0
+    called: int = 0  # the step in which a call was last worth its time
 
     @property
     def rate(self) -> float:
@@ -127,6 +128,15 @@ class Rate:
             return False
         self.tried = self.steps
         return True
+
+    def worth_a_call(self) -> None:
+        """A call was made in this step because its tokens outweigh its time."""
+        self.called = self.steps
+
+    @property
+    def drafts(self) -> bool:
+        """Whether calls were worth their time of late, as far as is known."""
+        return self.steps - self.called < self.REST
 
     def observe(self, tokens: int, seconds: float) -> None:
         keep = 1 - 1 / self.MEMORY
@@ -193,6 +203,11 @@ class Budget:
     def best_rate(self, setting: Hashable, load: Load) -> float:
         """Tokens a second: the recent rate, and at least that of plain decoding."""
         return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
+
+    def drafts(self, setting: Hashable, sequences: int) -> bool:
+        """Whether calls of a drafter were worth their time of late, with so many sequences side by side; True where that is not known."""
+        found = self._rates.get((setting, _bucket(max(1, sequences))))
+        return found is None or found.drafts
 
     def call(self, setting: Hashable) -> CallCost:
         """The cost of calls for this method."""

@@ -112,6 +112,7 @@ class CallCost:
     def __init__(self, plain: float) -> None:
         self._plain = plain
         self._seen: dict[int, deque[float]] = {}
+        self.row = 0.0  # seconds that each token adds which the drafter has to read first
 
     def seconds(self, sequences: int) -> float:
         """The lower quartile of recent calls for about as many sequences, where there were `ENOUGH`; otherwise the least that calls for
@@ -131,6 +132,10 @@ class CallCost:
     def observe(self, sequences: int, seconds: float) -> None:
         """Record that a call for `sequences` sequences took `seconds`."""
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
+
+    def observe_reading(self, sequences: int, tokens: int, seconds: float) -> None:
+        """The same of a call before which so many tokens had to be read."""
+        self.row = max(0.0, seconds - self.seconds(sequences)) / tokens
 
 
 @torch.inference_mode()

@@ -335,8 +335,16 @@ class Engine:
                 at = (chunk + 1) * size - 1 - before
                 sequence.edges[chunk] = hidden[at : at + 1].clone()
 
+    def _reads_along(self, sequence: SequenceState) -> bool:
+        """Whether its drafter is going to be asked, so that it reads the prompt along with the target. In a full batch no call may be worth
+        its time; then the hidden states are kept, in case one is later on."""
+        request, many = sequence.request, len(self.scheduler.active)
+        if request.budget is not None or not sequence.policy.priced or self._budget is None:
+            return True
+        return self._budget.drafts(request.setting, many)
+
     def _tell_drafters(self, ready: Sequence[Ready]) -> None:
-        """Drafters read prompts along with the target, and what they were not asked about for long; whole chunks are remembered."""
+        """Drafters read prompts, and what they were not asked about for long; whole chunks are remembered."""
         for one in ready:
             sequence = one.sequence
             if sequence.over or sequence.cache is None:
@@ -344,7 +352,7 @@ class Engine:
             state, drafter = sequence.draft_state, sequence.drafter
             try:
                 if state is not None and drafter is not None:
-                    drafter.read([state], 1 if one.growing is None else UNHEARD)
+                    drafter.read([state], 1 if one.growing is None and self._reads_along(sequence) else UNHEARD)
             except Exception as error:
                 fail(sequence, error)
                 continue

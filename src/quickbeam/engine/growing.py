@@ -17,6 +17,8 @@ from quickbeam.trees.constrained import constrained, situation
 
 logger = logging.getLogger(__name__)
 
+CAUGHT_UP = 32  # tokens a sequence that a call may read by the way
+
 
 @dataclass
 class Growing:
@@ -67,7 +69,8 @@ class Grower:
             trial = False
             try:
                 if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
-                    call, plain = self.budget().call(setting).seconds(1), self.budget().plain(self.load)
+                    cost, plain = self.budget().call(setting), self.budget().plain(self.load)
+                    call = cost.seconds(1) + cost.row * _unread(sequence)
                     trial = self.budget().rate(setting, self.load).trial(call, plain)
                     trials.add(setting)  # one sequence of a method tries
                 plan = self._plan(sequence, trial)
@@ -122,7 +125,10 @@ class Grower:
         if not asked:
             return
         began = time.perf_counter()
-        unread = any(one.wish is not None and one.wish.nodes[0] == 0 and not one.sequence.statistics.steps for one in asked)
+        first = [one for one in asked if one.wish is not None and one.wish.nodes[0] == 0]
+        fresh, unread = any(not one.sequence.statistics.steps for one in first), sum(_unread(one.sequence) for one in first)
+        if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
+            self.budget().rate(priced[0].sequence.request.setting, self.load).worth_a_call()
         laws = self._answer(drafter, asked)
         answered_at = time.perf_counter()
         for one, law in zip(asked, laws, strict=True):
@@ -130,8 +136,12 @@ class Grower:
             one.seconds += (answered_at - began) / len(asked)
             if law is not None:
                 self._send(one, law)
-        if priced and not unread:  # a first call may read the prompt
-            self.budget().call(priced[0].sequence.request.setting).observe(len(asked), time.perf_counter() - began)
+        if priced:
+            cost, seconds = self.budget().call(priced[0].sequence.request.setting), time.perf_counter() - began
+            if unread > CAUGHT_UP * len(asked):
+                cost.observe_reading(len(asked), unread, seconds)
+            elif not fresh:  # a first call may read the prompt
+                cost.observe(len(asked), seconds)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
         """The distributions for all requests. Where the call fails it is made again sequence by sequence, so that only the one that makes
@@ -168,6 +178,11 @@ class Grower:
         for one, nodes in zip(priced, kept, strict=True):
             if one.grown is not None and nodes + 1 < len(one.grown.tree):
                 one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))
+
+
+def _unread(sequence: SequenceState) -> int:
+    """Tokens that its drafter has yet to read."""
+    return 0 if sequence.draft_state is None else sequence.draft_state.waiting
 
 
 def fail(sequence: SequenceState, error: Exception) -> None:

@@ -2,7 +2,8 @@
 
 Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`), so what is read from here has the bits of what would
 be computed anew. A drafter's rows lie beside the target's. The drafter's last row of a chunk depends on the token after it, too; where
-texts differ there, the row is that of the text that came first. That may cost accepted drafts, never an answer.
+texts differ there, the row is that of the text that came first. That may cost accepted drafts, never an answer. Of a chunk that the drafter
+has not read yet, the hidden states lie there, from which whoever drafts makes its rows.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ from quickbeam.target.kv_cache import NoRoom, Pool
 
 class Chunk:
     """One chunk of tokens behind those of its parents: keys and values of the target, of the drafter if known, and the hidden states
-    `[1, layers * d]` of the last token."""
+    `[1, layers * d]` of the last token. `hidden`: those of all its tokens, as long as the drafter's rows are not known."""
 
-    __slots__ = ("children", "draft", "edge", "held", "key", "parent")
+    __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent")
 
     def __init__(self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None) -> None:
         self.parent, self.key, self.held, self.edge = parent, key, held, edge
         self.draft: Any = None
+        self.hidden: torch.Tensor | None = None
         self.children: dict[tuple[int, ...], Chunk] = {}
 
 
@@ -45,14 +47,17 @@ class PrefixCache:
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
         """The chunks that begin `ids` and leave at least one token; for a drafter that needs the hidden states of every token, only as far
-        as its rows are known."""
-        chunk, found = self._root, list[Chunk]()
+        as its rows are known, and behind those, the hidden states."""
+        chunk, found, rows = self._root, list[Chunk](), True
         drafted = drafter is not None and drafter.needs_hidden
         if drafted and drafter is not self.drafter:
             return []
         for begin in range(0, len(ids) - self.size, self.size):
             following = chunk.children.get(tuple(ids[begin : begin + self.size]))
-            if following is None or (drafted and (following.draft is None or following.edge is None)):
+            if following is None:
+                break
+            rows = rows and following.draft is not None and following.edge is not None
+            if drafted and not rows and following.hidden is None:
                 break
             chunk = following
             found.append(chunk)
@@ -83,9 +88,13 @@ class PrefixCache:
             for at in range(len(chunks) - 1, -1, -1):
                 if chunks[at].draft is not None:
                     break
-                if chunks[at] in self._order and (rows := state.share(at, self.size)) is not None:
+                if chunks[at] not in self._order:
+                    continue
+                if (rows := state.share(at, self.size)) is not None:
                     self.drafter.pool.keep(rows)
-                    chunks[at].draft = rows
+                    chunks[at].draft, chunks[at].hidden = rows, None
+                elif chunks[at].hidden is None:
+                    chunks[at].hidden = state.heard(at, self.size)
         self._touch(chunks)
 
     def idle_pages(self, enough: int) -> int:
@@ -122,7 +131,7 @@ class PrefixCache:
         self._pool.drop(chunk.held)
         if chunk.draft is not None and self.drafter is not None and self.drafter.pool is not None:
             self.drafter.pool.drop(chunk.draft)
-        chunk.held = chunk.draft = chunk.edge = None
+        chunk.held = chunk.draft = chunk.edge = chunk.hidden = None
         chunk.children = {}
 
     def _touch(self, chunks: Sequence[Chunk]) -> None:

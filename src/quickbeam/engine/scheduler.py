@@ -138,9 +138,11 @@ class Scheduler:
             return
         sequence.cache.adopt([chunk.held for chunk in chunks], prefixes.size)
         if state is not None and drafter is prefixes.drafter:
-            known = list(takewhile(lambda rows: rows is not None, (chunk.draft for chunk in chunks)))
-            if known:
-                state.adopt(known, prefixes.size, chunks[-1].edge)
+            known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
+            heard = [*(chunk.edge for chunk in known[-1:]), *(chunk.hidden for chunk in chunks[len(known) :])]
+            hidden = [rows for rows in heard if rows is not None]
+            if known or hidden:
+                state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
         sequence.chunks = list(chunks)
         sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
