@@ -184,7 +184,7 @@ def test_tables_say_that_they_are_old_when_code_changes_and_not_otherwise(place:
     assert notes() == (True, False), "a new file"
     (place.folder / "src/heads/deep/b.h").unlink()
     assert notes() == (False, False)
-    place.write("src/code.py", "one \n")
+    place.write("src/code.py", "one2\n")
     assert notes() == (True, True), "a change of one character"
     place.write("src/code.py", "one\n")
     assert notes() == (False, False)

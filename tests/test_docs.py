@@ -35,7 +35,7 @@ SMALL = {
     "bench passes": ["--repeats", "1"],
     "bench weights": ["--repeats", "1"],
 }
-PROGRAMS = {"quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo"}
+PROGRAMS = {"quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo", "python"}
 PET = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"], "additionalProperties": false}'
 FILES = {"pet.json": PET, "list.lark": 'start: "a" ("," "a"){0,3}\n'}  # that commands read
 REAL = pytest.mark.long
