@@ -454,6 +454,8 @@ def double(x):
         ('    """Twice as much."""\n', "", True),
         ("  # not nothing", "", True),
         ("\n    return", "\n\n    # so much\n    return", True),
+        ("x = 2 * x", "x = (\n            2\n            * x\n        )", True),
+        ('"# no comment"', '"# no " "comment"', True),
         ("        print", "    print", False),
         ("# no comment", "# some comment", False),
         ("2 * x", "3 * x", False),

@@ -7,12 +7,10 @@ import hashlib
 import os
 import platform
 import subprocess
-import tokenize
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from glob import glob
 from importlib.metadata import PackageNotFoundError, version
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +29,8 @@ def covered(root: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def digest(root: Path, patterns: Sequence[str]) -> str:
-    """Of names and contents of the covered files: another one where any of them changed, came or went. Of Python files, comments,
-    docstrings and empty lines don't count."""
+    """Of names and contents of the covered files: another one where any of them changed, came or went. Python files count by what
+    they do: not by comments, docstrings or where lines break."""
     whole = hashlib.sha256()
     for path in covered(root, patterns):
         own = hashlib.sha256(_code(path)).hexdigest()
@@ -41,25 +39,28 @@ def digest(root: Path, patterns: Sequence[str]) -> str:
 
 
 def _code(path: Path) -> bytes:
-    """A file's contents; of Python what is carried out, its lines and their indentation."""
+    """A file's contents; of Python its syntax tree, without docstrings."""
     raw = path.read_bytes()
     if path.suffix != ".py":
         return raw
     try:
-        text = raw.decode()
-        tree = ast.parse(text)
+        tree = ast.parse(raw)
     except (SyntaxError, ValueError):
         return raw
-    lines = text.splitlines()
-    for token in tokenize.generate_tokens(StringIO(text).readline):
-        if token.type == tokenize.COMMENT:
-            lines[token.start[0] - 1] = lines[token.start[0] - 1][: token.start[1]]
     for node in ast.walk(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
-            first, last = node.body[0].lineno - 1, node.body[0].end_lineno
-            if not lines[first][: node.body[0].col_offset].strip():
-                lines[first:last] = [""] * len(lines[first:last])
-    return "\n".join(line.rstrip() for line in lines if line.strip()).encode()
+            del node.body[0]
+    return _written(tree).encode()
+
+
+def _written(node: object) -> str:
+    """A syntax tree in one line. `ast.dump` writes empty fields in some versions of Python only; here they are left out in all."""
+    if isinstance(node, ast.AST):
+        fields = (f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value is not None and value != [])
+        return f"{type(node).__name__}({', '.join(fields)})"
+    if isinstance(node, list):
+        return f"[{', '.join(_written(one) for one in node)}]"
+    return repr(node)
 
 
 def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]:
