@@ -1,7 +1,8 @@
-"""What hatch asks when it builds a wheel: on Linux on x86-64 the native kernels go in, compiled for every instruction set.
+"""What hatch asks when it builds a wheel: on Linux on x86-64 the native kernels go in, compiled for
+every instruction set.
 
-Without a compiler, and elsewhere, the wheel is the same for every platform and holds the kernels' sources alone, which are compiled on
-first use. An editable install compiles on first use too.
+Without a compiler, and elsewhere, the wheel is the same for every platform and holds the kernels'
+sources alone, which are compiled on first use. An editable install compiles on first use too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class KernelsHook(BuildHookInterface):
             else:
                 self.app.display_warning(f"kernels: {name} not built: {result}")
         if not built:
-            self.app.display_warning("kernels: the wheel is the same for all platforms and compiles them on first use")
+            self.app.display_warning(
+                "kernels: the wheel is the same for all platforms and compiles them on first use"
+            )
             return
         build_data["pure_python"], build_data["tag"] = False, "py3-none-linux_x86_64"
         self.app.display_info(f"kernels: {', '.join(built)} in the wheel")
@@ -54,7 +57,9 @@ class KernelsHook(BuildHookInterface):
 
 def load_build(root: Path) -> Any:
     """`build.py` by itself: what the package needs is not there when a wheel is made."""
-    spec = importlib.util.spec_from_file_location("kernels_build", root / "src" / NATIVE / "build.py")
+    spec = importlib.util.spec_from_file_location(
+        "kernels_build", root / "src" / NATIVE / "build.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module

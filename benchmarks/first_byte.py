@@ -21,9 +21,13 @@ SENTENCE = "The quick brown fox jumps over the lazy dog near the quiet river ban
 
 def first_byte(server: Serving, prompt: str, seconds: list[float]) -> None:
     """Ask for a few tokens, and add the seconds until the first of them came."""
-    body = json.dumps({"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}).encode()
+    body = json.dumps(
+        {"model": server.model, "prompt": prompt, "max_tokens": 8, "temperature": 0, "stream": True}
+    ).encode()
     began = time.perf_counter()
-    with urlopen(Request(f"{server.base}/completions", body, {"Content-Type": "application/json"})) as response:
+    with urlopen(
+        Request(f"{server.base}/completions", body, {"Content-Type": "application/json"})
+    ) as response:
         found = None
         for line in response:
             if found is None and line.startswith(b"data: {"):
@@ -41,7 +45,12 @@ def main() -> None:
     told = parser.parse_args()
     long = SENTENCE * (told.tokens // 15)
     with Serving(ourselves([*shlex.split(told.serve), "--no-share-prefixes"])) as server:
-        times: dict[str, list[float]] = {"short": [], "long": [], "short beside": [], "long beside": []}
+        times: dict[str, list[float]] = {
+            "short": [],
+            "long": [],
+            "short beside": [],
+            "long beside": [],
+        }
         first_byte(server, SHORT, [])
         for _ in range(told.rounds):
             first_byte(server, SHORT, times["short"])
@@ -52,7 +61,10 @@ def main() -> None:
             first_byte(server, SHORT, times["short beside"])
             other.join()
     for name, found in times.items():
-        print(f"{name:>13}: {statistics.median(found) * 1000:7.0f} ms to the first byte (median of {len(found)})")
+        print(
+            f"{name:>13}: {statistics.median(found) * 1000:7.0f} ms to the first byte (median of "
+            f"{len(found)})"
+        )
 
 
 if __name__ == "__main__":

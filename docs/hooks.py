@@ -1,7 +1,9 @@
-"""What mkdocs asks while it builds the site: the command line's reference, and pages of the source files that other pages link to.
+"""What mkdocs asks while it builds the site: the command line's reference, and pages of the source
+files that other pages link to.
 
-Pages link to code as `[text](../src/quickbeam/FILE.py#NAME)`, which works in a checkout too. In the site such a link leads to a page
-with the whole file, at the line of NAME (`Class`, `function` or `Class.method`).
+Pages link to code as `[text](../src/quickbeam/FILE.py#NAME)`, which works in a checkout too. In the
+site such a link leads to a page with the whole file, at the line of NAME (`Class`, `function` or
+`Class.method`).
 """
 
 from __future__ import annotations
@@ -15,10 +17,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 MARK = "<!-- commands -->"  # in reference/cli.md: where the commands go
 LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(?:#([\w.-]+))?\)")
-FENCES = {".py": "python", ".cpp": "cpp", ".h": "cpp", ".md": "markdown", ".toml": "toml", ".json": "json"}
+FENCES = {
+    ".py": "python",
+    ".cpp": "cpp",
+    ".h": "cpp",
+    ".md": "markdown",
+    ".toml": "toml",
+    ".json": "json",
+}
 
 
-# --- the command line ----------------------------------------------------------------------------------------------------------------
+# --- the command line -----------------------------------------------------------------------------
 
 
 def commands() -> str:
@@ -34,7 +43,15 @@ def described(command: Any, name: str) -> list[str]:
     """A command's help, arguments and options, then those of its own commands."""
     context = command.context_class(command, info_name=name)
     usage = " ".join(command.collect_usage_pieces(context))
-    parts = [f"## {name}", "", *paragraphs(command.help or ""), "```text", f"{name} {usage}", "```", ""]
+    parts = [
+        f"## {name}",
+        "",
+        *paragraphs(command.help or ""),
+        "```text",
+        f"{name} {usage}",
+        "```",
+        "",
+    ]
     rows = [row for parameter in command.params if (row := parameter_row(parameter, context))]
     if rows:
         parts += ["| | | default |", "| --- | --- | --- |", *rows, ""]
@@ -62,7 +79,13 @@ def default_of(parameter: Any) -> str:
         return "required"
     if value is True:
         return f"`{parameter.opts[0]}`"
-    if value is None or value is False or callable(value) or value in ((), []) or "UNSET" in str(value):
+    if (
+        value is None
+        or value is False
+        or callable(value)
+        or value in ((), [])
+        or "UNSET" in str(value)
+    ):
         return ""
     return f"`{cell(str(getattr(value, 'value', value)))}`"
 
@@ -77,7 +100,7 @@ def paragraphs(text: str) -> list[str]:
     return [line for part in text.split("\n\n") for line in (" ".join(part.split()), "")]
 
 
-# --- the source --------------------------------------------------------------------------------------------------------------------------
+# --- the source -----------------------------------------------------------------------------------
 
 
 def line_of(path: Path, name: str) -> int:
@@ -85,8 +108,14 @@ def line_of(path: Path, name: str) -> int:
     scope: Any = ast.parse(path.read_text(encoding="utf-8"))
     for part in name.split("."):
         for node in scope.body:
-            names = [target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)]
-            names += [node.target.id] if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) else []
+            names = [
+                target.id for target in getattr(node, "targets", []) if isinstance(target, ast.Name)
+            ]
+            names += (
+                [node.target.id]
+                if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+                else []
+            )
             if part == getattr(node, "name", None) or part in names:
                 scope = node
                 break
@@ -114,7 +143,9 @@ def rewritten(text: str, page: str) -> str:
         file = outside(target, page)
         if file is None:
             return found[0]
-        anchor = f"#__codelineno-0-{line_of(ROOT / file, name)}" if name and file.endswith(".py") else ""
+        anchor = (
+            f"#__codelineno-0-{line_of(ROOT / file, name)}" if name and file.endswith(".py") else ""
+        )
         return f"]({os.path.relpath(page_of(file), PurePosixPath(page).parent)}{anchor})"
 
     return LINK.sub(link, text)
@@ -132,8 +163,13 @@ def on_files(files: Any, config: Any) -> Any:
         body = (ROOT / name).read_text(encoding="utf-8")
         fence = "`" * 5
         head = "---\nsearch:\n  exclude: true\n---\n"
-        text = f'{head}# {name}\n\n{fence}{FENCES.get(Path(name).suffix, "text")} linenums="1"\n{body}{fence}\n'
-        files.append(File.generated(config, page_of(name), content=text, inclusion=InclusionLevel.NOT_IN_NAV))
+        text = (
+            f"{head}# {name}\n\n{fence}{FENCES.get(Path(name).suffix, 'text')} "
+            f'linenums="1"\n{body}{fence}\n'
+        )
+        files.append(
+            File.generated(config, page_of(name), content=text, inclusion=InclusionLevel.NOT_IN_NAV)
+        )
     return files
 
 

@@ -43,7 +43,13 @@ def request(
 
 
 def answer(
-    model: Model, policy: TreePolicy, params: SamplingParams, prompt: Sequence[int], *, engine: Engine | None = None, **options: Any
+    model: Model,
+    policy: TreePolicy,
+    params: SamplingParams,
+    prompt: Sequence[int],
+    *,
+    engine: Engine | None = None,
+    **options: Any,
 ) -> SequenceState:
     """One answer, run to its end. Raises what ended it."""
     engine = engine or Engine(model)

@@ -1,4 +1,5 @@
-"""Files of requests, answered by what stands in for a model. Imported by programs that are killed, so nothing heavy is in here."""
+"""Files of requests, answered by what stands in for a model. Imported by programs that are killed,
+so nothing heavy is in here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ async def echo(url: str, body: dict[str, Any]) -> Reply:
 
 
 def lines(path: Path, requests: list[Any]) -> Path:
-    path.write_text("".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in requests))
+    path.write_text(
+        "".join((one if isinstance(one, str) else json.dumps(one)) + "\n" for one in requests)
+    )
     return path
 
 

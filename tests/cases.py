@@ -16,11 +16,17 @@ LEAST = 12
 
 
 def spread(*values: Sequence[Any]) -> list[Any]:
-    """All combinations. A few in which each value occurs, evenly mixed, are run by `make test`; the others are `long`."""
+    """All combinations. A few in which each value occurs, evenly mixed, are run by `make test`; the
+    others are `long`."""
     most = max(map(len, values)) if all(values) else 0
     return few(
         itertools.product(*values),
-        [tuple(some[(i + i // len(some) * place) % len(some)] for place, some in enumerate(values)) for i in range(most)],
+        [
+            tuple(
+                some[(i + i // len(some) * place) % len(some)] for place, some in enumerate(values)
+            )
+            for i in range(most)
+        ],
     )
 
 
@@ -33,6 +39,8 @@ def few(every: Any, kept: Collection[Any]) -> list[Any]:
 
 
 def examples(most: int, **more: Any) -> settings:
-    """So many examples of a property with `make test-all`, a part of them with `make test`. `more`: hypothesis' own settings, beside the
-    profile of `conftest.py`."""
-    return settings(max_examples=most if THOROUGH else min(most, max(LEAST, round(most * SHARE))), **more)
+    """So many examples of a property with `make test-all`, a part of them with `make test`. `more`:
+    hypothesis' own settings, beside the profile of `conftest.py`."""
+    return settings(
+        max_examples=most if THOROUGH else min(most, max(LEAST, round(most * SHARE))), **more
+    )

@@ -29,22 +29,47 @@ LLAMA: dict[str, Any] = dict(
     max_position_embeddings=2048,
     rope_theta=5000.0,
 )
-LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
-SPECULATORS: dict[str, Any] = dict(speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True)
-LAYER_FIELDS = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "rope_theta")
+LLAMA3 = dict(
+    rope_type="llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=64,
+)
+SPECULATORS: dict[str, Any] = dict(
+    speculators_model_type="eagle3", draft_vocab_size=DRAFT, norm_before_residual=True
+)
+LAYER_FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "rope_theta",
+)
 
 
 def layer(prefix: str, wide: bool, bias: bool = False, d: int = D) -> dict[str, torch.Tensor]:
     """Random tensors of the decoder layer. `wide`: EAGLE-3's."""
     width = 2 * d if wide else d
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{part}_proj": (rows, width) for part, rows in (("q", 32), ("k", 16), ("v", 16))}
-    shapes |= {"self_attn.o_proj": (d, 32), "mlp.gate_proj": (48, d), "mlp.up_proj": (48, d), "mlp.down_proj": (d, 48)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"self_attn.{part}_proj": (rows, width) for part, rows in (("q", 32), ("k", 16), ("v", 16))
+    }
+    shapes |= {
+        "self_attn.o_proj": (d, 32),
+        "mlp.gate_proj": (48, d),
+        "mlp.up_proj": (48, d),
+        "mlp.down_proj": (d, 48),
+    }
     shapes |= {"post_attention_layernorm": (d,)}
     if wide:
         shapes |= {"input_layernorm": (d,), "hidden_norm": (d,)}
     state = {f"{prefix}.{name}.weight": noise(*shape) for name, shape in shapes.items()}
     if bias:
-        state |= {f"{prefix}.self_attn.{part}_proj.bias": torch.randn(rows) for part, rows in (("q", 32), ("k", 16), ("v", 16))}
+        state |= {
+            f"{prefix}.self_attn.{part}_proj.bias": torch.randn(rows)
+            for part, rows in (("q", 32), ("k", 16), ("v", 16))
+        }
     return state
 
 
@@ -60,10 +85,18 @@ def eagle1(bias: bool = False, fc_bias: bool = False) -> dict[str, torch.Tensor]
 def eagle3(prefix: str = "midlayer", rows: int = DRAFT, d: int = D) -> dict[str, torch.Tensor]:
     tokens = torch.randperm(VOCAB)[:rows].sort().values
     maps = {"d2t": tokens - torch.arange(rows), "t2d": torch.isin(torch.arange(VOCAB), tokens)}
-    return {"fc.weight": noise(d, 3 * D), "norm.weight": noise(d), "lm_head.weight": noise(rows, d), **maps, **layer(prefix, True, d=d)}
+    return {
+        "fc.weight": noise(d, 3 * D),
+        "norm.weight": noise(d),
+        "lm_head.weight": noise(rows, d),
+        **maps,
+        **layer(prefix, True, d=d),
+    }
 
 
-def write(folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor], how: str = "safetensors") -> Path:
+def write(
+    folder: Path, config: dict[str, Any], state: dict[str, torch.Tensor], how: str = "safetensors"
+) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     if how == "safetensors":
@@ -84,7 +117,9 @@ def shared(size: int = D) -> tuple[nn.Embedding, nn.Linear]:
     return nn.Embedding(VOCAB, size), nn.Linear(size, VOCAB, bias=False)
 
 
-def read(folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None, **target: int) -> EagleHead:
+def read(
+    folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None, **target: int
+) -> EagleHead:
     sizes = {"target_layers": LAYERS, "target_size": D, "vocab_size": VOCAB, **target}
     first, second = shared(sizes["target_size"])
     return load_eagle(folder, **sizes, embedding=embedding or first, head=head or second)

@@ -13,11 +13,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests reach a package index at m
 
 from quickbeam import hub
 
-# An example that takes long on a busy machine is no failure. How many there are: `examples` in cases.py.
+# An example that takes long on a busy machine is no failure. How many there are: `examples` in
+# cases.py.
 settings.register_profile("quickbeam", deadline=None, print_blob=True)
 settings.load_profile("quickbeam")
 
-# A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests start and interrupt.
+# A shell starts what it puts in the background deaf to Ctrl-C, and so are the programs that tests
+# start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -36,12 +38,18 @@ def toy_folder(tmp_path_factory):
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     folder = tmp_path_factory.mktemp("toy")
-    vocab = {character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocab = {
+        character: i for i, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(models.BPE(vocab | {"<end>": len(vocab)}, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}> {% endif %}"
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if "
+        "add_generation_prompt %}> {% endif %}"
     )
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -58,8 +66,10 @@ def toy_folder(tmp_path_factory):
     )
     model = LlamaForCausalLM(config)
     for layer in model.model.layers:
-        layer.self_attn.o_proj.weight.data.zero_()  # the last token decides: greedy answers end in a cycle, which lookup can guess
-    model.generation_config.repetition_penalty = 1.7  # a checkpoint's own taste, which must not change the law compared
+        # the last token decides: greedy answers end in a cycle, which lookup can guess
+        layer.self_attn.o_proj.weight.data.zero_()
+    # a checkpoint's own taste, which must not change the law compared
+    model.generation_config.repetition_penalty = 1.7
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

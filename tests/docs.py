@@ -19,7 +19,9 @@ from quickbeam.shortlist.router import Router, RouterConfig
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"^(?P<mark><!-- not run: [^\n]+ -->\n)?(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```$", re.DOTALL | re.MULTILINE
+    r"^(?P<mark><!-- not run: [^\n]+ -->\n)?"
+    r"(?P<indent> *)```(?P<kind>\w*)[^\n]*\n(?P<body>.*?)^(?P=indent)```$",
+    re.DOTALL | re.MULTILINE,
 )
 ANSWERED = ("http://127.0.0.1:8000",)  # a block that names it needs the server
 
@@ -64,11 +66,16 @@ def blocks() -> list[Block]:
 def commands() -> list[Command]:
     """Every line of a bash block."""
     bash = [block for block in blocks() if block.kind == "bash"]
-    return [Command(block, shlex.split(line, comments=True)) for block in bash for line in block.body.splitlines()]
+    return [
+        Command(block, shlex.split(line, comments=True))
+        for block in bash
+        for line in block.body.splitlines()
+    ]
 
 
 def of_program(words: list[str]) -> list[list[str]]:
-    """The calls of quickbeam in a line, without its name: `echo … | quickbeam generate -` is one."""
+    """The calls of quickbeam in a line, without its name: `echo … | quickbeam generate -` is
+    one."""
     parts: list[list[str]] = [[]]
     for word in words:
         parts.append([]) if word == "|" else parts[-1].append(word)
@@ -86,12 +93,23 @@ def hooks() -> Any:
 
 
 def save_drafter(folder: Path, vocab: int, size: int, layers: int) -> None:
-    """A random feature drafter with a shortlist, for a target of so many tokens, of this width and depth."""
+    """A random feature drafter with a shortlist, for a target of so many tokens, of this width and
+    depth."""
     torch.manual_seed(5)
     config = EagleConfig(
-        size, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, layers), target_size=size, vocab_size=vocab, feature_norms=True
+        size,
+        48,
+        heads=4,
+        kv_heads=2,
+        head_dim=8,
+        layers=(1, layers),
+        target_size=size,
+        vocab_size=vocab,
+        feature_norms=True,
     )
     embedding, head = torch.nn.Embedding(vocab, size), torch.nn.Linear(size, vocab, bias=False)
     EagleHead(config, embedding, head).save(folder)
     layout = Layout(torch.randperm(vocab), 33, 16, vocab)
-    Artefact(layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters))).save(folder)
+    Artefact(
+        layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters))
+    ).save(folder)

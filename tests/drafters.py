@@ -18,9 +18,11 @@ LawOf = Callable[[Sequence[int]], torch.Tensor]
 
 
 class KnownDrafter(Drafter):
-    """Laws by a function of the context, and the contract held: each node once a tree, the root first, parents before children.
+    """Laws by a function of the context, and the contract held: each node once a tree, the root
+    first, parents before children.
 
-    `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes asked for, of all trees.
+    `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes
+    asked for, of all trees.
     """
 
     name = "drafter"
@@ -29,7 +31,8 @@ class KnownDrafter(Drafter):
         self.law = law
         self.calls: list[list[int]] = []
         self.rounds = self.rows = 0
-        self._asked: dict[int, tuple[TokenTree, set[int]]] = {}  # by context: its tree, and the nodes that were asked for
+        # by context: its tree, and the nodes that were asked for
+        self._asked: dict[int, tuple[TokenTree, set[int]]] = {}
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
         return DrafterState()
@@ -50,11 +53,16 @@ class KnownDrafter(Drafter):
         asked.update(nodes)
         self.calls.append(list(nodes))
         self.rows += len(nodes)
-        return Laws(torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes]))
+        return Laws(
+            torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes])
+        )
 
 
-def grow(policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")) -> Grown:
-    """A growth run to its end. Sources that have not read the text yet do so. Requests that promise no more than `call` are refused."""
+def grow(
+    policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")
+) -> Grown:
+    """A growth run to its end. Sources that have not read the text yet do so. Requests that promise
+    no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
     growth, laws = policy.grow(context, budget, max_depth), None
@@ -67,7 +75,9 @@ def grow(policy: TreePolicy, context: Context, budget: int, max_depth: int, call
         laws = drafter.answer([request])[0] if request.gain > call else None
 
 
-def tree_of(policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")) -> TokenTree:
+def tree_of(
+    policy: TreePolicy, context: Context, budget: int, max_depth: int, call: float = float("-inf")
+) -> TokenTree:
     """The tree of `grow`."""
     return grow(policy, context, budget, max_depth, call).tree
 
@@ -85,14 +95,18 @@ def toy_laws(model: ToyModel, temperature: float = 1.0) -> tuple[LawOf, LawOf]:
     def both(context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         key = tuple(context[-3:])
         if key not in made:
-            made[key] = tempered(model.target(context), temperature), tempered(model.draft(context), temperature)
+            made[key] = (
+                tempered(model.target(context), temperature),
+                tempered(model.draft(context), temperature),
+            )
         return made[key]
 
     return (lambda context: both(context)[0]), (lambda context: both(context)[1])
 
 
 def zipf_drafter(vocab: int = 500, seed: int = 0) -> KnownDrafter:
-    """Laws as small models have them: sometimes nearly certain, sometimes hardly decided. Each path has its own."""
+    """Laws as small models have them: sometimes nearly certain, sometimes hardly decided. Each path
+    has its own."""
     ranks = torch.arange(1, vocab + 1).log()
 
     def law(context: Sequence[int]) -> torch.Tensor:
@@ -106,7 +120,9 @@ def policies(law: LawOf) -> dict[str, TreePolicy]:
     return {name: make(KnownDrafter(law)) for name, make in DRAFTED.items()}
 
 
-def context_of(ids: list[int], temperature: float, generator: torch.Generator | None = None) -> Context:
+def context_of(
+    ids: list[int], temperature: float, generator: torch.Generator | None = None
+) -> Context:
     return Context(ids, torch.zeros(1), temperature, generator or torch.Generator().manual_seed(0))
 
 
@@ -117,5 +133,10 @@ def paths(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
 
 def child_ranks(tree: TokenTree) -> list[tuple[tuple[int, int], ...]]:
     """Every node as its path, each token with its place among its siblings."""
-    place = [list(tree.children[parent]).index(token) if parent >= 0 else 0 for token, parent in zip(tree.token, tree.parent, strict=True)]
-    return [tuple((tree.token[n], place[n]) for n in tree.path(node)[1:]) for node in range(len(tree))]
+    place = [
+        list(tree.children[parent]).index(token) if parent >= 0 else 0
+        for token, parent in zip(tree.token, tree.parent, strict=True)
+    ]
+    return [
+        tuple((tree.token[n], place[n]) for n in tree.path(node)[1:]) for node in range(len(tree))
+    ]

@@ -1,7 +1,8 @@
-"""Stands in for `quickbeam.llm` where the command line is tested: answers are scripted, nothing is loaded.
+"""Stands in for `quickbeam.llm` where the command line is tested: answers are scripted, nothing is
+loaded.
 
-`SCRIPT` decides an answer by its prompt; what the command line asked for is in `CALLS`. Run as a program, this file is the `quickbeam`
-command with the stand-in behind it.
+`SCRIPT` decides an answer by its prompt; what the command line asked for is in `CALLS`. Run as a
+program, this file is the `quickbeam` command with the stand-in behind it.
 """
 
 from __future__ import annotations
@@ -30,8 +31,16 @@ def step() -> StepRecord:
 
 
 class Stream:
-    def __init__(self, pieces: Iterator[str], method: str, observer: Observer | None = None) -> None:
-        self.pieces, self.text, self.reason, self.method, self.observer = pieces, "", "", method, observer
+    def __init__(
+        self, pieces: Iterator[str], method: str, observer: Observer | None = None
+    ) -> None:
+        self.pieces, self.text, self.reason, self.method, self.observer = (
+            pieces,
+            "",
+            "",
+            method,
+            observer,
+        )
 
     def __iter__(self) -> Stream:
         return self
@@ -43,7 +52,8 @@ class Stream:
             self.reason = "stop"
             raise
         except KeyboardInterrupt:
-            self.text += "(held)" if self.text else ""  # a real stream holds back what may become a stop string
+            # a real stream holds back what may become a stop string
+            self.text += "(held)" if self.text else ""
             raise
         self.text += piece
         if self.observer:
@@ -56,8 +66,18 @@ class Stream:
     @property
     def completion(self) -> Completion:
         n = len(self.text.split())
-        statistics = Statistics(n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources={"ngram": SourceCount(8, 3)})
-        return Completion(self.text, list(range(n)), self.reason, statistics, "fake", self.method, [Logprob(0, -0.5, {})])
+        statistics = Statistics(
+            n, max(n - 1, 1) // 2 + 1, 0.5, 0.25, sources={"ngram": SourceCount(8, 3)}
+        )
+        return Completion(
+            self.text,
+            list(range(n)),
+            self.reason,
+            statistics,
+            "fake",
+            self.method,
+            [Logprob(0, -0.5, {})],
+        )
 
 
 def script(prompt: str) -> Iterator[str]:
@@ -85,17 +105,26 @@ class LLM:
         CALLS.append(("load", (model, method, options), SamplingParams()))
         self.method, self.kernels = method, "scripted"
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
-        self.tokenizer = SimpleNamespace(decode=lambda ids, **options: "".join(f"<{i}>" for i in ids))
+        self.tokenizer = SimpleNamespace(
+            decode=lambda ids, **options: "".join(f"<{i}>" for i in ids)
+        )
 
     def describe(self) -> str:
         return self.kernels
 
-    def stream(self, prompt: str, params: SamplingParams, *, observer: Observer | None = None) -> Stream:
+    def stream(
+        self, prompt: str, params: SamplingParams, *, observer: Observer | None = None
+    ) -> Stream:
         CALLS.append(("raw", prompt, params))
         return Stream(script(prompt), self.method, observer)
 
     def chat_stream(
-        self, messages: Sequence[dict[str, str]], params: SamplingParams, *, method: str | None = None, observer: Observer | None = None
+        self,
+        messages: Sequence[dict[str, str]],
+        params: SamplingParams,
+        *,
+        method: str | None = None,
+        observer: Observer | None = None,
     ) -> Stream:
         CALLS.append(("chat", [(m["role"], m["content"]) for m in messages], params))
         return Stream(script(messages[-1]["content"]), method or self.method, observer)

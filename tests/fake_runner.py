@@ -13,16 +13,26 @@ PARAMS = SamplingParams(max_tokens=8)
 
 
 class FakeRunner(Runner):
-    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the last message. `coupled`: whether a
-    seed alone is to decide its tokens."""
+    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the
+    last message. `coupled`: whether a seed alone is to decide its tokens."""
 
     device = "cpu"
 
     def __init__(
-        self, name: str, calls: list, tokens=(1, 2, 3, 4, 5), steps=4, seconds=2.0, split=(0.5, 1.0), fails=None, coupled=True
+        self,
+        name: str,
+        calls: list,
+        tokens=(1, 2, 3, 4, 5),
+        steps=4,
+        seconds=2.0,
+        split=(0.5, 1.0),
+        fails=None,
+        coupled=True,
     ) -> None:
         self.name, self.calls, self.fails, self.coupled = name, calls, fails or {}, coupled
-        self.reply = Answer(list(tokens), f"said by {name}", len(tokens) - 1, steps, seconds, *split)
+        self.reply = Answer(
+            list(tokens), f"said by {name}", len(tokens) - 1, steps, seconds, *split
+        )
         self.conversations: list[list[dict[str, str]]] = []
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
@@ -43,7 +53,9 @@ class FakeRunner(Runner):
         return self.reply
 
     def comparable(self, params):
-        return params.greedy or (self.coupled and params.seed is not None and params.coupling == COUPLED)
+        return params.greedy or (
+            self.coupled and params.seed is not None and params.coupling == COUPLED
+        )
 
     def last_logits(self, ids):
         self.prompts.append(list(ids))
@@ -56,7 +68,12 @@ def questions_of(*categories: str) -> list[Question]:
     return [Question(i, category, (f"q{i}",)) for i, category in enumerate(categories)]
 
 
-def measured(runners: dict[str, FakeRunner], questions: list[Question], params: SamplingParams = PARAMS, **options) -> Results:
+def measured(
+    runners: dict[str, FakeRunner],
+    questions: list[Question],
+    params: SamplingParams = PARAMS,
+    **options,
+) -> Results:
     results = begin(runners, params)
     for _ in run(questions, runners, results, **options):
         pass
@@ -64,7 +81,8 @@ def measured(runners: dict[str, FakeRunner], questions: list[Question], params: 
 
 
 def two_methods() -> dict[str, FakeRunner]:
-    """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the time."""
+    """ar at 2 tokens/s; a method with the same tokens in half the steps and a quarter of the
+    time."""
     calls: list = []
     fast = FakeRunner("fast", calls, steps=2, seconds=0.5, split=(0.1, 0.3))
     return {"ar": FakeRunner("ar", calls), "fast": fast}

@@ -21,7 +21,9 @@ from quickbeam.target.model import Model
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
-WIDE = EagleConfig(32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB)
+WIDE = EagleConfig(
+    32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB
+)
 KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether fast, of drafter
     "attention": ("llama", True, WIDE),
     "own-head": ("mistral-window", True, replace(WIDE, layers=(4, 1), draft_vocab_size=20)),
@@ -32,22 +34,31 @@ KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether fast, 
 
 
 def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> EagleHead:
-    """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay the model's."""
+    """An untrained drafter that is sure of its wrong guesses; the model's embedding and head stay
+    the model's."""
     torch.manual_seed(seed)
-    network = EagleHead(config, model.get_input_embeddings(), model.get_output_embeddings()).requires_grad_(False)
-    gain = 3 if config.join == "attention" else 1.75  # without norms outputs grow, and rounding with them
+    network = EagleHead(
+        config, model.get_input_embeddings(), model.get_output_embeddings()
+    ).requires_grad_(False)
+    # without norms outputs grow, and rounding with them
+    gain = 3 if config.join == "attention" else 1.75
     for parameter in network.parameters():
-        parameter.mul_(gain) if parameter.dim() > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+        parameter.mul_(gain) if parameter.dim() > 1 else parameter.add_(
+            0.3 * torch.randn_like(parameter)
+        )
     if config.own_head:
         network.tokens.copy_(torch.randperm(VOCAB)[: config.draft_vocab_size])
     return network
 
 
 class Pair:
-    """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of the drafter and its target, whose weights
-    both pairs then have; `fast`: as the kind has it where None."""
+    """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of
+    the drafter and its target, whose weights both pairs then have; `fast`: as the kind has it where
+    None."""
 
-    def __init__(self, kind: str, dtype: torch.dtype = torch.float32, fast: bool | None = None) -> None:
+    def __init__(
+        self, kind: str, dtype: torch.dtype = torch.float32, fast: bool | None = None
+    ) -> None:
         layout, usual, self.config = KINDS[kind]
         fast = usual if fast is None else fast
         self.model = tiny(layout, seed=3).to(dtype).float()
@@ -71,7 +82,9 @@ class Pair:
             half = c.head_dim // 2
             angle = torch.arange(n)[:, None, None] / 10000.0 ** (torch.arange(half) / half)
             a, b = x[..., :half], x[..., half:]
-            return torch.cat([a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1)
+            return torch.cat(
+                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1
+            )
 
         embedded = self.model.get_input_embeddings()(torch.tensor(list(tokens)))
         if c.join == "attention":
@@ -81,22 +94,36 @@ class Pair:
         else:
             x = hidden = torch.cat([embedded, hidden], -1) @ weight["fc.weight"].T
         sizes = [c.heads * c.head_dim, c.kv_heads * c.head_dim, c.kv_heads * c.head_dim]
-        q, k, v = ((x @ part.T).view(n, -1, c.head_dim) for part in weight["qkv.weight"].split(sizes))
+        q, k, v = (
+            (x @ part.T).view(n, -1, c.head_dim) for part in weight["qkv.weight"].split(sizes)
+        )
         k, v = (x.repeat_interleave(c.heads // c.kv_heads, 1) for x in (rotated(k), v))
         scores = torch.einsum("qhd,khd->hqk", rotated(q), k) / math.sqrt(c.head_dim)
         scores = scores.masked_fill(torch.ones(n, n, dtype=torch.bool).triu(1), -torch.inf)
-        x = hidden + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ weight["out.weight"].T
+        x = (
+            hidden
+            + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+            @ weight["out.weight"].T
+        )
         gate, up = (norm("mlp_norm", x) @ weight["gate_up.weight"].T).chunk(2, -1)
         return x + (gate * gate.sigmoid() * up) @ weight["down.weight"].T
 
     @torch.inference_mode()
-    def expected(self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float) -> torch.Tensor:
+    def expected(
+        self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
+    ) -> torch.Tensor:
         """The laws after `nodes`, each path on its own, from the hidden states of transformers."""
-        states = self.model(torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False).hidden_states
-        parts = [states[min(layer, 3)][0] for layer in self.config.layers]  # of 3 layers: what comes after the last is after the norm
+        states = self.model(
+            torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False
+        ).hidden_states
+        # of 3 layers: what comes after the last is after the norm
+        parts = [states[min(layer, 3)][0] for layer in self.config.layers]
         if self.config.feature_norms:
             norms = self.network.feature_norms
-            parts = [n.weight * x * (x.pow(2).mean(-1, keepdim=True) + n.eps).rsqrt() for n, x in zip(norms, parts, strict=True)]
+            parts = [
+                n.weight * x * (x.pow(2).mean(-1, keepdim=True) + n.eps).rsqrt()
+                for n, x in zip(norms, parts, strict=True)
+            ]
         certain = torch.cat(parts, -1)
         if self.config.join == "attention":
             certain = certain @ self.network.fc.weight.T
@@ -113,7 +140,13 @@ class Pair:
             laws.append(law)
         return torch.stack(laws)
 
-    def begin(self, prompt: list[int], token: int, temperature: float = 1.0, shortlist: Shortlist | None = None) -> Text:
+    def begin(
+        self,
+        prompt: list[int],
+        token: int,
+        temperature: float = 1.0,
+        shortlist: Shortlist | None = None,
+    ) -> Text:
         """As an answer begins."""
         text = Text(self, [*prompt, token], temperature, shortlist)
         text.read(prompt)
@@ -121,9 +154,12 @@ class Pair:
 
 
 class Text:
-    """A sequence of a pair's target and drafter; its last token is the root of the next tree. `heard`: hidden states of all others."""
+    """A sequence of a pair's target and drafter; its last token is the root of the next tree.
+    `heard`: hidden states of all others."""
 
-    def __init__(self, pair: Pair, ids: list[int], temperature: float, shortlist: Shortlist | None) -> None:
+    def __init__(
+        self, pair: Pair, ids: list[int], temperature: float, shortlist: Shortlist | None
+    ) -> None:
         self.pair, self.target = pair, Target(pair.target)
         self.context = context_of(ids, temperature)
         self.state: EagleState = pair.drafter.begin(ids, shortlist)
@@ -149,7 +185,9 @@ class Text:
 
     def check(self, tree: TokenTree, nodes: Sequence[int]) -> None:
         laws = self.laws(tree, nodes)
-        expected = self.pair.expected(self.context.ids, tree, nodes, self.context.temperature or 1.0)
+        expected = self.pair.expected(
+            self.context.ids, tree, nodes, self.context.temperature or 1.0
+        )
         torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
 
     def go_on(self, tree: TokenTree, path: Sequence[int], last: int) -> None:
@@ -166,13 +204,21 @@ class Text:
             chunk += 1
         return chunk
 
-    def follow(self, ids: list[int], chunks: int, tokens: int, shortlist: Shortlist | None = None) -> Text:
+    def follow(
+        self, ids: list[int], chunks: int, tokens: int, shortlist: Shortlist | None = None
+    ) -> Text:
         """Another text, `ids`, that takes its first chunks over from this one."""
         other, kept = Text(self.pair, ids, self.context.temperature, shortlist), chunks * tokens
         if chunks:
-            other.target.store.adopt([self.target.store.share(chunk, tokens) for chunk in range(chunks)], tokens)
+            other.target.store.adopt(
+                [self.target.store.share(chunk, tokens) for chunk in range(chunks)], tokens
+            )
             other.target.ids, other.heard = ids[:kept], self.heard[:kept]
-            other.state.adopt([self.state.share(chunk, tokens) for chunk in range(chunks)], tokens, [self.heard[kept - 1]])
+            other.state.adopt(
+                [self.state.share(chunk, tokens) for chunk in range(chunks)],
+                tokens,
+                [self.heard[kept - 1]],
+            )
         other.read(ids[:-1], kept)
         return other
 
@@ -193,7 +239,10 @@ def grown(rng: random.Random, root: int, nodes: int) -> TokenTree:
 
 def rounds(tree: TokenTree) -> list[list[int]]:
     """Its nodes by depth: how they can be asked for."""
-    return [[node for node in range(len(tree)) if tree.depth[node] == depth] for depth in range(max(tree.depth) + 1)]
+    return [
+        [node for node in range(len(tree)) if tree.depth[node] == depth]
+        for depth in range(max(tree.depth) + 1)
+    ]
 
 
 def context_of(ids: list[int], temperature: float = 1.0) -> Context:

@@ -20,7 +20,10 @@ def letters(count: int, *more: str) -> PreTrainedTokenizerFast:
     """Token i is the i-th letter; `<end>` and further special tokens come after them."""
     vocab = {letter: i for i, letter in enumerate(LETTERS[:count])}
     backend = Tokenizer(models.BPE(vocab, []))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.pre_tokenizer, backend.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
     tokenizer.add_special_tokens({"additional_special_tokens": list(more)})
     return tokenizer
@@ -41,7 +44,12 @@ def masks(pattern: str, count: int, text: Sequence[int] = (), vocab: int | None 
 
 @cache
 def allowed(pattern: str, text: str, count: int) -> frozenset[int]:
-    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the end."""
+    """Tokens that may follow `text`, by another library's partial matches; `count` stands for the
+    end."""
     language = regex.compile(pattern)
-    found = {i for i, letter in enumerate(LETTERS[:count]) if language.fullmatch(text + letter, partial=True)}
+    found = {
+        i
+        for i, letter in enumerate(LETTERS[:count])
+        if language.fullmatch(text + letter, partial=True)
+    }
     return frozenset(found | ({count} if language.fullmatch(text) else set()))

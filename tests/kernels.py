@@ -1,4 +1,5 @@
-"""The native kernels of every instruction set that this machine runs, and single operations of theirs on plain tensors."""
+"""The native kernels of every instruction set that this machine runs, and single operations of
+theirs on plain tensors."""
 
 from __future__ import annotations
 
@@ -46,16 +47,30 @@ def chain_rows(store: PagedStore, tokens: Sequence[int]) -> Rows:
     return rows.rows()
 
 
-def filled(kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None) -> PagedStore:
-    """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16, `length` of them committed."""
+def filled(
+    kernels: Kernels, keys: torch.Tensor, values: torch.Tensor, length: int | None = None
+) -> PagedStore:
+    """A store of one layer that holds `keys` and `values`, `[kv_heads, tokens, dim]` bfloat16,
+    `length` of them committed."""
     (kv_heads, tokens, dim), value_dim = keys.shape, values.shape[2]
     shape = KVShape(kv_heads, dim, value_dim)
     store, program = PagePool([shape], kernels).new(), Program(kernels)
     names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
     strides = {"query_stride": kv_heads * dim, "key_stride": dim, "key_head": tokens * dim}
-    program.split(*names, kv_heads, shape, 0, {**strides, "value_stride": value_dim, "value_head": tokens * value_dim})
+    program.split(
+        *names,
+        kv_heads,
+        shape,
+        0,
+        {**strides, "value_stride": value_dim, "value_head": tokens * value_dim},
+    )
     query = torch.zeros(tokens, kv_heads * dim, dtype=torch.bfloat16)
-    given = {"query": query, "key": keys.contiguous(), "value": values.contiguous(), "sorted": torch.zeros_like(query)}
+    given = {
+        "query": query,
+        "key": keys.contiguous(),
+        "value": values.contiguous(),
+        "sorted": torch.zeros_like(query),
+    }
     program.run(chain_rows(store, [0] * tokens), given)
     store.length = tokens if length is None else length
     return store
@@ -86,11 +101,20 @@ def attend(
     scaling: float,
     **variations: Any,
 ) -> torch.Tensor:
-    """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several stores, so many of each."""
+    """`[n, heads, value_dim]` bfloat16: attention of `query` `[n, heads, key_dim]`, rows of several
+    stores, so many of each."""
     n, heads, _ = query.shape
     shape = stores[0][1].shapes[0]
     program = Program(kernels)
-    program.attend(program.given("query", 0), program.given("out", heads * shape.value_dim), heads, shape, 0, scaling, **variations)
+    program.attend(
+        program.given("query", 0),
+        program.given("out", heads * shape.value_dim),
+        heads,
+        shape,
+        0,
+        scaling,
+        **variations,
+    )
     out = torch.full((n, heads, shape.value_dim), torch.nan, dtype=torch.bfloat16)
     spans = [(count, store.table) for count, store in stores]
     rows = Rows([0] * n, [0] * n, [0] * n, prefix, paths, spans)
@@ -99,7 +123,8 @@ def attend(
 
 
 def random_paths(rng: random.Random, nodes: int, start: int) -> tuple[list[int], list[list[int]]]:
-    """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from the root to it."""
+    """A random tree of `nodes` nodes behind `start` tokens: parents, and by node the orders from
+    the root to it."""
     parents, paths = [-1], [[start]]
     for node in range(1, nodes):
         parent = rng.randrange(max(0, node - 12), node)

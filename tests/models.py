@@ -47,24 +47,42 @@ LLAMA3_ROPE = {
 CONFIGS = {
     "llama": LlamaConfig(**SIZES),
     "llama-llama3-rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE),
-    "llama-multi-head": LlamaConfig(**{**SIZES, "num_key_value_heads": 4}, attention_bias=True, tie_word_embeddings=True),
+    "llama-multi-head": LlamaConfig(
+        **{**SIZES, "num_key_value_heads": 4}, attention_bias=True, tie_word_embeddings=True
+    ),
     "mistral-window": MistralConfig(**SIZES, sliding_window=7, head_dim=16),
     "qwen2": Qwen2Config(**SIZES),
-    "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1),
+    "qwen2-window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
     "qwen3": Qwen3Config(**SIZES, head_dim=16),
-    "gemma2-softcap-window": Gemma2Config(**SIZES, head_dim=8, sliding_window=6, query_pre_attn_scalar=16),
-    "gemma3-window": Gemma3TextConfig(**{**SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=6, query_pre_attn_scalar=16),
+    "gemma2-softcap-window": Gemma2Config(
+        **SIZES, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
+    ),
+    "gemma3-window": Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=6, query_pre_attn_scalar=16
+    ),
     "phi3": Phi3Config(**SIZES),
-    "gpt-neox": GPTNeoXConfig(**{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, rotary_pct=0.5),
+    "gpt-neox": GPTNeoXConfig(
+        **{k: v for k, v in SIZES.items() if k != "num_key_value_heads"}, rotary_pct=0.5
+    ),
     "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=3, n_head=4, n_positions=512),
     "olmo2": Olmo2Config(**SIZES),
-    "gpt-oss-sinks": GptOssConfig(**SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6),
+    "gpt-oss-sinks": GptOssConfig(
+        **SIZES, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6
+    ),
 }
 
 
-def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: bool = False, layers: int | None = None) -> PreTrainedModel:
-    """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32 dimensions, as small as real ones get. `layers`:
-    so many, not 3."""
+def tiny(
+    name: str,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    wide: bool = False,
+    layers: int | None = None,
+) -> PreTrainedModel:
+    """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32
+    dimensions, as small as real ones get. `layers`: so many, not 3."""
     torch.manual_seed(seed)
     config = copy.deepcopy(CONFIGS[name])
     if layers is not None:
@@ -75,7 +93,9 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: boo
         config.hidden_size = 128
         if "head_dim" in config.to_dict():
             config.head_dim = 32
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager").eval()
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=dtype, attn_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -85,7 +105,8 @@ def tiny(name: str, dtype: torch.dtype = torch.float32, seed: int = 0, wide: boo
 
 @torch.inference_mode()
 def path_logits(model: PreTrainedModel, prefix: list[int], tree: TokenTree) -> torch.Tensor:
-    """`[n, vocab]`: each root-to-node path run on its own, prefix and all, as transformers does it."""
+    """`[n, vocab]`: each root-to-node path run on its own, prefix and all, as transformers does
+    it."""
     rows = []
     for node in range(len(tree)):
         ids = prefix + [tree.token[i] for i in tree.path(node)]

@@ -1,4 +1,5 @@
-"""A stand-in for the server behind the page: answers are scripted by the prompt's first word, in the format of the real ones.
+"""A stand-in for the server behind the page: answers are scripted by the prompt's first word, in
+the format of the real ones.
 
 `python tests/page_server.py PORT` runs it for a look by hand.
 """
@@ -33,7 +34,10 @@ ANSWERS = {
     "cut": ["A", " tree", " \ufffd", "\ufffd", " of", " rowan", "."],  # two tokens of one character
 }
 TEXTS = {"cut": "A tree 🌳 of rowan."}
-TEXT = "The rowan is a small tree . It stands on hills , and its red berries feed the birds all winter . The rowan is"
+TEXT = (
+    "The rowan is a small tree . It stands on hills , and its red berries feed the birds all "
+    "winter . The rowan is"
+)
 DEFAULT = TEXT.split(" ")
 SOURCES = ("drafter", "ngram", "last_logits", "grammar")
 
@@ -42,16 +46,30 @@ def words(prompt: str) -> list[str]:
     return ANSWERS.get(prompt.split()[0], [DEFAULT[0], *(f" {word}" for word in DEFAULT[1:])])
 
 
-def steps_of(tokens: list[str], method: str, sources: tuple[str, ...] = SOURCES) -> list[dict[str, Any]]:
-    """Steps that emit these tokens after the first: 1, 3, 2, 1, … at a time, with rejected ones beside them; one at a time for `ar`."""
+def steps_of(
+    tokens: list[str], method: str, sources: tuple[str, ...] = SOURCES
+) -> list[dict[str, Any]]:
+    """Steps that emit these tokens after the first: 1, 3, 2, 1, … at a time, with rejected ones
+    beside them; one at a time for `ar`."""
     steps, at = [], 1
     while at < len(tokens):
         size = 1 if method == "ar" else min((1, 3, 2, 4)[len(steps) % 4], len(tokens) - at)
         nodes = [node(tokens[at - 1], -1, 0, "root", 1.0, True)]
         for i in range(size - 1):
-            nodes.append(node(tokens[at + i], i, i + 1, sources[(len(steps) + i) % 4], 0.8**i, True))
+            nodes.append(
+                node(tokens[at + i], i, i + 1, sources[(len(steps) + i) % 4], 0.8**i, True)
+            )
         for i in range(0 if method == "ar" else 3):
-            nodes.append(node(f" wrong{i}", min(i, size - 1), min(i, size - 1) + 1, sources[i], 0.3 / (i + 1), False))
+            nodes.append(
+                node(
+                    f" wrong{i}",
+                    min(i, size - 1),
+                    min(i, size - 1) + 1,
+                    sources[i],
+                    0.3 / (i + 1),
+                    False,
+                )
+            )
         seconds = 0.05 if method == "ar" else 0.06
         step = {"nodes": nodes, "next": token(tokens[at + size - 1]), "emitted": size}
         steps.append(step | {"draft_seconds": 0.01, "verify_seconds": 0.03, "seconds": seconds})
@@ -63,8 +81,16 @@ def token(text: str) -> dict[str, Any]:
     return {"token": sum(text.encode()) + 1000 * len(text), "text": text}
 
 
-def node(text: str, parent: int, depth: int, source: str, value: float, accepted: bool) -> dict[str, Any]:
-    return token(text) | {"parent": parent, "depth": depth, "source": source, "value": value, "accepted": accepted}
+def node(
+    text: str, parent: int, depth: int, source: str, value: float, accepted: bool
+) -> dict[str, Any]:
+    return token(text) | {
+        "parent": parent,
+        "depth": depth,
+        "source": source,
+        "value": value,
+        "accepted": accepted,
+    }
 
 
 class Stand:
@@ -89,7 +115,12 @@ class Stand:
     async def models(self, request: Request) -> Response:
         self.paths.append(request.url.path)
         methods = {"methods": ["ar", "auto", "logitspec"], "default_method": "auto"}
-        return JSONResponse({"object": "list", "data": [{"id": "rowan-135m", "object": "model", "quickbeam": methods}]})
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": [{"id": "rowan-135m", "object": "model", "quickbeam": methods}],
+            }
+        )
 
     async def chat(self, request: Request) -> Response:
         self.paths.append(request.url.path)
@@ -130,26 +161,46 @@ async def script(prompt: str, tokens: list[str], method: str) -> AsyncIterator[s
     steps = steps_of(tokens, method, (EVIL,) * 4 if prompt.startswith("evil") else SOURCES)
     for number, step in enumerate(steps, 1):
         read = sum(s["emitted"] for s in steps[:number])
-        end = len(text) if number == len(steps) else min(len(text), len("".join(tokens[: read + 1])))
+        end = (
+            len(text) if number == len(steps) else min(len(text), len("".join(tokens[: read + 1])))
+        )
         yield event(delta={"content": text[at:end]}, quickbeam={"steps": [step], "method": method})
         at = end
         if prompt.startswith("breaks") and number == 2:
             return
         if prompt.startswith("fails") and number == 2:
-            yield "data: " + json.dumps({"error": {"message": "the logits are not finite", "type": "server_error"}}) + "\r\n\r\n"
+            yield (
+                "data: "
+                + json.dumps(
+                    {"error": {"message": "the logits are not finite", "type": "server_error"}}
+                )
+                + "\r\n\r\n"
+            )
             return
     yield event(delta={}, finish_reason="stop")
-    yield "data: " + json.dumps({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(tokens)}}) + "\r\n\r\n"
+    yield (
+        "data: "
+        + json.dumps(
+            {"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": len(tokens)}}
+        )
+        + "\r\n\r\n"
+    )
     yield "data: [DONE]\r\n\r\n"
 
 
 def event(delta: dict[str, Any], finish_reason: str | None = None, **more: Any) -> str:
     choice = {"index": 0, "delta": delta, "finish_reason": finish_reason}
-    return "data: " + json.dumps({"object": "chat.completion.chunk", "choices": [choice]} | more) + "\r\n\r\n"
+    return (
+        "data: "
+        + json.dumps({"object": "chat.completion.chunk", "choices": [choice]} | more)
+        + "\r\n\r\n"
+    )
 
 
 def refuse(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status, headers)
+    return JSONResponse(
+        {"error": {"message": message, "type": "invalid_request_error"}}, status, headers
+    )
 
 
 @contextmanager
@@ -158,7 +209,11 @@ def serving(app: Any) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="on", timeout_graceful_shutdown=1))
+        server = uvicorn.Server(
+            uvicorn.Config(
+                app, log_level="error", ws="none", lifespan="on", timeout_graceful_shutdown=1
+            )
+        )
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         while not server.started and thread.is_alive():
@@ -172,7 +227,9 @@ def serving(app: Any) -> Iterator[str]:
 
 def chromium(playwright: Any) -> Any:
     """A headless browser that asks nobody for anything."""
-    return playwright.chromium.launch(executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES])
+    return playwright.chromium.launch(
+        executable_path=str(CHROMIUM), args=[f"--{switch}" for switch in SWITCHES]
+    )
 
 
 if __name__ == "__main__":

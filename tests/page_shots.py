@@ -1,4 +1,5 @@
-"""Draws the pictures of the page for the docs, from the real server with the embedded model: python tests/page_shots.py"""
+"""Draws the pictures of the page for the docs, from the real server with the embedded model: python
+tests/page_shots.py"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ def draw(browser: Any, address: str) -> None:
     page.fill("#prompt", QUESTION)
     page.press("#prompt", "Enter")
     page.locator(".verdict.same").wait_for()
-    page.locator("#timeline [role=option]").nth(telling(page.evaluate("turns[0].answer.steps"))).click()
+    page.locator("#timeline [role=option]").nth(
+        telling(page.evaluate("turns[0].answer.steps"))
+    ).click()
     page.focus("#prompt")
     for scheme in ("light", "dark"):
         page.emulate_media(color_scheme=scheme)
@@ -55,5 +58,9 @@ if __name__ == "__main__":
     FOLDER.mkdir(parents=True, exist_ok=True)
     llm = LLM()
     llm.generate("Hello")  # measures costs
-    with serving(create_app(Runner(ServeSettings(), llm))) as address, sync_playwright() as playwright, chromium(playwright) as browser:
+    with (
+        serving(create_app(Runner(ServeSettings(), llm))) as address,
+        sync_playwright() as playwright,
+        chromium(playwright) as browser,
+    ):
         draw(browser, address)

@@ -1,4 +1,5 @@
-"""What tests of a running server share: a client without a socket, steps that can be held, waiting for what comes about by itself."""
+"""What tests of a running server share: a client without a socket, steps that can be held, waiting
+for what comes about by itself."""
 
 from __future__ import annotations
 
@@ -27,14 +28,17 @@ async def served(llm: LLM, **settings: Any) -> AsyncIterator[tuple[Runner, httpx
     runner = Runner(ServeSettings(**settings), llm)
     transport = httpx.ASGITransport(create_app(runner))
     try:
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+        async with httpx.AsyncClient(
+            transport=transport, base_url="http://localhost", timeout=60
+        ) as client:
             yield runner, client
     finally:
         await runner.close()
 
 
 class Brake:
-    """Holds an engine's steps: `waits` is set when one wishes to begin; `release` lets so many go, all of them if not told."""
+    """Holds an engine's steps: `waits` is set when one wishes to begin; `release` lets so many go,
+    all of them if not told."""
 
     def __init__(self) -> None:
         self.waits, self._go, self._open = threading.Event(), threading.Semaphore(0), False
@@ -88,7 +92,13 @@ async def begun(runner: Runner, *jobs: Job) -> list[Any]:
 def idle(runner: Runner) -> bool:
     """Whether nothing is left of any request."""
     gate, engine = runner.gate, runner.llm.engine
-    counts = (gate.inside, gate.waiting, gate.waiting_tokens, len(engine.scheduler.active), len(engine.scheduler.waiting))
+    counts = (
+        gate.inside,
+        gate.waiting,
+        gate.waiting_tokens,
+        len(engine.scheduler.active),
+        len(engine.scheduler.waiting),
+    )
     return not any(counts) and not engine.busy
 
 
@@ -96,7 +106,11 @@ def idle(runner: Runner) -> bool:
 def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
     """Its address, and its event loop, in a thread of its own."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    server = uvicorn.Server(
+        uvicorn.Config(
+            create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5
+        )
+    )
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()

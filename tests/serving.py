@@ -1,4 +1,5 @@
-"""A server in this process, for tests of the protocol: real requests over ASGI, without a socket. And one whose answers are scripted."""
+"""A server in this process, for tests of the protocol: real requests over ASGI, without a socket.
+And one whose answers are scripted."""
 
 from __future__ import annotations
 
@@ -71,7 +72,11 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     """The chunks of a stream, which ends with `[DONE]`."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    data = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
+    data = [
+        line.removeprefix("data: ")
+        for line in response.text.split("\n")
+        if line.startswith("data: ")
+    ]
     assert data[-1] == "[DONE]"
     return [json.loads(line) for line in data[:-1]]
 
@@ -79,7 +84,10 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
 def events(response: httpx.Response) -> list[dict[str, Any]]:
     """The events of a streamed response, each named as its type says."""
     assert response.status_code == 200, response.text
-    blocks = [dict(line.split(": ", 1) for line in block.split("\n")) for block in response.text.strip().split("\n\n")]
+    blocks = [
+        dict(line.split(": ", 1) for line in block.split("\n"))
+        for block in response.text.strip().split("\n\n")
+    ]
     found = [json.loads(block["data"]) for block in blocks]
     assert [block["event"] for block in blocks] == [event["type"] for event in found]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
@@ -87,10 +95,18 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 class ScriptedStream:
-    """An answer that is known, in pieces of so many characters, with a pause in seconds before each, and how it ends."""
+    """An answer that is known, in pieces of so many characters, with a pause in seconds before
+    each, and how it ends."""
 
     def __init__(self, text: str, piece: int, pause: float, end: str | Exception) -> None:
-        self.text, self.piece, self.pause, self.end, self.closed, self.given = text, piece, pause, end, False, ""
+        self.text, self.piece, self.pause, self.end, self.closed, self.given = (
+            text,
+            piece,
+            pause,
+            end,
+            False,
+            "",
+        )
 
     async def deltas(self) -> AsyncIterator[Delta]:
         for i in range(0, len(self.text), self.piece):
@@ -103,7 +119,9 @@ class ScriptedStream:
     @property
     def completion(self) -> Completion:
         reason = self.end if isinstance(self.end, str) else "interrupted"
-        return Completion(self.given, list(range(len(self.given))), reason, Statistics(new_tokens=len(self.given)))
+        return Completion(
+            self.given, list(range(len(self.given))), reason, Statistics(new_tokens=len(self.given))
+        )
 
     def close(self) -> None:
         self.closed = True

@@ -16,8 +16,11 @@ from quickbeam.tree import TokenTree
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 
-def saved(layout: str, folder: Path, toy_folder: str, layers: int | None = None, **changes: object) -> str:
-    """A tiny model of this layout in a folder, with a tokenizer (of other tokens: it is loaded, no more)."""
+def saved(
+    layout: str, folder: Path, toy_folder: str, layers: int | None = None, **changes: object
+) -> str:
+    """A tiny model of this layout in a folder, with a tokenizer (of other tokens: it is loaded, no
+    more)."""
     model = tiny(layout, torch.bfloat16, wide=True, layers=layers)
     for name, value in changes.items():
         setattr(model.config, name, value)
@@ -35,7 +38,8 @@ def opened(folder: str, memory: int, weights: str = "bfloat16") -> Streamed:
 
 
 def limits(folder: str, weights: str = "bfloat16") -> list[int]:
-    """Memory for no resident segment, one, … and all but one, with two buffers, as far as that is less than the model takes."""
+    """Memory for no resident segment, one, … and all but one, with two buffers, as far as that is
+    less than the model takes."""
     source = opened(folder, 120_000, weights).source
     every = (source.least + i * source.plan.piece for i in range(len(source.plan.segments)))
     return [limit for limit in every if limit < source.whole]
@@ -54,7 +58,9 @@ def bush(width: int, seed: int = 0) -> TokenTree:
     generator = torch.Generator().manual_seed(seed + width)
     tree = TokenTree(5)
     while len(tree) < width:
-        parent, token = (int(torch.randint(high, (1,), generator=generator)) for high in (len(tree), 97))
+        parent, token = (
+            int(torch.randint(high, (1,), generator=generator)) for high in (len(tree), 97)
+        )
         if tree.child(parent, token) is None:
             tree.add(parent, token, "probe")
     return tree

@@ -1,4 +1,5 @@
-"""A file of requests is answered, each once, whatever ends the program. `pytest tests/test_batch.py`"""
+"""A file of requests is answered, each once, whatever ends the program. `pytest
+tests/test_batch.py`"""
 
 from __future__ import annotations
 
@@ -26,10 +27,18 @@ from quickbeam.batch.run import Reply, run
 from quickbeam.cli.app import app
 
 LINES = [
-    {"custom_id": "a", "method": "POST", "url": CHAT, "body": {"messages": [{"role": "user", "content": "hello"}], "seed": 7}},
+    {
+        "custom_id": "a",
+        "method": "POST",
+        "url": CHAT,
+        "body": {"messages": [{"role": "user", "content": "hello"}], "seed": 7},
+    },
     {"prompt": "once upon", "max_tokens": 5},
     {"custom_id": "c", "messages": [{"role": "user", "content": "hi"}]},
-    *({"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"text {i}"}} for i in range(20)),
+    *(
+        {"custom_id": f"p{i}", "url": COMPLETIONS, "body": {"prompt": f"text {i}"}}
+        for i in range(20)
+    ),
 ]
 
 
@@ -45,7 +54,10 @@ def whole(source: Path, output: Path) -> None:
     assert sorted(one["custom_id"] for one in found) == sorted(asked)
     for one in found:
         request = asked[one["custom_id"]]
-        assert one["response"]["body"] == {"url": request.url, "echo": request.body} and one["id"] == request.id
+        assert (
+            one["response"]["body"] == {"url": request.url, "echo": request.body}
+            and one["id"] == request.id
+        )
 
 
 def test_answers_have_openais_form(source: Path, tmp_path: Path) -> None:
@@ -53,29 +65,42 @@ def test_answers_have_openais_form(source: Path, tmp_path: Path) -> None:
     whole(source, tmp_path / "out.jsonl")
     for record in records(tmp_path / "out.jsonl"):
         assert record.keys() == {"id", "custom_id", "response", "error"} and record["error"] is None
-        assert record["response"].keys() == {"status_code", "request_id", "body"} and record["response"]["status_code"] == 200
+        assert (
+            record["response"].keys() == {"status_code", "request_id", "body"}
+            and record["response"]["status_code"] == 200
+        )
 
 
 def test_short_lines_and_seeds() -> None:
-    first, short, chat = (parse(i, json.dumps(line).encode()) for i, line in enumerate(LINES[:3], 1))
+    first, short, chat = (
+        parse(i, json.dumps(line).encode()) for i, line in enumerate(LINES[:3], 1)
+    )
     assert (first.url, first.body["seed"], first.custom_id) == (CHAT, 7, "a")
     assert (short.url, short.body["max_tokens"], short.custom_id) == (COMPLETIONS, 5, "line-2")
     assert (chat.url, chat.custom_id, chat.body.keys()) == (CHAT, "c", {"messages", "seed"})
-    assert short == parse(2, json.dumps(dict(reversed(LINES[1].items()))).encode())  # the order of fields asks for nothing
+    # the order of fields asks for nothing
+    assert short == parse(2, json.dumps(dict(reversed(LINES[1].items()))).encode())
     again = parse(3, json.dumps(LINES[1]).encode())
     assert again.body["seed"] != short.body["seed"] and 0 <= short.body["seed"] < 2**32
 
 
 @pytest.mark.parametrize(("line", "why"), [
-    ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"), ('{"custom_id": ""}', "custom_id"),
-    ('{"prompt": "x", "messages": []}', "neither"), ("{}", "neither"), ('{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
-    ('{"url": "/v1/completions", "body": []}', "body"), ('{"method": "GET", "url": "/v1/completions", "body": {}}', "POST"),
-    ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "stream"), ('{"prompt": "x", "seed": NaN}', "NaN"),
-    ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"), ("[" * 100000, "recursion"), ("\udcff", "utf-8"),
+    ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
+    ('{"custom_id": ""}', "custom_id"),
+    ('{"prompt": "x", "messages": []}', "neither"), ("{}", "neither"),
+    ('{"url": "/v1/embeddings", "body": {}}', "/v1/embeddings"),
+    ('{"url": "/v1/completions", "body": []}', "body"),
+    ('{"method": "GET", "url": "/v1/completions", "body": {}}', "POST"),
+    ('{"url": "/v1/completions", "body": {"prompt": "x", "stream": true}}', "stream"),
+    ('{"prompt": "x", "seed": NaN}', "NaN"),
+    ('{"url": "/v1/completions", "body": {}, "prompt": "x"}', "'prompt'"),
+    ("[" * 100000, "recursion"), ("\udcff", "utf-8"),
 ])  # fmt: skip
 def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str) -> None:
     source = tmp_path / "in.jsonl"
-    source.write_bytes(b'{"prompt": "a"}\n\n' + line.encode(errors="surrogateescape") + b'\n{"prompt": "b"}\n')
+    source.write_bytes(
+        b'{"prompt": "a"}\n\n' + line.encode(errors="surrogateescape") + b'\n{"prompt": "b"}\n'
+    )
     assert go(source, tmp_path / "out.jsonl") == (3, 3)
     found = {record["custom_id"]: record for record in records(tmp_path / "out.jsonl")}
     assert found.keys() == {"line-1", "line-3", "line-4"}
@@ -111,12 +136,23 @@ def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path: Path) -
         assert (most, len(journal.done)) == (5, 23)
 
 
-def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source: Path, tmp_path: Path) -> None:
+def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(
+    source: Path, tmp_path: Path
+) -> None:
     first = tmp_path / "first.jsonl"
     go(source, first)
     text = first.read_bytes()
-    start = text.rstrip(b"\n").rindex(b"\n", 0, text.rstrip(b"\n").rindex(b"\n")) + 1  # of the last record but one
-    for size in [0, 1, 7, *range(start, start + 40), *range(start + 40, len(text), 9), len(text) - 1, len(text)]:
+    # of the last record but one
+    start = text.rstrip(b"\n").rindex(b"\n", 0, text.rstrip(b"\n").rindex(b"\n")) + 1
+    for size in [
+        0,
+        1,
+        7,
+        *range(start, start + 40),
+        *range(start + 40, len(text), 9),
+        len(text) - 1,
+        len(text),
+    ]:
         for tail in (b"", b"\0" * 9):
             output = tmp_path / "out.jsonl"
             output.write_bytes(text[:size] + tail)
@@ -126,7 +162,10 @@ def test_whatever_end_the_file_was_left_with_it_is_gone_on_with(source: Path, tm
             assert output.read_bytes().startswith(text[: text[:size].rfind(b"\n") + 1])
 
 
-@pytest.mark.parametrize("text", ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["my notes", '{"a": 1}\n', '{"id": "batch_req_1", "custom_id": "zz"}\n{"id": "batch', "\n"],
+)
 def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path, text: str) -> None:
     output = tmp_path / "out.jsonl"
     output.write_text(text)
@@ -136,11 +175,15 @@ def test_a_file_of_something_else_is_left_alone(source: Path, tmp_path: Path, te
 
 
 @pytest.mark.parametrize(("change", "why"), [
-    (lambda some: [*some[:3], {**some[3], "body": {"prompt": "other"}}, *some[4:]], "answers another request.*'p0'"),
+    (lambda some: [*some[:3], {**some[3], "body": {"prompt": "other"}}, *some[4:]],
+        "answers another request.*'p0'"),
     (lambda some: [{"prompt": "new"}, *some], "'line-2'.*doesn't have|another request"),
-    (lambda some: some[1:], "custom_id 'a'"), (lambda some: [*some, some[5]], "lines 6 and 24 both have the custom_id 'p2'"),
+    (lambda some: some[1:], "custom_id 'a'"), (lambda some: [*some, some[5]],
+        "lines 6 and 24 both have the custom_id 'p2'"),
 ])  # fmt: skip
-def test_other_requests_than_were_answered_are_refused(source: Path, tmp_path: Path, change: Callable[[Any], Any], why: str) -> None:
+def test_other_requests_than_were_answered_are_refused(
+    source: Path, tmp_path: Path, change: Callable[[Any], Any], why: str
+) -> None:
     output = tmp_path / "out.jsonl"
     go(source, output)
     before = output.read_bytes()
@@ -168,7 +211,9 @@ def test_places_that_are_refused(source: Path, tmp_path: Path) -> None:
         Journal(tmp_path / "out.jsonl")
 
 
-def test_a_full_disk_loses_nothing(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output, real, room = tmp_path / "out.jsonl", os.write, 3000
 
     def write(file: int, data: bytes) -> int:
@@ -199,13 +244,17 @@ def test_answers_of_two_models_are_not_mixed(source: Path, tmp_path: Path) -> No
     output = tmp_path / "out.jsonl"
     go(lines(source, LINES[:9]), output, named("fp_one"))
     before = output.read_bytes()
-    with pytest.raises(InvalidInput, match=r"another model.*fp_one, this is fp_two.*another output"):
+    with pytest.raises(
+        InvalidInput, match=r"another model.*fp_one, this is fp_two.*another output"
+    ):
         go(lines(source, LINES), output, named("fp_two"))
     assert output.read_bytes() == before
     assert go(source, output, named("fp_one")) == (23, 14)
 
 
-def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source: Path, tmp_path: Path) -> None:
+def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(
+    source: Path, tmp_path: Path
+) -> None:
     async def dying(url: str, body: dict[str, Any]) -> Reply:
         if body.get("prompt") == "text 6":
             raise QuickbeamError("the engine died")
@@ -221,7 +270,10 @@ def test_what_an_answer_raises_ends_the_run_and_keeps_the_others(source: Path, t
 def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
     source, output, chance = tmp_path / "in.jsonl", tmp_path / "out.jsonl", random.Random(0)
     lines(source, [{"custom_id": f"r{i}", "prompt": "x" * (i % 7) * 3000} for i in range(400)])
-    program = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as t; from pathlib import Path; "
+    program = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import batches as "
+        "t; from pathlib import Path; "
+    )
     program += f"t.go(Path({str(source)!r}), Path({str(output)!r}))"
     kills = 0
     for _ in range(6):
@@ -240,10 +292,18 @@ def test_killed_at_any_moment_each_is_answered_once(tmp_path: Path) -> None:
 
 USER = [{"role": "user", "content": "abc abc"}]
 ASKED = [
-    {"custom_id": "chat", "url": CHAT, "body": {"messages": USER, "max_completion_tokens": 9, "temperature": 0}},
+    {
+        "custom_id": "chat",
+        "url": CHAT,
+        "body": {"messages": USER, "max_completion_tokens": 9, "temperature": 0},
+    },
     {"custom_id": "drawn", "messages": USER, "max_tokens": 9, "n": 2},
     {"custom_id": "seeded", "prompt": "abc", "max_tokens": 9, "seed": 5, "temperature": 0.8},
-    {"custom_id": "response", "url": RESPONSES, "body": {"input": "abc abc", "max_output_tokens": 9, "temperature": 0}},
+    {
+        "custom_id": "response",
+        "url": RESPONSES,
+        "body": {"input": "abc abc", "max_output_tokens": 9, "temperature": 0},
+    },
     {"custom_id": "field", "messages": USER, "tokens": 3},
     {"custom_id": "long", "prompt": "abc " * 500},
     "not json",
@@ -252,8 +312,17 @@ ASKED = [
 
 def told(llm: LLM, custom_id: str, body: dict[str, Any]) -> list[str]:
     """What plain decoding alone says to a request of `ASKED`."""
-    params = SamplingParams(max_tokens=9, temperature=body.get("temperature", 1.0), seed=body["seed"], n=body.get("n", 1))
-    found = llm.generate(body["prompt"], params, method="ar") if "prompt" in body else llm.chat(USER, params, method="ar")
+    params = SamplingParams(
+        max_tokens=9,
+        temperature=body.get("temperature", 1.0),
+        seed=body["seed"],
+        n=body.get("n", 1),
+    )
+    found = (
+        llm.generate(body["prompt"], params, method="ar")
+        if "prompt" in body
+        else llm.chat(USER, params, method="ar")
+    )
     return [one.text for one in (found if isinstance(found, list) else [found])]
 
 
@@ -272,26 +341,47 @@ def answered(llm: LLM, source: Path, output: Path) -> None:
     for name in ("chat", "drawn", "seeded", "response"):
         assert said(found[name]["response"]["body"]) == told(llm, name, bodies[name])
     assert [found[name]["response"]["status_code"] for name in ("field", "long")] == [400, 400]
-    assert found["field"]["response"]["body"]["error"]["param"] == "tokens" and found["line-7"]["error"]["code"] == "invalid_request"
+    assert (
+        found["field"]["response"]["body"]["error"]["param"] == "tokens"
+        and found["line-7"]["error"]["code"] == "invalid_request"
+    )
 
 
 def test_the_command_answers_as_plain_decoding_alone(toy_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     source, output = lines(tmp_path / "in.jsonl", ASKED), tmp_path / "out.jsonl"
-    command = ["batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32", "--max-running", "2"]
+    command = [
+        "batch",
+        str(source),
+        str(output),
+        "--model",
+        toy_folder,
+        "--dtype",
+        "float32",
+        "--max-running",
+        "2",
+    ]
     done = CliRunner().invoke(app, command)
-    assert done.exit_code == 1 and "7 of 7 answers" in done.stderr and "3 of them errors" in done.stderr
+    assert (
+        done.exit_code == 1
+        and "7 of 7 answers" in done.stderr
+        and "3 of them errors" in done.stderr
+    )
     answered(LLM(toy_folder, dtype="float32"), source, output)
     before = output.read_bytes()
-    assert CliRunner().invoke(app, [*command, "--model", "/nowhere"]).exit_code == 1  # nothing is left to do, so no model is needed
+    # nothing is left to do, so no model is needed
+    assert CliRunner().invoke(app, [*command, "--model", "/nowhere"]).exit_code == 1
     assert output.read_bytes() == before
 
 
 @pytest.mark.parametrize(("arguments", "why"), [
     (["nowhere.jsonl", "out.jsonl"], "no such file"), (["in.jsonl", "in.jsonl"], "another output"),
-    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"), (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
+    (["in.jsonl", "out.jsonl", "--replicas", "2"], "--ray"),
+    (["in.jsonl", "out.jsonl", "--method", "atuo"], "atuo"),
 ])  # fmt: skip
-def test_commands_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str) -> None:
+def test_commands_that_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], why: str
+) -> None:
     pytest.importorskip("fastapi")
     monkeypatch.chdir(tmp_path)
     lines(tmp_path / "in.jsonl", LINES)
@@ -303,14 +393,39 @@ def test_commands_that_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -> None:
     pytest.importorskip("fastapi")
     output, chance = tmp_path / "out.jsonl", random.Random(0)
-    requests = [{"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "max_tokens": 30, "temperature": 0.7 * (i % 2)} for i in range(40)]
+    requests = [
+        {
+            "custom_id": f"r{i}",
+            "prompt": "abc " * (i % 5 + 1),
+            "max_tokens": 30,
+            "temperature": 0.7 * (i % 2),
+        }
+        for i in range(40)
+    ]
     source = lines(tmp_path / "in.jsonl", requests)
-    command = [sys.executable, "-m", "quickbeam", "batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "quickbeam",
+        "batch",
+        str(source),
+        str(output),
+        "--model",
+        toy_folder,
+        "--dtype",
+        "float32",
+    ]
     codes = []
     for end in (signal.SIGKILL, signal.SIGINT, signal.SIGKILL, None):
         before = output.stat().st_size if output.exists() else 0
-        child = subprocess.Popen([*command, "--max-running", "4"], stderr=subprocess.PIPE, text=True)
-        while end and child.poll() is None and (not output.exists() or output.stat().st_size <= before):
+        child = subprocess.Popen(
+            [*command, "--max-running", "4"], stderr=subprocess.PIPE, text=True
+        )
+        while (
+            end
+            and child.poll() is None
+            and (not output.exists() or output.stat().st_size <= before)
+        ):
             time.sleep(0.01)
         if end:
             time.sleep(chance.random() / 3)
@@ -324,5 +439,9 @@ def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -
     assert len(records(output)) == len(found) == 40
     llm = LLM(toy_folder, dtype="float32")
     for request in read(source):
-        params = SamplingParams(max_tokens=30, temperature=request.body["temperature"], seed=request.body["seed"])
-        assert said(found[request.custom_id]) == [llm.generate(request.body["prompt"], params, method="ar").text]
+        params = SamplingParams(
+            max_tokens=30, temperature=request.body["temperature"], seed=request.body["seed"]
+        )
+        assert said(found[request.custom_id]) == [
+            llm.generate(request.body["prompt"], params, method="ar").text
+        ]

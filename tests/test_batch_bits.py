@@ -1,4 +1,5 @@
-"""Bit-identity of batches: what a sequence's rows give depends neither on the others of the pass nor on how its memory came to be.
+"""Bit-identity of batches: what a sequence's rows give depends neither on the others of the pass
+nor on how its memory came to be.
 
 pytest tests/test_batch_bits.py
 """
@@ -27,10 +28,21 @@ from quickbeam.tree import TokenTree
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 needs_order = pytest.mark.skipif(
     not attention_is_order_free(64) and not attention_is_order_free(64, wide=True),
-    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't promise it",
+    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't "
+    "promise it",
 )
-ways = pytest.mark.parametrize("way", [pytest.param("native", marks=needs_kernels), pytest.param("eager", marks=needs_order)])
-LAYOUTS = ["llama", "qwen3", "gemma2-softcap-window", "gemma3-window", "mistral-window", "gpt-neox", "gpt2"]
+ways = pytest.mark.parametrize(
+    "way", [pytest.param("native", marks=needs_kernels), pytest.param("eager", marks=needs_order)]
+)
+LAYOUTS = [
+    "llama",
+    "qwen3",
+    "gemma2-softcap-window",
+    "gemma3-window",
+    "mistral-window",
+    "gpt-neox",
+    "gpt2",
+]
 ALWAYS = ["llama", "gemma2-softcap-window"]  # by PyTorch's operators, which take long
 CHUNK = 16  # tokens of a prompt that PyTorch's operators read at once
 WIDEST = 128  # rows that a part has at most, and more
@@ -46,7 +58,8 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Text:
-    """A sequence, and how its tokens were computed: (tokens of a pass, how many of them are still there); of a prompt, or of a tree."""
+    """A sequence, and how its tokens were computed: (tokens of a pass, how many of them are still
+    there); of a prompt, or of a tree."""
 
     cache: SequenceCache
     ids: list[int] = field(default_factory=list)
@@ -68,13 +81,15 @@ class Text:
 
 
 class World:
-    """Sequences that live side by side in one model's memory. Each pass is compared with the same rows alone, in another model that
-    computes their text anew; `wrong` counts those that differ, `done` what happened between."""
+    """Sequences that live side by side in one model's memory. Each pass is compared with the same
+    rows alone, in another model that computes their text anew; `wrong` counts those that differ,
+    `done` what happened between."""
 
     def __init__(self, model: Model, other: Model, seed: int) -> None:
         self.model, self.other, self.rng = model, other, random.Random(seed)
         self.texts: list[Text] = []
-        self.shared: list[tuple[Any, list[int], list[tuple[bool, list[int], int]]]] = []  # chunks with what they hold
+        # chunks with what they hold
+        self.shared: list[tuple[Any, list[int], list[tuple[bool, list[int], int]]]] = []
         self.wrong = self.compared = 0
         self.done = Counter[str]()
 
@@ -85,7 +100,8 @@ class World:
         return [self.below(VOCAB) for _ in range(count)]
 
     def anew(self, text: Text) -> SequenceCache:
-        """The same text in the other model: at once, or where bits depend on how it was computed, in the same way."""
+        """The same text in the other model: at once, or where bits depend on how it was computed,
+        in the same way."""
         cache = self.other.pool.new()
         if self.other.native:
             if text.ids:
@@ -105,7 +121,10 @@ class World:
     def tree(self, text: Text) -> TokenTree:
         tree, deepest = TokenTree(self.below(VOCAB)), self.model.depth_limit(text.cache)
         for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
-            parent, token = self.rng.choice([len(tree) - 1, self.below(len(tree))]), self.below(VOCAB)
+            parent, token = (
+                self.rng.choice([len(tree) - 1, self.below(len(tree))]),
+                self.below(VOCAB),
+            )
             if tree.depth[parent] < deepest and tree.child(parent, token) is None:
                 tree.add(parent, token, "random")
         return tree
@@ -115,13 +134,24 @@ class World:
         length = text.cache.length
         if self.model.native and self.rng.random() < (0.4 if length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
-        if not self.model.native and length == text.prompt and length % CHUNK == 0 and self.rng.random() < 0.8:
-            return Chain(text.cache, self.tokens(self.rng.choice([CHUNK, CHUNK, 1 + self.below(CHUNK)])))
+        if (
+            not self.model.native
+            and length == text.prompt
+            and length % CHUNK == 0
+            and self.rng.random() < 0.8
+        ):
+            return Chain(
+                text.cache, self.tokens(self.rng.choice([CHUNK, CHUNK, 1 + self.below(CHUNK)]))
+            )
         return Draft(text.cache, self.tree(text))
 
     def passes(self) -> None:
         """One pass over some of the sequences, and the same rows alone."""
-        room = [text for text in self.texts if text.cache.length + WIDEST < (self.model.context_length or 0)]
+        room = [
+            text
+            for text in self.texts
+            if text.cache.length + WIDEST < (self.model.context_length or 0)
+        ]
         texts = self.rng.sample(room, min(len(room), 1 + self.below(4)))
         if not texts:
             return
@@ -188,7 +218,10 @@ class World:
             chunks, _, _ = self.shared.pop(self.below(len(self.shared)))
             for chunk in chunks:
                 self.model.pool.drop(chunk)
-        known = [(text, (len(text.ids) if self.model.native else text.prompt) // size) for text in self.texts]
+        known = [
+            (text, (len(text.ids) if self.model.native else text.prompt) // size)
+            for text in self.texts
+        ]
         if known := [(text, count) for text, count in known if count]:
             text, count = self.rng.choice(known)
             chunks = [text.cache.share(i, size) for i in range(count)]
@@ -209,7 +242,15 @@ class World:
     def live(self, steps: int) -> None:
         """Random operations; then the end of all, after which no page is taken."""
         for _ in range(steps):
-            every = {self.passes: 9, self.new: 3, self.fork: 2, self.truncate: 2, self.release: 2, self.share: 3, self.adopt: 2}
+            every = {
+                self.passes: 9,
+                self.new: 3,
+                self.fork: 2,
+                self.truncate: 2,
+                self.release: 2,
+                self.share: 3,
+                self.adopt: 2,
+            }
             self.rng.choices(list(every), list(every.values()))[0]()
 
     @torch.inference_mode()
@@ -224,7 +265,10 @@ class World:
 
 def models(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
     monkeypatch.setenv("QUICKBEAM_KERNELS", way)
-    pair = tuple(Model(tiny(name, torch.bfloat16, wide=way == "eager"), exact=True, chunk=CHUNK) for _ in range(2))
+    pair = tuple(
+        Model(tiny(name, torch.bfloat16, wide=way == "eager"), exact=True, chunk=CHUNK)
+        for _ in range(2)
+    )
     assert all(model.native == (way == "native") and model.exact for model in pair)
     for model in pair:
         model.watch([1, 3])
@@ -239,7 +283,8 @@ def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
         world.end()
         assert world.compared > steps / 2
         wrong, done = wrong + world.wrong, done + world.done
-    assert {*+done} >= {"fork", "truncate", "adopt", *(["spoil"] if model.native else [])}  # that happened
+    # that happened
+    assert {*+done} >= {"fork", "truncate", "adopt", *(["spoil"] if model.native else [])}
     return wrong
 
 
@@ -247,24 +292,47 @@ def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
     ("name", "way"),
     [
         *(pytest.param(name, "native", marks=needs_kernels) for name in LAYOUTS),
-        *(pytest.param(name, "eager", marks=needs_order if name in ALWAYS else (needs_order, pytest.mark.long)) for name in LAYOUTS),
+        *(
+            pytest.param(
+                name,
+                "eager",
+                marks=needs_order if name in ALWAYS else (needs_order, pytest.mark.long),
+            )
+            for name in LAYOUTS
+        ),
     ],
 )
-def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used before, and beginnings that are shared."""
-    assert wrong_rows(*models(name, way, monkeypatch), *((range(2), 120) if way == "native" else (range(1), 60))) == 0
+def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used
+    before, and beginnings that are shared."""
+    assert (
+        wrong_rows(
+            *models(name, way, monkeypatch),
+            *((range(2), 120) if way == "native" else (range(1), 60)),
+        )
+        == 0
+    )
 
 
 @pytest.mark.long
 @ways
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert wrong_rows(*models(name, way, monkeypatch), range(1, 8), 400 if way == "native" else 100) == 0
+def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert (
+        wrong_rows(*models(name, way, monkeypatch), range(1, 8), 400 if way == "native" else 100)
+        == 0
+    )
 
 
 @needs_kernels
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt2"])
-def test_every_row_of_a_batch_is_that_of_its_own_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_row_of_a_batch_is_that_of_its_own_tokens(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each node of each tree, against its path read as a plain text."""
     model, other = models(name, "native", monkeypatch)
     world = World(model, other, 0)
@@ -275,7 +343,9 @@ def test_every_row_of_a_batch_is_that_of_its_own_tokens(name: str, monkeypatch: 
         text.cache.commit(range(length))
         world.texts.append(text)
     trees = [world.tree(text) for text in world.texts]
-    parts: list[Part] = [Draft(text.cache, tree) for text, tree in zip(world.texts, trees, strict=True)]
+    parts: list[Part] = [
+        Draft(text.cache, tree) for text, tree in zip(world.texts, trees, strict=True)
+    ]
     whole = Chain(model.pool.new(), world.tokens(70))
     *passed, last = model.forward(Batch([*parts, whole]))
     for text, tree, got in zip(world.texts, trees, passed, strict=True):
@@ -284,7 +354,11 @@ def test_every_row_of_a_batch_is_that_of_its_own_tokens(name: str, monkeypatch: 
             (alone,) = other.forward(Batch([Chain(other.pool.new(), ids)]))
             assert torch.equal(got.logits[node], alone.logits[0])
     (alone,) = other.forward(Batch([Chain(other.pool.new(), whole.tokens)]))
-    assert torch.equal(last.logits, alone.logits) and last.hidden is not None and torch.equal(last.hidden, alone.hidden)
+    assert (
+        torch.equal(last.logits, alone.logits)
+        and last.hidden is not None
+        and torch.equal(last.hidden, alone.hidden)
+    )
 
 
 def unshared_copy(self: KVStore) -> KVStore:
@@ -307,12 +381,22 @@ def early(self: SharedPages, page: Page) -> None:
     ("owner", "name", "wrong"),
     [
         (PagedStore, "_shared", lambda self: []),  # writes a page that others hold
-        (PagedStore, "_shared", lambda self: [i for i, page in enumerate(self._pages) if page.users > 1 and i * self.page >= self.length]),
+        (
+            PagedStore,
+            "_shared",
+            lambda self: [
+                i
+                for i, page in enumerate(self._pages)
+                if page.users > 1 and i * self.page >= self.length
+            ],
+        ),
         (PagePool, "leave", early),  # gives a page away that others hold
     ],
     ids=["never copied", "the last not copied", "given away early"],
 )
-def test_memory_that_is_shared_wrongly_is_seen(owner: type, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_shared_wrongly_is_seen(
+    owner: type, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, other = models("llama", "native", monkeypatch)
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, wrong)

@@ -1,4 +1,5 @@
-"""The benchmark's methods, harness and figures: pytest tests/test_bench.py. Runners with set timings stand in for models."""
+"""The benchmark's methods, harness and figures: pytest tests/test_bench.py. Runners with set
+timings stand in for models."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ from quickbeam.bench import report
 from quickbeam.bench.base import Answer
 from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_budget, parse_methods
 from quickbeam.bench.questions import Question, load_questions
-from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, first_difference, reference_of, run, warm_up
+from quickbeam.bench.run import (
+    WARM_UP,
+    WARM_UP_TOKENS,
+    begin,
+    first_difference,
+    reference_of,
+    run,
+    warm_up,
+)
 from quickbeam.bench.summary import by_category, summaries
 from quickbeam.engine.result import Completion, SourceCount, Statistics
 from quickbeam.errors import InvalidInput
@@ -31,7 +40,10 @@ from quickbeam.presets import PRESETS
 
 
 def test_methods_take_budgets_and_switches_of_their_own():
-    text = "ar, pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf,ar+residual,pld+exact+coupled"
+    text = (
+        "ar, "
+        "pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf,ar+residual,pld+exact+coupled"
+    )
     items = parse_methods(text, 32, None, True)
     assert items == [
         MethodItem("ar", "ar", None, exact=None, fast=True),
@@ -44,7 +56,9 @@ def test_methods_take_budgets_and_switches_of_their_own():
         MethodItem("ar+residual", "ar", coupling="residual"),
         MethodItem("pld+exact+coupled", "pld", 32, exact=True, coupling="coupled"),
     ]
-    assert parse_methods("pld,dyspec,dynaspec:8@999,frspec@7+context", drafter="x", vocab="router", shortlist=50) == [
+    assert parse_methods(
+        "pld,dyspec,dynaspec:8@999,frspec@7+context", drafter="x", vocab="router", shortlist=50
+    ) == [
         MethodItem("pld", "pld"),
         MethodItem("dyspec", "dyspec", vocab="router", shortlist=50),
         MethodItem("dynaspec:8@999", "dynaspec", 8, "router", 999),
@@ -75,7 +89,11 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("pld:", "budget ''"),
         ("pld:many", "or auto"),
         ("hf-assisted", "--drafter"),
-        *((name, f"{name} needs a drafter") for name, preset in PRESETS.items() if "drafter" in preset.sources and not preset.without),
+        *(
+            (name, f"{name} needs a drafter")
+            for name, preset in PRESETS.items()
+            if "drafter" in preset.sources and not preset.without
+        ),
     ],
 )
 def test_bad_methods_are_refused(text, says):
@@ -144,7 +162,14 @@ class FakeLLM:
     def generate(self, prompt, params, *, method, budget, vocab, shortlist):
         self.coupling = params.coupling
         self.asked.append((prompt, method, budget, vocab, shortlist))
-        statistics = Statistics(new_tokens=7, steps=3, seconds=1.5, prefill_seconds=9.0, draft_seconds=0.25, verify_seconds=1.0)
+        statistics = Statistics(
+            new_tokens=7,
+            steps=3,
+            seconds=1.5,
+            prefill_seconds=9.0,
+            draft_seconds=0.25,
+            verify_seconds=1.0,
+        )
         statistics.drafter_calls, statistics.drafter_seconds, statistics.nodes = 9, 0.125, 11
         statistics.sources = {"drafter": SourceCount(5, 3), "n-gram": SourceCount(2, 0)}
         return Completion("text", [1] * 7, self.reason, statistics)
@@ -154,29 +179,56 @@ def test_methods_with_the_same_settings_share_one_load(monkeypatch):
     monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "made", [])
     items = parse_methods("ar,pld:8,ar+exact,logitspec:4+exact,pld+plain")
-    runners, name = load_runners(items, "some/model", "float32", "cpu", "some/drafter", weights="int8")
+    runners, name = load_runners(
+        items, "some/model", "float32", "cpu", "some/drafter", weights="int8"
+    )
     assert {runner.llm.weights for runner in runners.values()} == {"int8"}
     assert name == "some/model" and list(runners) == [item.name for item in items]
     assert FakeLLM.made == [("some/model", method, "float32", "cpu", *key) for method, *key in
-                            (("ar", None, True), ("ar", True, True), ("pld", None, False))]  # fmt: skip
-    assert runners["ar"].llm is runners["pld:8"].llm and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
+                            (("ar", None, True), ("ar", True, True),
+                                ("pld", None, False))]  # fmt: skip
+    assert (
+        runners["ar"].llm is runners["pld:8"].llm
+        and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
+    )
     assert len({id(runner.llm) for runner in runners.values()}) == 3
     assert {runner.llm.drafter for runner in runners.values()} == {"some/drafter"}
-    assert runners["ar"].llm.prepared == [("ar", None, None), ("pld", None, None)], "a drafter is loaded before anything is timed"
+    assert runners["ar"].llm.prepared == [("ar", None, None), ("pld", None, None)], (
+        "a drafter is loaded before anything is timed"
+    )
 
 
 def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
     monkeypatch.setattr("quickbeam.target.target.Target", FakeTarget)
     llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
     runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
-    figures = dict(seconds=1.5, draft_seconds=0.25, verify_seconds=1.0, drafter_calls=9, drafter_seconds=0.125, prefill_seconds=9.0)
+    figures = dict(
+        seconds=1.5,
+        draft_seconds=0.25,
+        verify_seconds=1.0,
+        drafter_calls=9,
+        drafter_seconds=0.125,
+        prefill_seconds=9.0,
+    )
     counted = dict(nodes=11, accepted={"drafter": 3, "n-gram": 0})
-    assert runner.answer([4, 5], PARAMS) == Answer([1] * 7, "text", decoded=6, steps=3, **figures, **counted)
+    assert runner.answer([4, 5], PARAMS) == Answer(
+        [1] * 7, "text", decoded=6, steps=3, **figures, **counted
+    )
     assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
-    assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6] and runner.encode([{}, {}]) == [2] and runner.device == "cpu"
+    assert (
+        runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6]
+        and runner.encode([{}, {}]) == [2]
+        and runner.device == "cpu"
+    )
     assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"
-    for own, asked, told in ((None, "residual", "residual"), ("residual", "coupled", "residual"), ("coupled", "residual", "coupled")):
-        LLMRunner(llm, MethodItem("ar", "ar", coupling=own)).answer([4], SamplingParams(temperature=1.0, coupling=asked))
+    for own, asked, told in (
+        (None, "residual", "residual"),
+        ("residual", "coupled", "residual"),
+        ("coupled", "residual", "coupled"),
+    ):
+        LLMRunner(llm, MethodItem("ar", "ar", coupling=own)).answer(
+            [4], SamplingParams(temperature=1.0, coupling=asked)
+        )
         assert llm.coupling == told
     llm.reason = "interrupted"
     with pytest.raises(KeyboardInterrupt):
@@ -190,7 +242,20 @@ def test_methods_take_turns_at_going_first():
     calls: list = []
     runners = {name: FakeRunner(name, calls) for name in ("ar", "b", "c")}
     measured(runners, questions_of("x", "y", "x", "y"))
-    assert [name for name, _ in calls] == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b", "ar", "b", "c"]
+    assert [name for name, _ in calls] == [
+        "ar",
+        "b",
+        "c",
+        "b",
+        "c",
+        "ar",
+        "c",
+        "ar",
+        "b",
+        "ar",
+        "b",
+        "c",
+    ]
     assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
 
 
@@ -230,7 +295,9 @@ def test_reference_is_ar_or_else_the_first():
 
 def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
     runners = two_methods()
-    results = measured(runners, questions_of("x", "y", "x"), SamplingParams(max_tokens=4, temperature=1.0, seed=5))
+    results = measured(
+        runners, questions_of("x", "y", "x"), SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    )
     assert runners["ar"].seeds == runners["fast"].seeds == [5, 6, 7]
     assert results.differences == [] and summaries(results)["fast"].identical == 3
 
@@ -239,7 +306,11 @@ def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
 def test_an_answer_that_ought_to_be_the_references_and_is_not_is_counted(temperature, seed):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 2, 3, 4, 6))
-    results = measured(runners, questions_of("x", "y"), SamplingParams(max_tokens=8, temperature=temperature, seed=seed))
+    results = measured(
+        runners,
+        questions_of("x", "y"),
+        SamplingParams(max_tokens=8, temperature=temperature, seed=seed),
+    )
     assert [summaries(results)[name].identical for name in results.methods] == [2, 2, 0]
     assert [(one.method, one.position) for one in results.differences] == [("other", 4)] * 2
     assert "other: 2 of 2 outputs differ" in "\n".join(report.footer(results))
@@ -251,14 +322,26 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
 @pytest.mark.parametrize(
     ("params", "uncoupled", "identical", "said"),
     [
-        (SAMPLED, "other", [1, 1, None], "outputs of other are not compared, as they are not coupled"),
+        (
+            SAMPLED,
+            "other",
+            [1, 1, None],
+            "outputs of other are not compared, as they are not coupled",
+        ),
         (SAMPLED, "ar", [None] * 3, "outputs are not compared, as those of ar are not coupled"),
-        (replace(SAMPLED, coupling="residual"), "", [None] * 3, "outputs are not compared, as those of ar are not coupled"),
+        (
+            replace(SAMPLED, coupling="residual"),
+            "",
+            [None] * 3,
+            "outputs are not compared, as those of ar are not coupled",
+        ),
         (replace(SAMPLED, seed=None), "", [None] * 3, "give --seed to compare outputs"),
         (replace(SAMPLED, seed=None, temperature=0.0, coupling="residual"), "other", [1, 1, 0], ""),
     ],
 )
-def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, uncoupled, identical, said):
+def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(
+    params, uncoupled, identical, said
+):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(7,))
     if uncoupled:
@@ -271,31 +354,66 @@ def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, un
 
 
 def test_which_methods_a_seed_decides():
-    coupled, residual = SamplingParams(temperature=1.0, seed=0), SamplingParams(temperature=1.0, seed=0, coupling="residual")
+    coupled, residual = (
+        SamplingParams(temperature=1.0, seed=0),
+        SamplingParams(temperature=1.0, seed=0, coupling="residual"),
+    )
     plain, drawn, noisy, peer = parse_methods("ar,ar+residual,ar+coupled,hf")
-    assert [item.comparable(coupled) for item in (plain, drawn, noisy, peer)] == [True, False, True, False]
-    assert [item.comparable(residual) for item in (plain, drawn, noisy, peer)] == [False, False, True, False]
-    assert not any(item.comparable(SamplingParams(temperature=1.0)) for item in (plain, drawn, noisy, peer))
+    assert [item.comparable(coupled) for item in (plain, drawn, noisy, peer)] == [
+        True,
+        False,
+        True,
+        False,
+    ]
+    assert [item.comparable(residual) for item in (plain, drawn, noisy, peer)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert not any(
+        item.comparable(SamplingParams(temperature=1.0)) for item in (plain, drawn, noisy, peer)
+    )
     assert all(item.comparable(SamplingParams()) for item in (plain, drawn, noisy, peer))
 
 
 def test_methods_of_a_model_give_the_seeds_tokens_unless_they_are_residual(toy_folder):
-    items = parse_methods("ar,pld,logitspec:8,dyspec:8,ar+residual,specinfer:8+residual", drafter=toy_folder)
+    items = parse_methods(
+        "ar,pld,logitspec:8,dyspec:8,ar+residual,specinfer:8+residual", drafter=toy_folder
+    )
     runners, _ = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
-    questions = [Question(i, "x", (text,)) for i, text in enumerate(("abc abc", "one two one two", "q"))]
+    questions = [
+        Question(i, "x", (text,)) for i, text in enumerate(("abc abc", "one two one two", "q"))
+    ]
     results = measured(runners, questions, SamplingParams(max_tokens=24, temperature=0.6, seed=4))
-    assert [summary.identical for summary in summaries(results).values()] == [3, 3, 3, 3, None, None] and results.differences == []
+    assert [summary.identical for summary in summaries(results).values()] == [
+        3,
+        3,
+        3,
+        3,
+        None,
+        None,
+    ] and results.differences == []
     answers = [trial.answers for trial in results.trials]
-    assert all(any(one["ar"].token_ids != one[name].token_ids for one in answers) for name in ("ar+residual", "specinfer:8+residual"))
+    assert all(
+        any(one["ar"].token_ids != one[name].token_ids for one in answers)
+        for name in ("ar+residual", "specinfer:8+residual")
+    )
 
 
 def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
     runners = two_methods()
     runners["fast"].fails = {"q1": InvalidInput("prompt too long")}
-    questions = [Question(0, "x", ("q0",)), Question(1, "x", ("q1", "later")), Question(2, "x", ("q2",))]
+    questions = [
+        Question(0, "x", ("q0",)),
+        Question(1, "x", ("q1", "later")),
+        Question(2, "x", ("q2",)),
+    ]
     results = measured(runners, questions, all_turns=True)
     assert [trial.question.question_id for trial in results.trials] == [0, 2] and results.complete
-    assert [(skipped.question_id, skipped.reason) for skipped in results.skipped] == [(1, "prompt too long")]
+    assert [(skipped.question_id, skipped.reason) for skipped in results.skipped] == [
+        (1, "prompt too long")
+    ]
     assert "later" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
     assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
 
@@ -316,7 +434,10 @@ def test_first_difference(a, b):
     if position is None:
         assert a == b
     else:
-        assert a[:position] == b[:position] and a[position : position + 1] != b[position : position + 1]
+        assert (
+            a[:position] == b[:position]
+            and a[position : position + 1] != b[position : position + 1]
+        )
 
 
 def test_differences_carry_the_gap_after_what_both_agree_on():
@@ -326,26 +447,42 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
     results = measured(runners, questions_of("x"))
     late, short = results.differences
     assert (late.method, late.position, late.reference_token, late.token) == ("late", 2, 3, 9)
-    assert (short.method, short.position, short.reference_token, short.token) == ("short", 2, 3, None)
-    assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]], "one pass for both, after prompt and shared tokens"
+    assert (short.method, short.position, short.reference_token, short.token) == (
+        "short",
+        2,
+        3,
+        None,
+    )
+    assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]], (
+        "one pass for both, after prompt and shared tokens"
+    )
     assert late.gap == short.gap == 4 / 8
     assert [summaries(results)[name].identical for name in results.methods] == [1, 1, 0, 0]
-    assert "late: 1 of 1 outputs differ; the target's top-2 logit gap" in "\n".join(report.footer(results))
+    assert "late: 1 of 1 outputs differ; the target's top-2 logit gap" in "\n".join(
+        report.footer(results)
+    )
 
 
 def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
     runners = two_methods()
     runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
-    noise = Noise(5, 0, 10).of(np.arange(10), np.full(10, 4))  # 2 tokens of the prompt, 2 of the answer
+    # 2 tokens of the prompt, 2 of the answer
+    noise = Noise(5, 0, 10).of(np.arange(10), np.full(10, 4))
     for top_k, possible in ((0, range(10)), (2, (3, 7))):
-        (one,) = measured(runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=top_k)).differences
+        (one,) = measured(
+            runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=top_k)
+        ).differences
         logits = runners["ar"].last_logits([0] * 4).tolist()
         sums = sorted(logits[token] / 0.6 + noise[token] for token in possible)
         assert one.gap == pytest.approx(sums[-1] - sums[-2], abs=1e-6)
-    (one,) = measured(runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=1)).differences
+    (one,) = measured(
+        runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=1)
+    ).differences
     assert one.gap == inf, "one token is left"
     results = measured(runners, questions_of("x"), SamplingParams(temperature=1e-6, seed=5))
-    assert results.differences[0].gap == pytest.approx(0.5 / 1e-6, rel=1e-4), "a probability that is 0 in float32 has a gap all the same"
+    assert results.differences[0].gap == pytest.approx(0.5 / 1e-6, rel=1e-4), (
+        "a probability that is 0 in float32 has a gap all the same"
+    )
     assert "top-2 gap, noise counted in, at the first" in "\n".join(report.footer(results))
 
 
@@ -356,21 +493,41 @@ def test_statistics_are_ratios_of_sums():
     calls: list = []
     ar, fast = FakeRunner("ar", calls), FakeRunner("fast", calls)
     results = begin({"ar": ar, "fast": fast}, PARAMS)
-    for i, (category, tokens, seconds, steps, fast_seconds) in enumerate((("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))):
-        ar.reply = replace(ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds)
-        fast.reply = Answer([1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0, 3 * steps, 0.25)
+    for i, (category, tokens, seconds, steps, fast_seconds) in enumerate(
+        (("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))
+    ):
+        ar.reply = replace(
+            ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds
+        )
+        fast.reply = Answer(
+            [1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0, 3 * steps, 0.25
+        )
         list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, results))
     whole = summaries(results)
-    assert whole["ar"].speedup == 1 and whole["ar"].mean_accepted_tokens == 1 and whole["ar"].tokens_per_second == 40 / 15
-    assert whole["fast"].speedup == pytest.approx(15 / 5), "equal outputs: the ratio of total decode times"
-    assert whole["fast"].mean_accepted_tokens == 40 / 15 and whole["fast"].tokens_per_second == 40 / 5
-    assert (whole["fast"].draft_ms, whole["fast"].verify_ms) == pytest.approx((1000 / 15, 2000 / 15))
+    assert (
+        whole["ar"].speedup == 1
+        and whole["ar"].mean_accepted_tokens == 1
+        and whole["ar"].tokens_per_second == 40 / 15
+    )
+    assert whole["fast"].speedup == pytest.approx(15 / 5), (
+        "equal outputs: the ratio of total decode times"
+    )
+    assert (
+        whole["fast"].mean_accepted_tokens == 40 / 15 and whole["fast"].tokens_per_second == 40 / 5
+    )
+    assert (whole["fast"].draft_ms, whole["fast"].verify_ms) == pytest.approx(
+        (1000 / 15, 2000 / 15)
+    )
     assert whole["fast"].overhead_ms == pytest.approx(2000 / 15)
     assert whole["fast"].drafter_calls == 3 and whole["fast"].drafter_ms == pytest.approx(500 / 15)
     assert whole["fast"].break_even_ms == pytest.approx(1000 * (15 - 5 + 0.5) / 45)
     assert whole["ar"].drafter_calls is whole["ar"].drafter_ms is whole["ar"].break_even_ms is None
     parts = by_category(results)
-    assert list(parts) == ["x", "y"] and parts["x"]["fast"].speedup == 2.5 and parts["y"]["fast"].speedup == pytest.approx(10 / 3)
+    assert (
+        list(parts) == ["x", "y"]
+        and parts["x"]["fast"].speedup == 2.5
+        and parts["y"]["fast"].speedup == pytest.approx(10 / 3)
+    )
 
 
 def test_speedup_is_per_token_where_outputs_differ():
@@ -387,6 +544,13 @@ def test_nothing_decoded_gives_no_figures_instead_of_failing():
     peer = FakeRunner("hf", calls, split=(None, None))
     results = measured({"ar": ended, "hf": peer}, questions_of("x"))
     summary = summaries(results)["ar"]
-    assert (summary.tokens_per_second, summary.speedup, summary.mean_accepted_tokens, summary.draft_ms) == (None,) * 4
+    assert (
+        summary.tokens_per_second,
+        summary.speedup,
+        summary.mean_accepted_tokens,
+        summary.draft_ms,
+    ) == (None,) * 4
     assert summaries(results)["hf"].speedup is None
-    assert summaries(results)["hf"].verify_ms is None and summaries(results)["hf"].overhead_ms is None
+    assert (
+        summaries(results)["hf"].verify_ms is None and summaries(results)["hf"].overhead_ms is None
+    )

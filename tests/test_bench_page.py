@@ -35,7 +35,11 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        self.links += [value for key, value in attributes if key in ("src", "href", "xlink:href", "action", "data")]
+        self.links += [
+            value
+            for key, value in attributes
+            if key in ("src", "href", "xlink:href", "action", "data")
+        ]
         if tag not in VOID:
             self.open.append(tag)
 
@@ -70,10 +74,24 @@ def whole() -> str:
 
 def test_all_kinds_make_one_page_that_needs_nothing_else(whole: str) -> None:
     found = outline(whole)
-    sections = ["Speed by category", "MAT against budget", "Accepted tokens by source", "Time by phase", "Calibration"]
+    sections = [
+        "Speed by category",
+        "MAT against budget",
+        "Accepted tokens by source",
+        "Time by phase",
+        "Calibration",
+    ]
     assert [heading for heading in found.headings if heading in sections] == sections
-    assert {"Many requests at once", "One pass of the model", "A part of the vocabulary", "Further tables"} <= set(found.headings)
-    assert not {"script", "link", "img", "iframe", "object"} & set(found.tags) and found.tags.count("svg") == 9
+    assert {
+        "Many requests at once",
+        "One pass of the model",
+        "A part of the vocabulary",
+        "Further tables",
+    } <= set(found.headings)
+    assert (
+        not {"script", "link", "img", "iframe", "object"} & set(found.tags)
+        and found.tags.count("svg") == 9
+    )
     assert all(link.startswith("#") for link in found.links)
     assert "@import" not in whole and "url(" not in whole.replace("url(#", "")
     ids = [node.get("id") for node in ET.fromstring(whole).iter() if node.get("id")]
@@ -85,10 +103,14 @@ def test_every_table_is_there_once_with_its_figures(whole: str) -> None:
     shown: dict[str, list[list[str]]] = {}
     for region in ET.fromstring(whole).iter(f"{X}div"):
         assert region.get("aria-label") not in shown
-        shown[str(region.get("aria-label"))] = [["".join(cell.itertext()) for cell in row] for row in region.iter(f"{X}tr")]
+        shown[str(region.get("aria-label"))] = [
+            ["".join(cell.itertext()) for cell in row] for row in region.iter(f"{X}tr")
+        ]
     for kind in KINDS:
         for one in grids(saved(kind)):
-            assert shown.pop(f"{kind}: {one.title}") == [list(row) for row in (one.filled().columns, *one.filled().rows)]
+            assert shown.pop(f"{kind}: {one.title}") == [
+                list(row) for row in (one.filled().columns, *one.filled().rows)
+            ]
     assert list(shown) == ["Summary of the records"]
 
 
@@ -108,7 +130,12 @@ def test_names_are_text_not_markup() -> None:
     text = page([saved("methods", name)])
     assert "script" not in outline(text).tags and "&lt;script&gt;" in text
     document = "".join(ET.fromstring(text).itertext())
-    assert name in document and "<b>model</b>" in document and "Test CPU <9000>" in document and "a|b <i>" in document
+    assert (
+        name in document
+        and "<b>model</b>" in document
+        and "Test CPU <9000>" in document
+        and "a|b <i>" in document
+    )
 
 
 def test_the_summary_tells_date_commit_machine_and_what_was_cut_short() -> None:
@@ -131,7 +158,9 @@ def test_the_summary_tells_date_commit_machine_and_what_was_cut_short() -> None:
         machine,
         "quickbeam bench trees --limit 3",
     ]
-    assert second[0] == "acceptance (cut short)" and second[4] == "012345678" and second[6] == "bins 2"
+    assert (
+        second[0] == "acceptance (cut short)" and second[4] == "012345678" and second[6] == "bins 2"
+    )
 
 
 def test_files_of_one_name_are_kept_apart(tmp_path: Path) -> None:
@@ -139,9 +168,17 @@ def test_files_of_one_name_are_kept_apart(tmp_path: Path) -> None:
     for path, kind in zip(paths, ("methods", "heads"), strict=True):
         path.parent.mkdir()
         path.write_text(json.dumps(RECORDS[kind]()))
-    result = CliRunner().invoke(app, ["bench", "report", *map(str, paths), "--out", str(tmp_path / "new" / "page")], catch_exceptions=False)
-    assert result.exit_code == 0 and result.stdout.strip() == str(tmp_path / "new" / "page" / "index.html")
-    headings = outline((tmp_path / "new" / "page" / "index.html").read_text(encoding="utf-8")).headings
+    result = CliRunner().invoke(
+        app,
+        ["bench", "report", *map(str, paths), "--out", str(tmp_path / "new" / "page")],
+        catch_exceptions=False,
+    )
+    assert result.exit_code == 0 and result.stdout.strip() == str(
+        tmp_path / "new" / "page" / "index.html"
+    )
+    headings = outline(
+        (tmp_path / "new" / "page" / "index.html").read_text(encoding="utf-8")
+    ).headings
     assert "x" in headings and "x (2)" in headings
 
 
@@ -155,8 +192,14 @@ def test_bad_files_are_named_in_a_line(tmp_path: Path) -> None:
         ([other], "other: not a whole record of bench heads (no 'vocab')"),
         ([tmp_path], "can't be read"),
     ):
-        result = CliRunner().invoke(app, ["bench", "report", *map(str, files), "--out", str(tmp_path / "page")])
-        assert result.exit_code == 2 and says in result.stderr and len(result.stderr.strip().splitlines()) == 1
+        result = CliRunner().invoke(
+            app, ["bench", "report", *map(str, files), "--out", str(tmp_path / "page")]
+        )
+        assert (
+            result.exit_code == 2
+            and says in result.stderr
+            and len(result.stderr.strip().splitlines()) == 1
+        )
     assert not (tmp_path / "page").exists()
     result = CliRunner().invoke(app, ["bench", "report", str(good), "--out", str(good)])
     assert result.exit_code == 2 and "is a file; name a folder" in result.stderr

@@ -1,4 +1,5 @@
-"""transformers' own ways to decode, as methods of the benchmark, on a random model: pytest tests/test_bench_peers.py."""
+"""transformers' own ways to decode, as methods of the benchmark, on a random model: pytest
+tests/test_bench_peers.py."""
 
 from __future__ import annotations
 
@@ -44,9 +45,15 @@ def test_hf_is_plain_greedy_decoding_and_counts_its_passes(toy):
     assert toy.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
     answer = peer.answer(ids, SamplingParams(max_tokens=24))
     assert answer.token_ids == greedy(toy.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
-    assert answer.decoded == answer.steps == len(answer.token_ids) - 1 and answer.seconds > 0 and answer.draft_seconds is None
+    assert (
+        answer.decoded == answer.steps == len(answer.token_ids) - 1
+        and answer.seconds > 0
+        and answer.draft_seconds is None
+    )
     assert answer.text == toy.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    assert toy.model.generation_config.repetition_penalty == 1.7 and not toy.model._forward_hooks, "the shared model is left as it was"
+    assert toy.model.generation_config.repetition_penalty == 1.7 and not toy.model._forward_hooks, (
+        "the shared model is left as it was"
+    )
     best = peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()
     assert int(best) == answer.token_ids[5]
 
@@ -66,7 +73,9 @@ def test_hf_pld_and_assisted_give_the_same_tokens_in_fewer_passes(toy, toy_folde
         answer = peer.answer(ids, params)
         assert answer.token_ids == expected.token_ids
         assert answer.steps < expected.steps / 2
-        assert answer.steps < answer.decoded <= len(answer.token_ids) - 1, "what the pass over the prompt emitted is not counted"
+        assert answer.steps < answer.decoded <= len(answer.token_ids) - 1, (
+            "what the pass over the prompt emitted is not counted"
+        )
 
 
 def test_an_answer_ends_with_the_models_own_stop_id(toy):
@@ -87,21 +96,40 @@ def test_sampled_peers_repeat_with_a_seed(toy):
     ids = peer.encode(MESSAGES)
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
     first = peer.answer(ids, params).token_ids
-    assert first == peer.answer(ids, params).token_ids != peer.answer(ids, replace(params, seed=4)).token_ids
+    assert (
+        first
+        == peer.answer(ids, params).token_ids
+        != peer.answer(ids, replace(params, seed=4)).token_ids
+    )
 
 
 def test_peers_run_through_the_harness(toy_folder, tmp_path):
     items = parse_methods("hf,hf-pld,hf-assisted", drafter=toy_folder)
     runners, name = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
     assert name == toy_folder and runners["hf"].loaded is runners["hf-pld"].loaded
-    results = measured(runners, [Question(1, "x", ("one two one two", "three"))], SamplingParams(max_tokens=12), all_turns=True)
-    assert len(results.trials) == 2 and [summary.identical for summary in summaries(results).values()] == [2, 2, 2]
+    results = measured(
+        runners,
+        [Question(1, "x", ("one two one two", "three"))],
+        SamplingParams(max_tokens=12),
+        all_turns=True,
+    )
+    assert len(results.trials) == 2 and [
+        summary.identical for summary in summaries(results).values()
+    ] == [2, 2, 2]
 
 
 def test_sampled_peers_are_not_compared(toy_folder):
     runners, _ = load_runners(parse_methods("ar,pld,hf"), toy_folder, "float32", "cpu")
-    results = measured(runners, [Question(1, "x", ("one two one two",))], SamplingParams(max_tokens=12, temperature=1.0, seed=2))
-    assert [summary.identical for summary in summaries(results).values()] == [1, 1, None] and not results.differences
+    results = measured(
+        runners,
+        [Question(1, "x", ("one two one two",))],
+        SamplingParams(max_tokens=12, temperature=1.0, seed=2),
+    )
+    assert [summary.identical for summary in summaries(results).values()] == [
+        1,
+        1,
+        None,
+    ] and not results.differences
 
 
 def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
@@ -114,17 +142,53 @@ def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
 @pytest.mark.parametrize("method", ["hf", "hf-pld", "hf-assisted"])
 def test_generate_answers_with_a_peer(toy_folder, method):
     drafter = ["--drafter", toy_folder] if method == "hf-assisted" else []
-    common = ["abc abc", "--model", toy_folder, "--max-tokens", "12", "--dtype", "float32", "--device", "cpu", "--json"]
+    common = [
+        "abc abc",
+        "--model",
+        toy_folder,
+        "--max-tokens",
+        "12",
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     told = {}
     for name, more in ((method, drafter), ("ar", [])):
         result = CliRunner().invoke(app, ["generate", *common, "--method", name, *more])
         assert result.exit_code == 0, result.output
         told[name] = json.loads(result.stdout.strip().splitlines()[-1])
-    assert told[method]["token_ids"] == told["ar"]["token_ids"] and told[method]["text"] == told["ar"]["text"]
-    assert told[method]["finish_reason"] == told["ar"]["finish_reason"] and told[method]["method"] == method
-    shown = CliRunner().invoke(app, ["generate", *common[:-1], "--raw", "--method", method, *drafter])
-    assert shown.exit_code == 0 and f"[{method}] 12 tokens" in shown.stderr and "seed" not in shown.stderr
-    sampled = CliRunner().invoke(app, ["generate", *common[:-1], "--temperature", "1", "--seed", "7", "--method", method, *drafter])
+    assert (
+        told[method]["token_ids"] == told["ar"]["token_ids"]
+        and told[method]["text"] == told["ar"]["text"]
+    )
+    assert (
+        told[method]["finish_reason"] == told["ar"]["finish_reason"]
+        and told[method]["method"] == method
+    )
+    shown = CliRunner().invoke(
+        app, ["generate", *common[:-1], "--raw", "--method", method, *drafter]
+    )
+    assert (
+        shown.exit_code == 0
+        and f"[{method}] 12 tokens" in shown.stderr
+        and "seed" not in shown.stderr
+    )
+    sampled = CliRunner().invoke(
+        app,
+        [
+            "generate",
+            *common[:-1],
+            "--temperature",
+            "1",
+            "--seed",
+            "7",
+            "--method",
+            method,
+            *drafter,
+        ],
+    )
     assert sampled.exit_code == 0 and "seed 7" in sampled.stderr
 
 
@@ -141,7 +205,9 @@ def test_generate_answers_with_a_peer(toy_folder, method):
     ],
 )
 def test_generate_refuses_what_a_peer_is_not_told(toy_folder, option):
-    result = CliRunner().invoke(app, ["generate", "abc", "--model", toy_folder, "--method", "hf", *option])
+    result = CliRunner().invoke(
+        app, ["generate", "abc", "--model", toy_folder, "--method", "hf", *option]
+    )
     assert result.exit_code == 2 and option[0] in result.output and "leave it out" in result.output
 
 

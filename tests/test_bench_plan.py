@@ -1,4 +1,5 @@
-"""`bench plan`: what is measured, kept, rendered, and said to be old. A stand-in for quickbeam writes the records.
+"""`bench plan`: what is measured, kept, rendered, and said to be old. A stand-in for quickbeam
+writes the records.
 
 pytest tests/test_bench_plan.py
 """
@@ -66,8 +67,12 @@ README = """# A
 <!-- report: not-an-entry -->
 ```
 """
-DOCS = "Load:\n\n<!-- report: load -->\n<!-- /report -->\n\n<!-- report: asked -->\n| by hand |\n<!-- /report -->\n"
-# Writes what it was asked, and the record of that command to --json FILE, or prints it. Told by a file, it fails or waits.
+DOCS = (
+    "Load:\n\n<!-- report: load -->\n<!-- /report -->\n\n<!-- report: asked -->\n| by hand "
+    "|\n<!-- /report -->\n"
+)
+# Writes what it was asked, and the record of that command to --json FILE, or prints it. Told by a
+# file, it fails or waits.
 STAND_IN = """
 import json, pathlib, signal, sys, time
 here, words = pathlib.Path(__file__).parent, sys.argv[1:]
@@ -100,7 +105,11 @@ class Place:
     """A small checkout with a plan."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.plan, self.records = folder, folder / "benchmarks" / "plan.yaml", folder / "benchmarks"
+        self.folder, self.plan, self.records = (
+            folder,
+            folder / "benchmarks" / "plan.yaml",
+            folder / "benchmarks",
+        )
         self.write("benchmarks/plan.yaml", PLAN)
         self.write("README.md", README)
         self.write("docs/figures.md", DOCS)
@@ -122,7 +131,9 @@ class Place:
 
     def git(self, *words: str) -> str:
         who = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
-        return subprocess.run(["git", *who, *words], cwd=self.folder, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(
+            ["git", *who, *words], cwd=self.folder, check=True, capture_output=True, text=True
+        ).stdout.strip()
 
     def run(self, *options: str, code: int = 0):
         result = CliRunner().invoke(app, ["bench", "plan", str(self.plan), *options])
@@ -143,25 +154,49 @@ def test_a_run_keeps_records_and_writes_tables_and_plots(place: Place) -> None:
     place.git("commit", "-qm", "one")
     commit = place.git("rev-parse", "HEAD")
     said = place.run("--only", "heads,load").stdout
-    assert "1/2 heads (about 1 min): quickbeam bench heads --repeats 1" in said and said.count("done in 0 min") == 2
+    assert (
+        "1/2 heads (about 1 min): quickbeam bench heads --repeats 1" in said
+        and said.count("done in 0 min") == 2
+    )
     run = place.record("heads")[KEY]
-    assert (run["commit"], run["dirty"], run["command"]) == (commit, False, "quickbeam bench heads --repeats 1")
-    assert run["digest"] == digest(place.folder, ["src/code.py", "src/heads/**"]) and run["seconds"] > 0
+    assert (run["commit"], run["dirty"], run["command"]) == (
+        commit,
+        False,
+        "quickbeam bench heads --repeats 1",
+    )
+    assert (
+        run["digest"] == digest(place.folder, ["src/code.py", "src/heads/**"])
+        and run["seconds"] > 0
+    )
     assert run["packages"]["torch"] and run["machine"]["cores"] and run["date"].endswith("Z")
     assert place.record("heads") == {**RECORDS["heads"](), KEY: run}
     head = "Llama-3-8B 128,256 \N{MULTIPLICATION SIGN} 4,096"
-    table = f"| head | rows | ratio | full |\n| --- | --- | ---: | ---: |\n| {head} | 4 | 0.13 | 40.00 |"
+    table = (
+        f"| head | rows | ratio | full |\n| --- | --- | ---: | ---: |\n| {head} | 4 | 0.13 | "
+        "40.00 |"
+    )
     machine = "Test CPU <9000>, 2 cores, 2 threads, native (avx2), torch 2.13.0"
-    origin = f"Measured {run['date'][:10]} at {commit[:9]}, {machine}: `quickbeam bench heads --repeats 1`"
+    origin = (
+        f"Measured {run['date'][:10]} at {commit[:9]}, {machine}: `quickbeam bench heads "
+        "--repeats 1`"
+    )
     readme = place.read("README.md")
     assert f"\n\n{table}\n\n{origin}\n<!-- /report -->" in readme and "| old |" not in readme
-    assert readme.startswith("# A\n\n<!-- report: heads -->\n*Milliseconds of a head") and readme.endswith(
-        "```\n<!-- report: not-an-entry -->\n```\n"
-    )
+    assert readme.startswith(
+        "# A\n\n<!-- report: heads -->\n*Milliseconds of a head"
+    ) and readme.endswith("```\n<!-- report: not-an-entry -->\n```\n")
     docs = place.read("docs/figures.md")
-    assert "| 1 | auto | 120.0 |" in docs and "![Lines of tokens a second" in docs and "](images/benchmark-load.svg)" in docs
+    assert (
+        "| 1 | auto | 120.0 |" in docs
+        and "![Lines of tokens a second" in docs
+        and "](images/benchmark-load.svg)" in docs
+    )
     assert "requests at a time" in place.read("docs/images/benchmark-load.svg")
-    assert "older" not in readme and "> **No record of this table is kept" in docs.split("report: asked")[1] and "| by hand |" in docs
+    assert (
+        "older" not in readme
+        and "> **No record of this table is kept" in docs.split("report: asked")[1]
+        and "| by hand |" in docs
+    )
     assert "wrote" not in place.run("--render").stdout, "what is written stays"
 
 
@@ -170,7 +205,10 @@ def test_tables_say_that_they_are_old_when_code_changes_and_not_otherwise(place:
     place.write("benchmarks/plan.yaml", plan)
     place.run("--only", "heads,load")
     at = place.record("heads")[KEY]["commit"] or "an unknown commit"
-    old = f"> **This table is older than the code it measures (measured at {at[:9] if len(at) == 40 else at}"
+    old = (
+        "> **This table is older than the code it measures (measured at "
+        f"{at[:9] if len(at) == 40 else at}"
+    )
 
     def notes() -> tuple[bool, bool]:
         place.run("--render")
@@ -196,14 +234,18 @@ def test_tables_say_that_they_are_old_when_code_changes_and_not_otherwise(place:
     place.write("benchmarks/plan.yaml", plan.replace("--repeats 1", "--repeats 2"))
     place.run("--render")
     assert "> **This table is of another command than the plan's" in place.read("README.md")
-    assert "`quickbeam bench heads --repeats 1`" in place.read("README.md"), "the command that was run"
+    assert "`quickbeam bench heads --repeats 1`" in place.read("README.md"), (
+        "the command that was run"
+    )
     place.run("--only", "heads")
     assert "> **" not in place.read("README.md")
 
 
 def test_check_names_what_is_missing_or_old(place: Place) -> None:
     result = place.run("--check", code=1)
-    assert {"heads: not measured yet", "load: not measured yet", "asked: not measured yet"} <= set(result.stdout.splitlines())
+    assert {"heads: not measured yet", "load: not measured yet", "asked: not measured yet"} <= set(
+        result.stdout.splitlines()
+    )
     questions = place.write("q.jsonl", "")
     place.run("--set", f"questions={questions}")
     assert "3 entries: all figures are there" in place.run("--check").stdout
@@ -214,10 +256,14 @@ def test_check_names_what_is_missing_or_old(place: Place) -> None:
     place.write("src/heads/deep/a.h", "three\n")
     assert "heads: " not in place.run("--check", "--only", "load", code=1).stdout
     lines = place.run("--check", code=1).stdout.splitlines()
-    assert [line for line in lines if line.startswith("heads: older than the code it measures (measured at ")] and not any(
-        "load" in x for x in lines
+    assert [
+        line
+        for line in lines
+        if line.startswith("heads: older than the code it measures (measured at ")
+    ] and not any("load" in x for x in lines)
+    assert "three" in place.read("src/heads/deep/a.h") and "older" not in place.read("README.md"), (
+        "nothing is written"
     )
-    assert "three" in place.read("src/heads/deep/a.h") and "older" not in place.read("README.md"), "nothing is written"
 
 
 def test_changes_that_are_not_committed_are_told(place: Place) -> None:
@@ -229,7 +275,9 @@ def test_changes_that_are_not_committed_are_told(place: Place) -> None:
     assert place.record("load")[KEY]["dirty"] is False, "nothing that is covered"
     place.write("src/heads/new.h", "untracked\n")
     place.run("--only", "heads")
-    assert place.record("heads")[KEY]["dirty"] is True and " with changes, " in place.read("README.md")
+    assert place.record("heads")[KEY]["dirty"] is True and " with changes, " in place.read(
+        "README.md"
+    )
 
 
 def test_an_entry_that_fails_does_not_stop_the_others(place: Place) -> None:
@@ -237,10 +285,18 @@ def test_an_entry_that_fails_does_not_stop_the_others(place: Place) -> None:
     before = place.read("benchmarks/heads.json")
     place.write("fail-heads", "")
     result = place.run(code=1)
-    assert "    failed: out of luck" in result.stdout and "1 of 3 entries failed: heads" in result.stderr
+    assert (
+        "    failed: out of luck" in result.stdout
+        and ("1 of 3 entries failed: heads") in result.stderr
+    )
     assert place.read("benchmarks/heads.json") == before, "the last figures stay"
-    assert place.record("load")["concurrency"] and "| 1 | auto | 120.0 |" in place.read("docs/figures.md")
-    assert "asked: left out, as nothing fills {questions}" in result.stdout and not (place.records / "asked.json").exists()
+    assert place.record("load")["concurrency"] and "| 1 | auto | 120.0 |" in place.read(
+        "docs/figures.md"
+    )
+    assert (
+        "asked: left out, as nothing fills {questions}" in result.stdout
+        and not (place.records / "asked.json").exists()
+    )
 
 
 def test_a_command_that_leaves_no_record_fails(place: Place) -> None:
@@ -271,7 +327,9 @@ def test_interrupted_it_keeps_what_is_done(place: Place) -> None:
     assert "| 0.13 | 40.00 |" in place.read("README.md")
 
 
-def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     questions = place.write("some folder/q.jsonl", "x\n")
     assert (
         "asked needs {questions}: set QUICKBEAM_BENCH_QUESTIONS, or give --set questions=VALUE"
@@ -284,10 +342,13 @@ def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(place: Place, m
     assert record["settings"]["questions file"] == "{questions} was read"
     sha256 = "73cb3858a687a8494ca3323053016282f3dad39d42cf62ca4e79dda2aac7d9ac"
     assert record[KEY]["blanks"] == {"questions": {"file": "q.jsonl", "sha256": sha256}}
-    assert "`quickbeam bench --questions {questions} --methods ar`" in place.read("docs/figures.md") and "by hand" not in place.read(
+    assert "`quickbeam bench --questions {questions} --methods ar`" in place.read(
         "docs/figures.md"
+    ) and "by hand" not in place.read("docs/figures.md")
+    assert (
+        "must be NAME=VALUE for a {NAME} of the plan; known: {questions}"
+        in place.run("--set", "model=x", code=2).stderr
     )
-    assert "must be NAME=VALUE for a {NAME} of the plan; known: {questions}" in place.run("--set", "model=x", code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -319,12 +380,18 @@ def test_a_plan_is_refused_where_it_is_wrong(place: Place, old: str, new: str, s
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
-        ("heads --repeats 1", "heads --repeat 1", "entry heads: `quickbeam bench heads --repeat 1`: No such option"),
+        (
+            "heads --repeats 1",
+            "heads --repeat 1",
+            "entry heads: `quickbeam bench heads --repeat 1`: No such option",
+        ),
         ("bench heads --repeats 1", "bench hats", "entry heads: `quickbeam bench hats`: "),
         ("bench heads --repeats 1", "bench plan", "writes no record: it has no --json"),
     ],
 )
-def test_commands_are_checked_before_anything_is_measured(place: Place, old: str, new: str, says: str) -> None:
+def test_commands_are_checked_before_anything_is_measured(
+    place: Place, old: str, new: str, says: str
+) -> None:
     place.write("benchmarks/plan.yaml", PLAN.replace(old, new))
     assert says in place.run(code=2).stderr and not (place.records / "load.json").exists()
 
@@ -333,12 +400,20 @@ def test_commands_are_checked_before_anything_is_measured(place: Place, old: str
     ("text", "says"),
     [
         ("<!-- report: other -->\n<!-- /report -->", "README.md:1: the plan"),
-        ("\n<!-- report: heads -->\n", "README.md:2: the marker of 'heads' has no <!-- /report --> after it"),
+        (
+            "\n<!-- report: heads -->\n",
+            "README.md:2: the marker of 'heads' has no <!-- /report --> after it",
+        ),
         ("<!-- /report -->", "README.md:1: <!-- /report --> without"),
-        ("<!-- report: heads -->\n<!-- report: load -->\n<!-- /report -->", "README.md:2: a marker within that of 'heads'"),
+        (
+            "<!-- report: heads -->\n<!-- report: load -->\n<!-- /report -->",
+            "README.md:2: a marker within that of 'heads'",
+        ),
     ],
 )
-def test_markers_that_are_wrong_are_named_before_anything_is_measured(place: Place, text: str, says: str) -> None:
+def test_markers_that_are_wrong_are_named_before_anything_is_measured(
+    place: Place, text: str, says: str
+) -> None:
     place.write("README.md", text)
     result = place.run(code=2)
     assert says in result.stderr and not (place.records / "heads.json").exists()
@@ -354,17 +429,25 @@ def test_a_table_that_can_t_be_made_names_its_entry(place: Place) -> None:
 
 
 def test_documents_may_name_an_entry_twice_and_keep_their_line_ends(place: Place) -> None:
-    twice = "<!-- report: heads -->\r\n<!-- /report -->\r\ntext\r\n  <!-- report: heads -->\r\n  <!-- /report -->\r\n"
+    twice = (
+        "<!-- report: heads -->\r\n<!-- /report -->\r\ntext\r\n  <!-- report: heads -->\r\n  "
+        "<!-- /report -->\r\n"
+    )
     (place.folder / "README.md").write_bytes(twice.encode())
     place.run("--only", "heads")
     text = (place.folder / "README.md").read_bytes().decode()
-    assert text.count("| 0.13 | 40.00 |") == 2 and "\r\ntext\r\n  <!-- report: heads -->\r\n" in text
+    assert (
+        text.count("| 0.13 | 40.00 |") == 2 and ("\r\ntext\r\n  <!-- report: heads -->\r\n") in text
+    )
     assert "wrote" not in place.run("--render").stdout
 
 
 def test_only_whole_files_are_covered(place: Place) -> None:
     place.write("src/heads/__pycache__/a.pyc", "x")
-    names = [path.relative_to(place.folder).as_posix() for path in covered(place.folder, ["src/**", "src/code.py"])]
+    names = [
+        path.relative_to(place.folder).as_posix()
+        for path in covered(place.folder, ["src/**", "src/code.py"])
+    ]
     assert names == ["src/code.py", "src/heads/deep/a.h"]
 
 
@@ -378,18 +461,34 @@ def shipped() -> Plan:
 
 def test_the_shipped_plan_s_commands_are_the_command_line_s(shipped: Plan) -> None:
     names = [entry.name for entry in shipped.entries]
-    assert {"methods", "methods-warm", "trees", "vocabulary", "passes", "weights", "throughput", "served", "structured", "peers"} <= set(
-        names
-    )
+    assert {
+        "methods",
+        "methods-warm",
+        "trees",
+        "vocabulary",
+        "passes",
+        "weights",
+        "throughput",
+        "served",
+        "structured",
+        "peers",
+    } <= set(names)
     for entry in shipped.entries:
         takes_file(entry.words(dict.fromkeys(entry.blanks, "x")))
-        assert all(glob(str(shipped.root / pattern), recursive=True) for pattern in entry.covers), entry.name
+        assert all(glob(str(shipped.root / pattern), recursive=True) for pattern in entry.covers), (
+            entry.name
+        )
         kind = next((word for word in entry.command.split()[2:3] if word in RECORDS), "methods")
         if entry.table.columns and kind != "passes":
             pick(Saved("x", kind, RECORDS[kind]()), entry.table.grid, entry.table.columns)
         if entry.plot:
             assert kind in CHARTS[entry.plot.chart][0]
-    kinds = {word for entry in shipped.entries for word in entry.command.split()[2:3] if not word.startswith("-")}
+    kinds = {
+        word
+        for entry in shipped.entries
+        for word in entry.command.split()[2:3]
+        if not word.startswith("-")
+    }
     assert kinds | {"methods"} == set(RECORDS), "every measurement has its place"
 
 
@@ -403,19 +502,33 @@ def test_methods_of_the_shipped_plan_are_all_presets(shipped: Plan) -> None:
 
     for entry in shipped.only(["methods", "methods-warm"]):
         words = entry.words({})
-        assert {item.method for item in parse_methods(words[words.index("--methods") + 1], drafter="x")} == set(PRESETS)
+        assert {
+            item.method for item in parse_methods(words[words.index("--methods") + 1], drafter="x")
+        } == set(PRESETS)
 
 
 @pytest.mark.long
-def test_a_tiny_plan_with_the_real_command_line(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tiny_plan_with_the_real_command_line(
+    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = Place(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv(
+        "PYTHONPATH", os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    )
     entries = """
 root: ..
 docs: [README.md]
 entries:
-  - {name: heads, title: Heads, command: quickbeam bench heads --shapes 2048x32 --rows 1 --repeats 1, minutes: 1, covers: [src/**]}
-  - {name: broken, title: Broken, command: "quickbeam bench --model {model} --questions nowhere.jsonl", minutes: 1, covers: [src/**]}
+  - name: heads
+    title: Heads
+    command: quickbeam bench heads --shapes 2048x32 --rows 1 --repeats 1
+    minutes: 1
+    covers: [src/**]
+  - name: broken
+    title: Broken
+    command: quickbeam bench --model {model} --questions nowhere.jsonl
+    minutes: 1
+    covers: [src/**]
   - name: methods
     title: Methods
     command: quickbeam bench --model {model} --methods ar,pld,logitspec --limit 2 --max-tokens 8
@@ -425,15 +538,33 @@ entries:
     covers: [src/**]
 """
     place.write("benchmarks/plan.yaml", entries)
-    place.write("README.md", "<!-- report: methods -->\n<!-- /report -->\n<!-- report: heads -->\n<!-- /report -->\n")
+    place.write(
+        "README.md",
+        "<!-- report: methods -->\n<!-- /report -->\n<!-- report: heads -->\n<!-- /report -->\n",
+    )
     result = place.run("--set", f"model={toy_folder}", code=1)
-    assert "failed: --questions nowhere.jsonl: no such file" in result.stdout and result.stdout.count("done in") == 2
+    assert (
+        "failed: --questions nowhere.jsonl: no such file" in result.stdout
+        and result.stdout.count("done in") == 2
+    )
     text, record = place.read("README.md"), place.record("methods")
     answered = record["methods"]["pld"]["prompts"]  # the toy's context is short for some questions
-    assert answered and f"| pld | {answered}/{answered} |" in text and "2048x32" in text and "](images/benchmark-methods.svg)" in text
-    assert toy_folder not in place.read("benchmarks/methods.json") and record["methods"]["pld"]["accepted"].keys() == {"ngram"}
-    page = CliRunner().invoke(app, ["bench", "report", *glob(str(place.records / "*.json")), "--out", str(tmp_path / "page")])
-    assert page.exit_code == 0 and "pld" in (tmp_path / "page" / "index.html").read_text(encoding="utf-8")
+    assert (
+        answered
+        and f"| pld | {answered}/{answered} |" in text
+        and "2048x32" in text
+        and "](images/benchmark-methods.svg)" in text
+    )
+    assert toy_folder not in place.read("benchmarks/methods.json") and record["methods"]["pld"][
+        "accepted"
+    ].keys() == {"ngram"}
+    page = CliRunner().invoke(
+        app,
+        ["bench", "report", *glob(str(place.records / "*.json")), "--out", str(tmp_path / "page")],
+    )
+    assert page.exit_code == 0 and "pld" in (tmp_path / "page" / "index.html").read_text(
+        encoding="utf-8"
+    )
 
 
 BEFORE = '''"""What it is."""
@@ -462,7 +593,9 @@ def double(x):
         ("return x\n", "return x\nreturn (", False),  # no longer Python
     ],
 )
-def test_figures_are_as_old_as_what_the_code_does(old: str, new: str, same: bool, tmp_path: Path) -> None:
+def test_figures_are_as_old_as_what_the_code_does(
+    old: str, new: str, same: bool, tmp_path: Path
+) -> None:
     (tmp_path / "code.py").write_text(BEFORE)
     first = digest(tmp_path, ["*.py"])
     assert BEFORE.count(old) == 1

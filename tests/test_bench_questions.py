@@ -1,4 +1,5 @@
-"""The benchmark's questions: the built-in ones, files, an even spread. pytest tests/test_bench_questions.py"""
+"""The benchmark's questions: the built-in ones, files, an even spread. pytest
+tests/test_bench_questions.py"""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ def test_built_in_questions_cover_eight_categories_evenly():
     counts = Counter(question.category for question in questions)
     assert len(questions) >= 48 and len(counts) == 8 and min(counts.values()) >= 6
     assert len({question.question_id for question in questions}) == len(questions)
-    assert sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
+    assert (
+        sum(len(question.turns) == 2 for question in questions if question.category == "chat") >= 3
+    )
     for question in questions:
         if question.category in ("summary", "extraction"):
             assert 150 <= len(question.turns[0].split()) <= 330
@@ -30,7 +33,10 @@ def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tm
     file = tmp_path / "q.jsonl"
     turns = ["first\u2028line", "second"]
     lines = [
-        json.dumps({"question_id": "a", "category": "x", "turns": turns, "reference": [1]}, ensure_ascii=False),
+        json.dumps(
+            {"question_id": "a", "category": "x", "turns": turns, "reference": [1]},
+            ensure_ascii=False,
+        ),
         "",
         '{"question_id": 2, "category": "y", "turns": ["t"]}\r',
     ]
@@ -64,7 +70,12 @@ def test_malformed_line_is_named(tmp_path, line, says):
 def test_unreadable_question_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"category": "caf\xe9"}')
-    for name, says in (("none.jsonl", "no such file"), ("empty.jsonl", "holds no questions"), ("latin.jsonl", "not UTF-8"), ("", "read")):
+    for name, says in (
+        ("none.jsonl", "no such file"),
+        ("empty.jsonl", "holds no questions"),
+        ("latin.jsonl", "not UTF-8"),
+        ("", "read"),
+    ):
         with pytest.raises(InvalidInput, match=says):
             load_questions(tmp_path / name)
 
@@ -79,7 +90,9 @@ def test_spread_is_even_ordered_and_complete(categories, limit):
     sizes, taken = Counter(categories), Counter(question.category for question in chosen)
     most = max(taken.values(), default=0)
     for category, size in sizes.items():
-        assert taken[category] >= min(size, most - 1), "a category with questions left is at most one behind"
+        assert taken[category] >= min(size, most - 1), (
+            "a category with questions left is at most one behind"
+        )
         own = [question.question_id for question in chosen if question.category == category]
         assert own == sorted(own), "the first of each category, in order"
     first_round = list(dict.fromkeys(categories))[: len(chosen)]

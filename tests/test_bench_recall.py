@@ -1,4 +1,5 @@
-"""How often what is wanted is scored, without decoding: places of text, clusters, routers, and what is counted.
+"""How often what is wanted is scored, without decoding: places of text, clusters, routers, and what
+is counted.
 
 pytest tests/test_bench_recall.py
 """
@@ -17,7 +18,18 @@ from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.router import RouterConfig
 from quickbeam.train import places, wanted
 from quickbeam.train.places import Places, collect_places
-from quickbeam.train.wanted import Clusters, Teaching, halved, label_features, of_router, roots, routed, routed_by_chance, score, teach
+from quickbeam.train.wanted import (
+    Clusters,
+    Teaching,
+    halved,
+    label_features,
+    of_router,
+    roots,
+    routed,
+    routed_by_chance,
+    score,
+    teach,
+)
 from test_train_router import HEAD, VOCAB, conversations, network, written
 from test_train_shortlists import folder, made  # noqa: F401  (fixtures)
 
@@ -36,7 +48,11 @@ def test_places_are_those_of_the_text(tmp_path: Path, monkeypatch: pytest.Monkey
     got = collect_places(net, HEAD, shards, range(5), 2, 10**6, 0, True)
     rows = {}
     for one in text:
-        likely = (one.hidden[:, -HEAD.shape[1] :] @ HEAD.T.bfloat16()).float().argsort(dim=1, descending=True)
+        likely = (
+            (one.hidden[:, -HEAD.shape[1] :] @ HEAD.T.bfloat16())
+            .float()
+            .argsort(dim=1, descending=True)
+        )
         for at in range(len(one.tokens)):
             known = {*one.tokens[: at + 2].tolist(), *likely[at, :2].tolist()}
             for earlier in range(0, at + 1, places.STEP):
@@ -45,16 +61,33 @@ def test_places_are_those_of_the_text(tmp_path: Path, monkeypatch: pytest.Monkey
             for depth in range(2):
                 if at + 2 + depth < len(one.tokens) and one.answer[at + 2 + depth]:
                     wanted = int(likely[at + 1 + depth, 0])
-                    rows[int(one.tokens[0]), len(one.tokens), at, depth] = int(one.tokens[at + 1 + depth]), wanted, wanted in known
+                    rows[int(one.tokens[0]), len(one.tokens), at, depth] = (
+                        int(one.tokens[at + 1 + depth]),
+                        wanted,
+                        wanted in known,
+                    )
     assert len(got.tokens) == len(rows)
-    told = zip(got.tokens.tolist(), got.depth.tolist(), got.wanted.tolist(), got.known.tolist(), strict=True)
+    told = zip(
+        got.tokens.tolist(),
+        got.depth.tolist(),
+        got.wanted.tolist(),
+        got.known.tolist(),
+        strict=True,
+    )
     expected = ((token, key[3], wanted, known) for key, (token, wanted, known) in rows.items())
     assert sorted(told) == sorted(expected) and 0.1 < float(got.known.float().mean()) < 0.95
-    assert torch.allclose(got.mass.sum(1), torch.ones(len(got.tokens)), atol=0.1) and bool((got.mass[:, 0] >= got.mass[:, 1]).all())
+    assert torch.allclose(got.mass.sum(1), torch.ones(len(got.tokens)), atol=0.1) and bool(
+        (got.mass[:, 0] >= got.mass[:, 1]).all()
+    )
     with torch.no_grad():
-        assert float(((got.feature.float() @ HEAD.T).argmax(1) == got.drafted).float().mean()) > 0.95
+        assert (
+            float(((got.feature.float() @ HEAD.T).argmax(1) == got.drafted).float().mean()) > 0.95
+        )
     asked = roots(got)
-    assert all(got.root[i] == got.root[int(r)] and (got.depth[int(r)] == 0 or int(r) == i) for i, r in enumerate(asked))
+    assert all(
+        got.root[i] == got.root[int(r)] and (got.depth[int(r)] == 0 or int(r) == i)
+        for i, r in enumerate(asked)
+    )
     assert len(collect_places(net, HEAD, shards, range(5), 2, 7, 0, False).tokens) == 7
 
 
@@ -64,7 +97,9 @@ def test_neighbours_in_the_order_are_alike() -> None:
     order = halved(torch.eye(8)[groups] + 0.01 * torch.randn(90, 8), least=5)
     assert torch.equal(order.sort().values, torch.arange(90))
     clusters = Clusters.cut(order + 7, 10, 100)
-    assert clusters.count == 9 and torch.equal(torch.bincount(clusters.of.clamp(min=-1) + 1), torch.tensor([10] + [10] * 9))
+    assert clusters.count == 9 and torch.equal(
+        torch.bincount(clusters.of.clamp(min=-1) + 1), torch.tensor([10] + [10] * 9)
+    )
     pure = sum(len(groups[order[i : i + 10]].unique()) == 1 for i in range(0, 90, 10))
     assert pure >= 7
 
@@ -72,21 +107,29 @@ def test_neighbours_in_the_order_are_alike() -> None:
 def test_a_router_finds_what_the_context_lacks(found: Places) -> None:
     net, rest = network(), torch.arange(5, VOCAB)
     features = label_features(net, HEAD, found)
-    assert features.shape == (VOCAB, wanted.WIDE) and torch.allclose(features.norm(dim=1), torch.ones(VOCAB), atol=1e-4)
+    assert features.shape == (VOCAB, wanted.WIDE) and torch.allclose(
+        features.norm(dim=1), torch.ones(VOCAB), atol=1e-4
+    )
     clusters = Clusters.cut(rest[halved(features[rest], 4)], 4, VOCAB)
     how = Teaching(width=64, epochs=30, lr=5e-3, batch=64)
     lacked = (clusters.of[found.wanted] >= 0) & ~found.known
     shares = {}
     for name, teaching in (("taught", how), ("not", Teaching(width=64, epochs=1, lr=1e-9))):
-        hit = routed(found, clusters, of_router(net, teach(net, found, clusters, teaching), found), 2)
+        hit = routed(
+            found, clusters, of_router(net, teach(net, found, clusters, teaching), found), 2
+        )
         assert not bool(hit[clusters.of[found.wanted] < 0].any())
         shares[name] = float(hit[lacked].float().mean())
     assert shares["taught"] > shares["not"] + 0.2, shares
-    everything = routed(found, clusters, of_router(net, teach(net, found, clusters, how), found), clusters.count)
+    everything = routed(
+        found, clusters, of_router(net, teach(net, found, clusters, how), found), clusters.count
+    )
     assert torch.equal(everything, clusters.of[found.wanted] >= 0)
 
 
-def test_as_many_clusters_as_the_probability_says(found: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_clusters_as_the_probability_says(
+    found: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wanted, "CHUNK", 50)
     torch.manual_seed(0)
     n, clusters = len(found.tokens), Clusters.cut(torch.arange(VOCAB), 4, VOCAB)
@@ -103,32 +146,83 @@ def test_figures_are_shares_of_the_places() -> None:
     likely = torch.tensor([[1], [2], [3], [4]])
     near = torch.tensor([[True], [False], [False], [False]])
     empty = torch.empty(4)
-    held = Places(empty, empty, empty, empty, likely, empty, near, empty, torch.tensor([1, 2, 0, 4]))
-    got = score(held, torch.tensor([False, True, True, False]), torch.tensor([False, True, False, False]))
+    held = Places(
+        empty, empty, empty, empty, likely, empty, near, empty, torch.tensor([1, 2, 0, 4])
+    )
+    got = score(
+        held, torch.tensor([False, True, True, False]), torch.tensor([False, True, False, False])
+    )
     assert got == pytest.approx((0.75, 0.5, 0.5, 0.5, 2 / 3))
 
 
-def test_the_command_holds_ways_against_each_other(toy_folder: str, folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    arguments = ["bench", "recall", "--out", str(folder), "--model", toy_folder, "--rows", "300", "--held-out", "200", "--listed", "20"]
+def test_the_command_holds_ways_against_each_other(
+    toy_folder: str,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    arguments = [
+        "bench",
+        "recall",
+        "--out",
+        str(folder),
+        "--model",
+        toy_folder,
+        "--rows",
+        "300",
+        "--held-out",
+        "200",
+        "--listed",
+        "20",
+    ]
     said = CliRunner().invoke(
-        app, [*arguments, "--shares", "20,50", "--only", "lists,tokens,16 a cluster", "--json", str(tmp_path / "r.json")]
+        app,
+        [
+            *arguments,
+            "--shares",
+            "20,50",
+            "--only",
+            "lists,tokens,16 a cluster",
+            "--json",
+            str(tmp_path / "r.json"),
+        ],
     )
     assert said.exit_code == 0, said.output
     record = json.loads((tmp_path / "r.json").read_text())
     names = {one["name"] for one in record["ways"]}
-    assert {"frequency", "frequency of what the context lacks"} < names and any(name.startswith("16 a cluster by wanted") for name in names)
-    assert any(name.startswith("single tokens, rank 32") for name in names) and not any(name.startswith("64") for name in names)
+    assert {"frequency", "frequency of what the context lacks"} < names and any(
+        name.startswith("16 a cluster by wanted") for name in names
+    )
+    assert any(name.startswith("single tokens, rank 32") for name in names) and not any(
+        name.startswith("64") for name in names
+    )
     for one in record["ways"]:
         assert one["alone"] <= one["recall"] <= 1 and one["rows"] in (51, 128)
         assert one["rare_recall"] == 0 or one["name"] != "frequency"
-    refused = ((["--listed", "257"], "--listed 257"), (["--shares", "0"], "--shares '0'"), (["--out", str(tmp_path)], "no shortlist"))
+    refused = (
+        (["--listed", "257"], "--listed 257"),
+        (["--shares", "0"], "--shares '0'"),
+        (["--out", str(tmp_path)], "no shortlist"),
+    )
     for options, words in refused:
         said = CliRunner().invoke(app, [*arguments, *options])
         assert said.exit_code == 2 and words in " ".join(said.output.split()), said.output
 
 
 def test_a_shortlist_is_made_in_one_go(toy_folder: str, folder: Path) -> None:  # noqa: F811
-    arguments = ["train", "shortlist", "--out", str(folder), "--model", toy_folder, "--listed", "6", "--size", "8", "--depths", "2"]
+    arguments = [
+        "train",
+        "shortlist",
+        "--out",
+        str(folder),
+        "--model",
+        toy_folder,
+        "--listed",
+        "6",
+        "--size",
+        "8",
+        "--depths",
+        "2",
+    ]
     said = CliRunner().invoke(app, [*arguments, "--rows", "400", "--epochs", "3", "--width", "32"])
     assert said.exit_code == 0 and "held-out recall of 64 rows" in said.output, said.output
     made_one = Artefact.load(folder)
@@ -137,9 +231,16 @@ def test_a_shortlist_is_made_in_one_go(toy_folder: str, folder: Path) -> None:  
     assert torch.equal(layout.order[:6], made_one.ranking[:6])
     assert made_one.router is not None and made_one.router.config == RouterConfig(32, 32, 32, 32)
     card = (folder / "ROUTER.md").read_text()
-    assert "quickbeam train shortlist --rows 400 --listed 6 --size 8 --depths 2 --epochs 3 --width 32" in " ".join(card.split())
-    assert "| 64 | " in card and set(json.loads((folder / "router.json").read_text())["held_out"]) >= {"64"}
-    bad = ((["--size", "12"], "--size 12: must be a multiple of 8"), (["--listed", "257"], "--listed 257: must be 1 to 256"))
+    assert (
+        "quickbeam train shortlist --rows 400 --listed 6 --size 8 --depths 2 --epochs 3 --width 32"
+    ) in " ".join(card.split())
+    assert "| 64 | " in card and set(
+        json.loads((folder / "router.json").read_text())["held_out"]
+    ) >= {"64"}
+    bad = (
+        (["--size", "12"], "--size 12: must be a multiple of 8"),
+        (["--listed", "257"], "--listed 257: must be 1 to 256"),
+    )
     for options, words in bad:
         refused = CliRunner().invoke(app, [*arguments, *options])
         assert refused.exit_code == 2 and words in " ".join(refused.output.split()), refused.output

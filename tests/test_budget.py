@@ -1,4 +1,5 @@
-"""One budget for all sequences: its parts by hand, against brute force, and in a simulated engine. pytest tests/test_budget.py"""
+"""One budget for all sequences: its parts by hand, against brute force, and in a simulated engine.
+pytest tests/test_budget.py"""
 
 from __future__ import annotations
 
@@ -63,12 +64,16 @@ def test_what_a_call_reads_first_is_no_part_of_its_cost() -> None:
     assert cost.row == 0.0
 
 
-# --- the cost of a pass --------------------------------------------------------------------------------------------------------------
+# --- the cost of a pass ---------------------------------------------------------------------------
 
 
 def test_cost_is_interpolated_and_measured() -> None:
     cost = CostModel({1: 1.0, 3: 2.0, 8: 4.0})
-    assert [cost.seconds(n) for n in (1, 2, 3, 8, 16)] == [cost.alone(n) for n in (1, 2, 3, 8, 16)] == [1.0, 1.5, 2.0, 4.0, 8.0]
+    assert (
+        [cost.seconds(n) for n in (1, 2, 3, 8, 16)]
+        == [cost.alone(n) for n in (1, 2, 3, 8, 16)]
+        == [1.0, 1.5, 2.0, 4.0, 8.0]
+    )
     longer = CostModel({1: 1.0, 8: 2.0}, {1: 0.01, 8: 0.3})
     assert [longer.seconds(n, 100) for n in (1, 8)] == pytest.approx([2.0, 32.0])
     assert [longer.reading(n, 100) for n in (1, 8)] == pytest.approx([1.0, 30.0])
@@ -76,15 +81,23 @@ def test_cost_is_interpolated_and_measured() -> None:
         CostModel({})
     many = CostModel({1: 1.0, 8: 2.0}, {1: 0.01}, per_sequence=0.5, beside=0.25)
     assert [many.alone(8, n) for n in (1, 2, 5)] == [2.0, 2.5, 4.0]
-    assert [many.reading(1, 100, n) for n in (1, 2, 1000)] == pytest.approx([1.0, 0.5, 0.25], rel=0.01)
+    assert [many.reading(1, 100, n) for n in (1, 2, 1000)] == pytest.approx(
+        [1.0, 0.5, 0.25], rel=0.01
+    )
     measured = CostModel.measure(Model(tiny("qwen3", seed=5)), 16, repeats=1)
     assert measured._per_sequence >= 0 and 0 <= measured._beside <= 1
-    assert all(measured.seconds(n) > 0 and measured.seconds(n, 50) >= measured.alone(n) for n in (1, 5, 16, 40))
+    assert all(
+        measured.seconds(n) > 0 and measured.seconds(n, 50) >= measured.alone(n)
+        for n in (1, 5, 16, 40)
+    )
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_measuring_is_not_bound_by_the_memory_limit(gathered: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is given up for it."""
+def test_measuring_is_not_bound_by_the_memory_limit(
+    gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is
+    given up for it."""
     model = Model(tiny("qwen3", torch.float32, seed=5), gathered=gathered)
     pool, limits, forward = model.pool, set[int | None](), model.forward
     pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
@@ -123,7 +136,7 @@ def test_a_followed_cost_comes_to_what_passes_take() -> None:
     assert cost.seconds(8) < 3.3
 
 
-# --- prices of nodes -----------------------------------------------------------------------------------------------------------------
+# --- prices of nodes ------------------------------------------------------------------------------
 
 
 def test_steps_in_the_cost_are_spread_over_their_nodes() -> None:
@@ -135,8 +148,13 @@ def test_steps_in_the_cost_are_spread_over_their_nodes() -> None:
 
 
 @examples(100, derandomize=True)
-@given(st.lists(st.floats(0, 4), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=8, max_size=8))
-def test_prices_are_the_slopes_of_the_largest_convex_bound(more: list[float], gaps: list[int]) -> None:
+@given(
+    st.lists(st.floats(0, 4), min_size=1, max_size=8),
+    st.lists(st.integers(1, 9), min_size=8, max_size=8),
+)
+def test_prices_are_the_slopes_of_the_largest_convex_bound(
+    more: list[float], gaps: list[int]
+) -> None:
     widths = list(itertools.accumulate(gaps[: len(more)], initial=1))
     passes = list(itertools.accumulate(more, initial=1.0))
     prices, total = NodePrices(widths, passes), passes[0]
@@ -158,12 +176,16 @@ def test_prices_are_what_time_gave_of_late() -> None:
     budget = Budget(CostModel({1: 1.0, 64: 64.0}))
     plan = budget.prices(ME, METHOD, alone())
     assert plan.nodes == MOST and plan.prices is not None and not plan.measured
-    assert budget.rate(METHOD, alone()).rate == pytest.approx(1.0, rel=0.01) and plan.prices.node(1) == pytest.approx(1.0, rel=0.01)
+    assert budget.rate(METHOD, alone()).rate == pytest.approx(1.0, rel=0.01) and plan.prices.node(
+        1
+    ) == pytest.approx(1.0, rel=0.01)
     for _ in range(600):
         budget.observe([METHOD], alone(), 3, 2.0)
     assert budget.rate(METHOD, alone()).rate == pytest.approx(1.5, rel=0.01)
     held = [budget.prices(ME, METHOD, alone()).prices for _ in range(budget.HOLD)]
-    assert [prices.node(1) for prices in held if prices] == pytest.approx([1.0] * (budget.HOLD - 1) + [1.5], rel=0.01)
+    assert [prices.node(1) for prices in held if prices] == pytest.approx(
+        [1.0] * (budget.HOLD - 1) + [1.5], rel=0.01
+    )
 
 
 def test_nodes_are_dearer_behind_a_long_text_and_in_a_full_pass() -> None:
@@ -185,13 +207,16 @@ def test_prices_are_kept_for_a_while_unless_the_pass_changes() -> None:
     first = budget.prices(ME, METHOD, crowd(8, 2)).prices
     assert budget.prices(ME, METHOD, crowd(9, 2)).prices is first  # about the same
     assert budget.prices(ME, METHOD, crowd(8, 6)).prices is not first
-    assert budget.prices(ME, METHOD, crowd(8, 6), trial=True).prices.trial and not budget.prices(ME, METHOD, crowd(8, 6)).prices.trial
+    assert (
+        budget.prices(ME, METHOD, crowd(8, 6), trial=True).prices.trial
+        and not budget.prices(ME, METHOD, crowd(8, 6)).prices.trial
+    )
     last = budget.prices(ME, METHOD, crowd(8, 6)).prices
     budget.forget(ME)
     assert budget.prices(ME, METHOD, crowd(8, 6)).prices is not last
 
 
-# --- rates and trials ----------------------------------------------------------------------------------------------------------------
+# --- rates and trials -----------------------------------------------------------------------------
 
 
 def test_rates_are_learned_by_method_and_load() -> None:
@@ -203,20 +228,28 @@ def test_rates_are_learned_by_method_and_load() -> None:
     assert budget.rate(METHOD, alone()).rate == pytest.approx(0.25, rel=0.02)
     others = budget.rate("another", crowd(7))  # at first that of a plain step
     assert others.rate == pytest.approx(8 / (budget.cost.alone(8) + OVERHEAD))
-    assert budget.rate(METHOD, crowd(7)) is budget.rate(METHOD, crowd(8)) is not budget.rate(METHOD, crowd(15))
-    assert len({id(budget.rate(METHOD, crowd(n))) for n in range(5)}) == 5  # few sequences: each number its own
+    assert (
+        budget.rate(METHOD, crowd(7))
+        is budget.rate(METHOD, crowd(8))
+        is not budget.rate(METHOD, crowd(15))
+    )
+    # few sequences: each number its own
+    assert len({id(budget.rate(METHOD, crowd(n))) for n in range(5)}) == 5
     assert budget.best_rate(METHOD, crowd(7)) == budget.rate(METHOD, crowd(7)).rate
-    assert budget.best_rate(METHOD, alone()) == pytest.approx(1 / (1 + OVERHEAD))  # plain decoding would have given that
+    # plain decoding would have given that
+    assert budget.best_rate(METHOD, alone()) == pytest.approx(1 / (1 + OVERHEAD))
 
 
-@pytest.mark.parametrize(("call", "trials"), [(0.1, [0, 1, 2, 3, 35, 67, 99]), (0.8, [0, 1, 2, 3, 43, 83])])
+@pytest.mark.parametrize(
+    ("call", "trials"), [(0.1, [0, 1, 2, 3, 35, 67, 99]), (0.8, [0, 1, 2, 3, 43, 83])]
+)
 def test_a_trial_now_and_then(call: float, trials: list[int]) -> None:
     """The first steps, then no sooner than 32, and with no more than a fiftieth of the time."""
     rate = Rate(1.0, 1.0)
     assert [i for i in range(100) if rate.trial(call, 1.0)] == trials
 
 
-# --- what a call costs ---------------------------------------------------------------------------------------------------------------
+# --- what a call costs ----------------------------------------------------------------------------
 
 
 def test_before_a_call_was_seen_its_cost_is_a_guess() -> None:
@@ -224,11 +257,15 @@ def test_before_a_call_was_seen_its_cost_is_a_guess() -> None:
     assert [call.seconds(n) for n in (1, 2, 11)] == pytest.approx([0.5, 0.5 * 1.15, 0.5 * 2.5])
 
 
-def test_a_calls_cost_is_that_of_about_as_many_sequences_or_the_least_that_others_make_of_it() -> None:
+def test_a_calls_cost_is_that_of_about_as_many_sequences_or_the_least_that_others_make_of_it() -> (
+    None
+):
     call = CallCost(1.0)
     call.observe(1, 1.0)
     call.observe(8, 9.0)  # once, on a busy machine: that is not believed of any number
-    assert [call.seconds(n) for n in (1, 2, 8, 16)] == pytest.approx([1.0, 1.15, 1 + 0.15 * 7, 1 + 0.15 * 15])
+    assert [call.seconds(n) for n in (1, 2, 8, 16)] == pytest.approx(
+        [1.0, 1.15, 1 + 0.15 * 7, 1 + 0.15 * 15]
+    )
     for _ in range(call.ENOUGH - 1):
         call.observe(8, 9.0)  # it is so
     assert [call.seconds(n) for n in (1, 2, 8)] == pytest.approx([1.0, 1.15, 9.0])
@@ -257,12 +294,16 @@ def test_every_method_has_calls_of_its_own() -> None:
     assert budget.call(METHOD).seconds(1) == 9.0 and budget.call("another").seconds(1) == 1.0
 
 
-# --- a number of nodes ---------------------------------------------------------------------------------------------------------------
+# --- a number of nodes ----------------------------------------------------------------------------
 
 
 @examples(50, derandomize=True)
-@given(st.integers(0, 4), st.lists(st.lists(st.integers(1, 63), max_size=6), min_size=1, max_size=50))
-def test_estimates_are_what_smaller_trees_would_have_emitted(situation: int, paths: list[list[int]]) -> None:
+@given(
+    st.integers(0, 4), st.lists(st.lists(st.integers(1, 63), max_size=6), min_size=1, max_size=50)
+)
+def test_estimates_are_what_smaller_trees_would_have_emitted(
+    situation: int, paths: list[list[int]]
+) -> None:
     expected = Expected(64)
     for path in paths:
         expected.observe(situation, 64, [0, *sorted(set(path))])
@@ -273,7 +314,9 @@ def test_estimates_are_what_smaller_trees_would_have_emitted(situation: int, pat
     assert expected.tokens(untouched) == Expected(64).tokens(untouched)
     for _ in range(300):
         expected.observe(situation, 64, [0, 1, 6])
-    assert expected.tokens(situation) == pytest.approx([1 + (width > 1) + (width > 6) for width in expected.budgets], abs=0.2)
+    assert expected.tokens(situation) == pytest.approx(
+        [1 + (width > 1) + (width > 6) for width in expected.budgets], abs=0.2
+    )
 
 
 def test_at_first_more_is_expected_of_better_situations_and_of_more_nodes() -> None:
@@ -301,7 +344,9 @@ def test_what_was_seen_of_small_trees_is_drawn_on_for_larger_ones() -> None:
 def test_a_tree_that_is_not_the_beginning_of_a_larger_one_tells_of_its_own_budget() -> None:
     expected = Expected(64)
     expected.observe(3, 16, [0, 1, 2], nested=False)
-    assert dict(zip(expected.budgets, expected._count[3], strict=True)) == {width: int(width == 16) for width in expected.budgets}
+    assert dict(zip(expected.budgets, expected._count[3], strict=True)) == {
+        width: int(width == 16) for width in expected.budgets
+    }
     assert expected._emitted[3][expected.budgets.index(16)] == 3
 
 
@@ -316,7 +361,10 @@ def test_a_tree_that_is_not_the_beginning_of_a_larger_one_tells_of_its_own_budge
 def test_the_number_of_nodes_gives_most_tokens_a_second(
     more: list[float], situation: int, context: int, drafting: float, path: list[int]
 ) -> None:
-    cost = CostModel(dict(zip((1, 8, 24, 64), itertools.accumulate(more, initial=1.0), strict=True)), {1: 0.0, 64: 0.001})
+    cost = CostModel(
+        dict(zip((1, 8, 24, 64), itertools.accumulate(more, initial=1.0), strict=True)),
+        {1: 0.0, 64: 0.001},
+    )
     budget, expected = Budget(cost), Expected(64)
     plan = budget.nodes(ME, METHOD, alone(context), situation)
     budget.grew(METHOD, 64, drafting)
@@ -343,11 +391,14 @@ def test_the_number_of_nodes_follows_what_was_accepted_and_what_it_costs() -> No
     budget = Budget(CostModel({1: 1.0, 8: 1.2, 64: 4.0}))
     for _ in range(100):
         plan = budget.nodes(ME, METHOD, alone(), 3)
-        budget.learn(METHOD, plan, list(range(min(plan.nodes, 12))), True)  # a repetition: 12 tokens hold
-        budget.learn(METHOD, budget.nodes(ME, METHOD, alone(), 0), [0], True)  # new text beside it: nothing does
+        # a repetition: 12 tokens hold
+        budget.learn(METHOD, plan, list(range(min(plan.nodes, 12))), True)
+        # new text beside it: nothing does
+        budget.learn(METHOD, budget.nodes(ME, METHOD, alone(), 0), [0], True)
     assert budget.nodes(ME, METHOD, alone(), 3).nodes in (12, 16)
     assert budget.nodes(ME, METHOD, alone(), 0).nodes <= 2
-    assert budget.nodes("another", METHOD, Load({"another": 0}), 3).nodes in (12, 16)  # what was learned is the method's
+    # what was learned is the method's
+    assert budget.nodes("another", METHOD, Load({"another": 0}), 3).nodes in (12, 16)
     assert Budget(CostModel({1: 1.0, 64: 1.01}), limit=12).nodes(ME, METHOD, alone(), 4).nodes == 12
 
 
@@ -363,7 +414,8 @@ def test_trees_shrink_in_a_full_batch() -> None:
             budget.observe([METHOD], crowd(others, nodes), 2 * (others + 1), 1.0)
         found.append(nodes)
     assert found == sorted(found, reverse=True) and found[0] >= 16 and found[-1] == 1
-    assert Budget(cost).nodes(ME, METHOD, alone(prompts=60), 3).nodes < found[0]  # beside a prompt that is read
+    # beside a prompt that is read
+    assert Budget(cost).nodes(ME, METHOD, alone(prompts=60), 3).nodes < found[0]
 
 
 def test_a_number_of_nodes_is_kept_for_a_while() -> None:
@@ -377,7 +429,12 @@ def test_a_number_of_nodes_is_kept_for_a_while() -> None:
         budget.grew(METHOD, 64, 1e6)
     assert found[: budget.CHOICE] == [64] * budget.CHOICE and max(found[budget.CHOICE :]) < 64
     budget = Budget(CostModel({1: 1.0, 32: 1.01, 64: 2.0, 128: 8.0}))
-    assert budget.nodes(ME, METHOD, alone(), 4).nodes > 2 >= budget.nodes(ME, METHOD, crowd(64), 4).nodes  # where the load is another
+    # where the load is another
+    assert (
+        budget.nodes(ME, METHOD, alone(), 4).nodes
+        > 2
+        >= budget.nodes(ME, METHOD, crowd(64), 4).nodes
+    )
     budget.forget(ME)
     assert not budget._chosen
 
@@ -387,7 +444,9 @@ def test_the_time_of_growing_is_learned_by_the_number_of_nodes() -> None:
     assert budget._growing(METHOD, 1) == budget._growing(METHOD, 64) == 0
     for seconds in (9.0, 1.0, 1.5, 1.0):  # the first is slow
         budget.grew(METHOD, 16, seconds)
-    assert [budget._growing(METHOD, n) for n in (1, 4, 16, 64)] == pytest.approx([0.0, 0.2, 1.0, 2.0])
+    assert [budget._growing(METHOD, n) for n in (1, 4, 16, 64)] == pytest.approx(
+        [0.0, 0.2, 1.0, 2.0]
+    )
     for _ in range(4):
         budget.grew(METHOD, 4, 0.8)
     assert [budget._growing(METHOD, n) for n in (4, 10, 16)] == pytest.approx([0.8, 0.9, 1.0])
@@ -402,22 +461,30 @@ def test_the_time_of_growing_is_learned_by_the_number_of_nodes() -> None:
 @pytest.mark.parametrize("nested", [True, False])
 @pytest.mark.parametrize("call", [0.0, 0.5, 4.0, 100.0])
 def test_the_number_chosen_is_the_best_with_drafting_counted(call: float, nested: bool) -> None:
-    """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a layer, 8 in 10 layers accepted."""
+    """Trees as deep as the square root of their budget, a call of the drafter (`call` seconds) a
+    layer, 8 in 10 layers accepted."""
     rng, budget = random.Random(0), Budget(CostModel({1: 11.0, 64: 15.0}))
 
     def depth(nodes: int) -> int:
         return round(nodes**0.5) if nodes > 1 else 0
 
     def rate(nodes: int) -> float:
-        return sum(0.8**i for i in range(depth(nodes) + 1)) / (budget.cost.seconds(nodes) + call * depth(nodes))
+        return sum(0.8**i for i in range(depth(nodes) + 1)) / (
+            budget.cost.seconds(nodes) + call * depth(nodes)
+        )
 
     chosen = []
     for _ in range(1500):
         plan = budget.nodes(ME, METHOD, alone(), 3)
         chosen.append(plan.nodes)
-        accepted = next((i for i in range(depth(plan.nodes)) if rng.random() > 0.8), depth(plan.nodes))
+        accepted = next(
+            (i for i in range(depth(plan.nodes)) if rng.random() > 0.8), depth(plan.nodes)
+        )
         # The node that is the i-th of the path is the first of its layer.
-        path = [0, *(next(n for n in range(2, 65) if depth(n) >= i) - 1 for i in range(1, accepted + 1))]
+        path = [
+            0,
+            *(next(n for n in range(2, 65) if depth(n) >= i) - 1 for i in range(1, accepted + 1)),
+        ]
         budget.learn(METHOD, plan, path, nested)
         if plan.nodes > 1:
             budget.grew(METHOD, plan.nodes, call * depth(plan.nodes))
@@ -427,7 +494,7 @@ def test_the_number_chosen_is_the_best_with_drafting_counted(call: float, nested
         assert max(chosen[-500:]) == 1
 
 
-# --- which calls are made, and who gets the nodes ------------------------------------------------------------------------------------
+# --- which calls are made, and who gets the nodes -------------------------------------------------
 
 
 gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, max_size=7)
@@ -435,7 +502,9 @@ gains = st.lists(st.one_of(st.floats(0, 3), st.just(float("inf"))), min_size=1, 
 
 @examples(200, derandomize=True)
 @given(gains, st.dictionaries(st.integers(1, 7), st.floats(0.01, 2)), st.floats(0.01, 4))
-def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains: list[float], seen: dict[int, float], rate: float) -> None:
+def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(
+    gains: list[float], seen: dict[int, float], rate: float
+) -> None:
     budget, call = Budget(CostModel({1: 1.0})), CallCost(1.0)
     for sequences, seconds in seen.items():
         call.observe(sequences, seconds)
@@ -445,11 +514,17 @@ def test_the_requests_of_a_round_that_are_answered_are_the_best_choice(gains: li
         if any(math.isinf(gain) and not taken for gain, taken in zip(gains, answered, strict=True)):
             return float("-inf")
         count = sum(answered)
-        brought = sum(gain for gain, taken in zip(gains, answered, strict=True) if taken and not math.isinf(gain))
+        brought = sum(
+            gain
+            for gain, taken in zip(gains, answered, strict=True)
+            if taken and not math.isinf(gain)
+        )
         return brought - rate * (call.seconds(count) if count else 0.0)
 
     found = budget.worthwhile(gains, call, rate)
-    assert profit(found) == pytest.approx(max(map(profit, itertools.product([False, True], repeat=len(gains)))))
+    assert profit(found) == pytest.approx(
+        max(map(profit, itertools.product([False, True], repeat=len(gains))))
+    )
 
 
 def test_requests_share_the_price_of_a_call() -> None:
@@ -457,7 +532,10 @@ def test_requests_share_the_price_of_a_call() -> None:
     call.observe(1, 1.0)
     assert budget.worthwhile([0.9], call, 1.0) == [False]
     assert budget.worthwhile([0.9, 0.1, 0.8], call, 1.0) == [True, False, True]  # 1.7 of 1.15
-    assert budget.worthwhile([0.9, float("inf")], call, 1.0) == [True, True] and budget.worthwhile([], call, 1.0) == []
+    assert (
+        budget.worthwhile([0.9, float("inf")], call, 1.0) == [True, True]
+        and budget.worthwhile([], call, 1.0) == []
+    )
 
 
 def by_worth(rows: list[list[float]]) -> list[list[float]]:
@@ -471,10 +549,15 @@ def by_worth(rows: list[list[float]]) -> list[list[float]]:
     st.integers(4, 60),
     st.floats(0.1, 4),
 )
-def test_nodes_are_shared_as_the_best_choice_of_all(values: list[list[float]], slopes: list[float], rows: int, rate: float) -> None:
-    """Each tree keeps its first nodes. By brute force, where each further row costs no less than the one before."""
+def test_nodes_are_shared_as_the_best_choice_of_all(
+    values: list[list[float]], slopes: list[float], rows: int, rate: float
+) -> None:
+    """Each tree keeps its first nodes. By brute force, where each further row costs no less than
+    the one before."""
     steps = [slope * (b - a) for slope, (a, b) in zip(slopes, pairwise(WIDTHS), strict=True)]
-    budget = Budget(CostModel(dict(zip(WIDTHS, itertools.accumulate(steps, initial=1.0), strict=True))))
+    budget = Budget(
+        CostModel(dict(zip(WIDTHS, itertools.accumulate(steps, initial=1.0), strict=True)))
+    )
 
     def profit(kept: Sequence[int]) -> float:
         promised = sum(sum(row[:count]) for row, count in zip(values, kept, strict=True))
@@ -482,11 +565,14 @@ def test_nodes_are_shared_as_the_best_choice_of_all(values: list[list[float]], s
 
     kept = budget.share(values, rows, rate)
     assert all(0 <= count <= len(row) for count, row in zip(kept, values, strict=True))
-    assert profit(kept) == pytest.approx(max(map(profit, itertools.product(*(range(len(row) + 1) for row in values)))))
+    assert profit(kept) == pytest.approx(
+        max(map(profit, itertools.product(*(range(len(row) + 1) for row in values))))
+    )
 
 
 def test_steps_of_the_cost_are_filled() -> None:
-    """16 rows cost as much as 9, as tiles of a kernel do: where half of them is worth it, all are."""
+    """16 rows cost as much as 9, as tiles of a kernel do: where half of them is worth it, all
+    are."""
     budget = Budget(CostModel({1: 1.0, 8: 1.0, 9: 2.0, 16: 2.0, 17: 9.0, 64: 200.0}))
     kept = budget.share([[0.3, 0.2, 0.2], [0.25, 0.2, 0.2], [0.2, 0.2, 0.2]], 8, 1.0)
     assert sum(kept) == 8 and kept[:2] == [3, 3]
@@ -494,7 +580,7 @@ def test_steps_of_the_cost_are_filled() -> None:
     assert budget.share([[0.3, 0.2], [0.3]], 1, 1.0) == [2, 1] and budget.share([], 1, 1.0) == []
 
 
-# --- trees ---------------------------------------------------------------------------------------------------------------------------
+# --- trees ----------------------------------------------------------------------------------------
 
 
 def flat(node: float, nodes: int = 64, trial: bool = False) -> NodePrices:
@@ -521,7 +607,10 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
     assert set(found) <= set(expected) or len(expected) > 63
     missing = sorted(value for path, value in expected.items() if path not in found)
     assert len(tree) == 64 or not missing or missing[-1] < 4 * node
-    assert all(found[path] == pytest.approx(expected[path], rel=1e-4) for path in set(found) & set(expected))
+    assert all(
+        found[path] == pytest.approx(expected[path], rel=1e-4)
+        for path in set(found) & set(expected)
+    )
 
 
 def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
@@ -578,15 +667,24 @@ def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
     learn(tree.first(3), [0, 1])
     learn(tree, [0, 1])
     assert [accepted for accepted, _, _ in told] == [1, 1] and told[0][2] == told[1][2]
-    assert [promised for _, promised, _ in told] == pytest.approx([sum(tree.value[1:3]), sum(tree.value[1:])])
+    assert [promised for _, promised, _ in told] == pytest.approx(
+        [sum(tree.value[1:3]), sum(tree.value[1:])]
+    )
 
 
-# --- a simulated engine --------------------------------------------------------------------------------------------------------------
+# --- a simulated engine ---------------------------------------------------------------------------
 
 
-def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float], honest: float, count: int, steps: int) -> float:
-    """Tokens a second of `count` sequences side by side, over the last two thirds of the steps. A drafted token is the model's with the
-    probability that the drafter gives it, times `honest`."""
+def simulated(
+    budget: int | Budget,
+    cost: CostModel,
+    call: Callable[[int], float],
+    honest: float,
+    count: int,
+    steps: int,
+) -> float:
+    """Tokens a second of `count` sequences side by side, over the last two thirds of the steps. A
+    drafted token is the model's with the probability that the drafter gives it, times `honest`."""
     ranks, laws, rng = torch.arange(1, 101).log(), {}, random.Random(1)
 
     def law(context: Sequence[int]) -> torch.Tensor:
@@ -611,7 +709,9 @@ def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float
     tokens, seconds = 0, 0.0
     for step in range(steps):
         load, took, emitted = Load(dict.fromkeys(range(count), 0), dict(sizes)), 0.0, 0
-        trial = isinstance(budget, Budget) and budget.rate(METHOD, load).trial(budget.call(METHOD).seconds(1), budget.plain(load))
+        trial = isinstance(budget, Budget) and budget.rate(METHOD, load).trial(
+            budget.call(METHOD).seconds(1), budget.plain(load)
+        )
         growths, wishes, trees = dict[int, Growth](), dict[int, DraftRequest](), dict[int, Grown]()
 
         def send(i: int, laws: Laws | None) -> None:
@@ -631,7 +731,11 @@ def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float
         while wishes:
             due, answered = list(wishes), [True] * len(wishes)
             if isinstance(budget, Budget):
-                answered = budget.worthwhile([wishes[i].gain for i in due], budget.call(METHOD), budget.best_rate(METHOD, load))
+                answered = budget.worthwhile(
+                    [wishes[i].gain for i in due],
+                    budget.call(METHOD),
+                    budget.best_rate(METHOD, load),
+                )
             asked = [i for i, worth in zip(due, answered, strict=True) if worth]
             for i in set(due) - set(asked):
                 send(i, None)
@@ -642,7 +746,10 @@ def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float
                 for i, found in zip(asked, drafter.answer([wishes[i] for i in asked]), strict=True):
                     send(i, found)
         if isinstance(budget, Budget) and count > 1:
-            values = [[value * (trees[i].truth or 0.0) for value in trees[i].tree.value[1:]] for i in range(count)]
+            values = [
+                [value * (trees[i].truth or 0.0) for value in trees[i].tree.value[1:]]
+                for i in range(count)
+            ]
             for i, kept in enumerate(budget.share(values, count, budget.best_rate(METHOD, load))):
                 trees[i] = trees[i]._replace(tree=trees[i].tree.first(kept + 1))
         took += cost.alone(sum(len(grown.tree) for grown in trees.values()))
@@ -661,7 +768,11 @@ def simulated(budget: int | Budget, cost: CostModel, call: Callable[[int], float
 @pytest.mark.parametrize(
     ("node", "call", "honest"),
     few(
-        [(*costs, honest) for costs in [(0.2, 0.5), (0.02, 0.5), (0.02, 2.0), (1.0, 0.1), (0.2, 20.0)] for honest in (1.0, 0.3)],
+        [
+            (*costs, honest)
+            for costs in [(0.2, 0.5), (0.02, 0.5), (0.02, 2.0), (1.0, 0.1), (0.2, 20.0)]
+            for honest in (1.0, 0.3)
+        ],
         [(0.2, 0.5, 1.0), (0.02, 0.5, 0.3), (0.02, 2.0, 0.3), (1.0, 0.1, 0.3), (0.2, 20.0, 1.0)],
     ),
 )
@@ -679,16 +790,23 @@ def test_no_fixed_budget_is_much_faster(node: float, call: float, honest: float)
 @pytest.mark.parametrize(
     ("count", "call", "honest"),
     few(
-        [(*load, honest) for load in [(4, 0.3), (12, 0.3), (12, 2.0), (40, 0.3)] for honest in (1.0, 0.3)],
+        [
+            (*load, honest)
+            for load in [(4, 0.3), (12, 0.3), (12, 2.0), (40, 0.3)]
+            for honest in (1.0, 0.3)
+        ],
         [(4, 0.3, 1.0), (12, 0.3, 0.3), (12, 2.0, 1.0)],
     ),
 )
 def test_no_fixed_budget_is_much_faster_for_many(count: int, call: float, honest: float) -> None:
-    """32 rows cost little more than one; beyond, each costs a tenth of a pass over one. Answering more in a call costs a little more."""
+    """32 rows cost little more than one; beyond, each costs a tenth of a pass over one. Answering
+    more in a call costs a little more."""
     cost = CostModel({1: 10.0, 32: 11.0, 1024: 1003.0})
 
     def run(budget: int | Budget, steps: int) -> float:
-        return simulated(budget, cost, lambda sequences: call * (1 + 0.1 * (sequences - 1)), honest, count, steps)
+        return simulated(
+            budget, cost, lambda sequences: call * (1 + 0.1 * (sequences - 1)), honest, count, steps
+        )
 
     best = max(run(budget, 45) for budget in (1, 2, 3, 4, 6, 8, 12))
     assert run(Budget(cost), 150) > 0.95 * best

@@ -24,7 +24,9 @@ def test_before_anything_was_accepted_the_formula_counts() -> None:
     chances = Measured()
     for place in range(6):
         for probability in (0.001, 0.05, 0.3, 0.77, 1.0):
-            assert chances.child(place, probability) == pytest.approx(Measured.usual(place, probability))
+            assert chances.child(place, probability) == pytest.approx(
+                Measured.usual(place, probability)
+            )
             assert chances.slot(place, probability) == chances.child(place, probability)
     assert Printed().child(3, 0.2) == 0.2 and Printed().slot(3, 0.2) == 1.0
 
@@ -35,11 +37,14 @@ def test_what_is_accepted_is_learned_where_it_was_seen(truth: float) -> None:
     for _ in range(4000):
         chances.observe(1, rng.uniform(0.3, 0.6), rng.random() < truth)
     assert mean(chances.child(1, x) for x in (0.31, 0.45, 0.59)) == pytest.approx(truth, abs=0.06)
-    assert chances.child(0, 0.45) == Measured.usual(0, 0.45) and chances.child(1, 0.2) == Measured.usual(1, 0.2)
+    assert chances.child(0, 0.45) == Measured.usual(0, 0.45) and chances.child(
+        1, 0.2
+    ) == Measured.usual(1, 0.2)
 
 
 def test_policies_tell_what_had_its_turn() -> None:
-    """Children up to the accepted one, of the nodes on the path, with the probabilities that they were drawn with."""
+    """Children up to the accepted one, of the nodes on the path, with the probabilities that they
+    were drawn with."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
     told: list[tuple[int, float, bool]] = []
 
@@ -50,7 +55,11 @@ def test_policies_tell_what_had_its_turn() -> None:
     policy, generator = DySpec(KnownDrafter(model.draft), Told()), torch.Generator().manual_seed(0)
     for _ in range(40):
         tree, learn, _ = grow(policy, context_of([0], 1.0, generator), 9, 5)
-        path, _ = verify_residual(tree, lambda node: model.target([0, *path_tokens(tree, node)]), generator)  # noqa: B023
+        path, _ = verify_residual(
+            tree,
+            lambda node: model.target([0, *path_tokens(tree, node)]),  # noqa: B023
+            generator,
+        )
         told.clear()
         learn(tree, path)
         expected = []
@@ -58,7 +67,9 @@ def test_policies_tell_what_had_its_turn() -> None:
             left = 1.0
             for place, (token, child) in enumerate(tree.children[node].items()):
                 probability = float(model.draft([0, *path_tokens(tree, node)])[token])
-                expected.append((place, pytest.approx(probability / left, rel=1e-3), child == following))
+                expected.append(
+                    (place, pytest.approx(probability / left, rel=1e-3), child == following)
+                )
                 left -= probability
                 if child == following:
                     break
@@ -66,7 +77,8 @@ def test_policies_tell_what_had_its_turn() -> None:
 
 
 def test_certain_children_are_told_apart_by_their_rank() -> None:
-    """All children of the nodes on the path, those after the accepted one too: the target could have said any of them."""
+    """All children of the nodes on the path, those after the accepted one too: the target could
+    have said any of them."""
     model = ToyModel(vocab=5, seed=4, noise=1.0, zeros=0.0)
     told: list[tuple[int, float, bool]] = []
 
@@ -76,16 +88,27 @@ def test_certain_children_are_told_apart_by_their_rank() -> None:
 
     policy = DySpec(KnownDrafter(model.draft), Told())
     tree, learn, _ = grow(policy, context_of([0], 0.0), 20, 5)
-    path, _ = verify_equal(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    path, _ = verify_equal(
+        tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax())
+    )
     learn(tree, path)
     expected = []
     for node, following in zip(path, [*path[1:], None], strict=True):
         law = model.draft([0, *path_tokens(tree, node)])
         ranking = law.argsort(descending=True).tolist()
-        expected += [(ranking.index(token), float(law[token]), child == following) for token, child in tree.children[node].items()]
+        expected += [
+            (ranking.index(token), float(law[token]), child == following)
+            for token, child in tree.children[node].items()
+        ]
     assert len(path) > 1 and told == expected
-    assert Likeliest.usual(0, 0.5) > 0.5 and Likeliest.usual(1, 0.3) == 0.3 and Likeliest.usual(0, 1.0) == 1.0
-    assert all(p <= Likeliest.usual(0, p) <= Likeliest.LIFT * p for p in (0.001, 0.1, 0.5, 0.9, 1.0))
+    assert (
+        Likeliest.usual(0, 0.5) > 0.5
+        and Likeliest.usual(1, 0.3) == 0.3
+        and Likeliest.usual(0, 1.0) == 1.0
+    )
+    assert all(
+        p <= Likeliest.usual(0, p) <= Likeliest.LIFT * p for p in (0.001, 0.1, 0.5, 0.9, 1.0)
+    )
 
 
 def accepted(chances: Chances, temperature: float, budget: int) -> float:
@@ -94,7 +117,11 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
     for seed in range(4):
         model = ToyModel(vocab=12, seed=seed, noise=1.3, zeros=0.0)
         target, draft = toy_laws(model, temperature)
-        policy, generator, rng = DySpec(KnownDrafter(draft), chances), torch.Generator().manual_seed(seed), random.Random(seed)
+        policy, generator, rng = (
+            DySpec(KnownDrafter(draft), chances),
+            torch.Generator().manual_seed(seed),
+            random.Random(seed),
+        )
         for _ in range(150):
             context = [rng.randrange(12) for _ in range(3)]
             tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
@@ -108,5 +135,7 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
 
 
 @pytest.mark.parametrize("temperature", few([0.6, 1.0], [1.0]))
-def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(temperature: float) -> None:
+def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
+    temperature: float,
+) -> None:
     assert accepted(Measured(), temperature, 12) > 1.02 * accepted(Printed(), temperature, 12)

@@ -1,4 +1,5 @@
-"""Published feature drafters: what is read from their folders computes what their authors' equations say."""
+"""Published feature drafters: what is read from their folders computes what their authors'
+equations say."""
 
 from __future__ import annotations
 
@@ -10,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 
 from checkpoints import (
     DRAFT,
@@ -40,22 +46,42 @@ def _seed() -> None:
 
 
 class Reference:
-    """The published equations, built of transformers' own parts from tensors by their published names."""
+    """The published equations, built of transformers' own parts from tensors by their published
+    names."""
 
     def __init__(
-        self, config: dict[str, Any], state: dict[str, torch.Tensor], prefix: str, embed: torch.Tensor, head: torch.Tensor
+        self,
+        config: dict[str, Any],
+        state: dict[str, torch.Tensor],
+        prefix: str,
+        embed: torch.Tensor,
+        head: torch.Tensor,
     ) -> None:
-        self.state, self.prefix, self.embed, self.head, self.config = state, prefix, embed, head, config
+        self.state, self.prefix, self.embed, self.head, self.config = (
+            state,
+            prefix,
+            embed,
+            head,
+            config,
+        )
         fields = {**config, **config.get("transformer_layer_config", {})}
         keys = (*LAYER_FIELDS, "rope_scaling", "head_dim")
-        llama = LlamaConfig(**{k: fields[k] for k in keys if k in fields}, attn_implementation="eager")
+        llama = LlamaConfig(
+            **{k: fields[k] for k in keys if k in fields}, attn_implementation="eager"
+        )
         self.wide = f"{prefix}.hidden_norm.weight" in state
-        self.attention, self.mlp, self.rotary = LlamaAttention(llama, 0).eval(), LlamaMLP(llama), LlamaRotaryEmbedding(llama)
+        self.attention, self.mlp, self.rotary = (
+            LlamaAttention(llama, 0).eval(),
+            LlamaMLP(llama),
+            LlamaRotaryEmbedding(llama),
+        )
         for part, module in (*self.attention.named_children(), *self.mlp.named_children()):
             name = f"{prefix}.{'self_attn' if part[0] in 'qkvo' else 'mlp'}.{part}"
             if isinstance(module, nn.Linear):
                 module.weight = nn.Parameter(state[f"{name}.weight"])
-                module.bias = nn.Parameter(state[f"{name}.bias"]) if f"{name}.bias" in state else None
+                module.bias = (
+                    nn.Parameter(state[f"{name}.bias"]) if f"{name}.bias" in state else None
+                )
         self.eps = llama.rms_norm_eps
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -72,14 +98,19 @@ class Reference:
         if not self.wide:
             return x
         if "fc_norm.0.weight" in self.state:
-            x = torch.cat([self.norm(f"fc_norm.{i}", part) for i, part in enumerate(x.chunk(3, -1))], -1)
+            x = torch.cat(
+                [self.norm(f"fc_norm.{i}", part) for i, part in enumerate(x.chunk(3, -1))], -1
+            )
         if "input_norm.weight" in self.state:
             x = self.norm("input_norm", x)
         return self.fc(x)
 
     @torch.no_grad()
-    def __call__(self, hidden: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[n, d]` fused hidden states and `[n]` tokens to what the next row reads, `[n, d]`, and the logits."""
+    def __call__(
+        self, hidden: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`[n, d]` fused hidden states and `[n]` tokens to what the next row reads, `[n, d]`, and
+        the logits."""
         hidden, embedded = hidden[None], F.embedding(tokens, self.embed)[None]
         n = len(tokens)
         if self.wide:
@@ -108,12 +139,17 @@ class Keys:
         self.key, self.value = torch.cat([self.key, key]), torch.cat([self.value, value])
         mask = torch.ones(n, len(self.key), dtype=torch.bool).tril(len(self.key) - n)
         q, k, v = (x.transpose(0, 1)[None] for x in (query, self.key, self.value))
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0].transpose(0, 1).flatten(1)
+        return (
+            F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)[0]
+            .transpose(0, 1)
+            .flatten(1)
+        )
 
 
 @torch.no_grad()
 def check(network: EagleHead, reference: Reference) -> None:
-    """Same hidden states and logits over a short text, and one row further, which reads the network's own output."""
+    """Same hidden states and logits over a short text, and one row further, which reads the
+    network's own output."""
     assert all(p.device.type == "cpu" for p in network.parameters())
     hidden = torch.randn(N, len(network.config.layers) * network.config.target_size)
     tokens = torch.randint(VOCAB, (N + 1,))
@@ -131,19 +167,35 @@ def check(network: EagleHead, reference: Reference) -> None:
 
 @pytest.mark.parametrize("how", ["safetensors", "bin", "old bin", "sharded"])
 @pytest.mark.parametrize("bias", [False, True])
-def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(tmp_path: Path, how: str, bias: bool) -> None:
+def test_eagle_reads_the_last_state_and_shares_the_embedding_and_the_head(
+    tmp_path: Path, how: str, bias: bool
+) -> None:
     embedding, head = shared()
     state = {**eagle1(bias, fc_bias=bias), "embed_tokens.weight": embedding.weight.detach().clone()}
-    config = LLAMA | {"bias": bias} | ({"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True} if bias else {})
+    config = (
+        LLAMA
+        | {"bias": bias}
+        | (
+            {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "qkv_bias": True}
+            if bias
+            else {}
+        )
+    )
     folder = write(tmp_path / "drafter", config, state, how)
     assert is_eagle(folder)
     network = read(folder, embedding, head)
-    assert network.config.layers == (LAYERS + 1,) and not network.config.own_embedding and not network.config.own_head
+    assert (
+        network.config.layers == (LAYERS + 1,)
+        and not network.config.own_embedding
+        and not network.config.own_head
+    )
     check(network, Reference(config, state, "layers.0", embedding.weight, head.weight))
 
 
 @pytest.mark.parametrize("rope", [None, LLAMA3])
-def test_eagle3_reads_three_states_and_maps_its_head(tmp_path: Path, rope: dict[str, Any] | None) -> None:
+def test_eagle3_reads_three_states_and_maps_its_head(
+    tmp_path: Path, rope: dict[str, Any] | None
+) -> None:
     embedding, head = shared()
     state, config = eagle3(), LLAMA | {"draft_vocab_size": DRAFT, "rope_scaling": rope}
     folder = write(tmp_path / "drafter", config, state, "bin")
@@ -169,10 +221,18 @@ def test_eagle3_of_the_whole_vocabulary_needs_no_map(tmp_path: Path) -> None:
 
 def test_eagle3_of_another_width_has_its_own_embedding(tmp_path: Path) -> None:
     state = {**eagle3(d=64), "embed_tokens.weight": torch.randn(VOCAB, 64)}
-    config = LLAMA | {"draft_vocab_size": DRAFT, "hidden_size": 64, "head_dim": 8, "target_hidden_size": D}
+    config = LLAMA | {
+        "draft_vocab_size": DRAFT,
+        "hidden_size": 64,
+        "head_dim": 8,
+        "target_hidden_size": D,
+    }
     network = read(write(tmp_path / "drafter", config, state))
     assert network.config.own_embedding and network.config.target_size == D
-    check(network, Reference(config, state, "midlayer", state["embed_tokens.weight"], state["lm_head.weight"]))
+    check(
+        network,
+        Reference(config, state, "midlayer", state["embed_tokens.weight"], state["lm_head.weight"]),
+    )
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -181,35 +241,59 @@ def test_speculators_eagle3(tmp_path: Path, before: bool, norms: str) -> None:
     embedding, head = shared()
     config = SPECULATORS | {"norm_before_residual": before, "transformer_layer_config": LLAMA}
     config |= {"eagle_aux_hidden_state_layer_ids": [1, 5, 10]}
-    state = eagle3("layers.0") | {"embed_tokens.weight": torch.randn(VOCAB, D), "verifier_norm.weight": noise(D)}
+    state = eagle3("layers.0") | {
+        "embed_tokens.weight": torch.randn(VOCAB, D),
+        "verifier_norm.weight": noise(D),
+    }
     if norms == "fused":
-        state, config = state | {"input_norm.weight": noise(3 * D)}, config | {"norm_before_fc": True, "norm_output": True}
+        state, config = (
+            state | {"input_norm.weight": noise(3 * D)},
+            config | {"norm_before_fc": True, "norm_output": True},
+        )
     if norms == "each":
-        state, config = state | {f"fc_norm.{i}.weight": noise(D) for i in range(3)}, config | {"fc_norm": True, "norm_output": True}
+        state, config = (
+            state | {f"fc_norm.{i}.weight": noise(D) for i in range(3)},
+            config | {"fc_norm": True, "norm_output": True},
+        )
     folder = write(tmp_path / "drafter", config, state)
     assert is_eagle(folder)
     network = read(folder, embedding, head)
     assert network.config.layers == (1, 5, 10) and network.config.own_embedding  # it was trained
-    check(network, Reference(config, state, "layers.0", state["embed_tokens.weight"], state["lm_head.weight"]))
+    check(
+        network,
+        Reference(config, state, "layers.0", state["embed_tokens.weight"], state["lm_head.weight"]),
+    )
 
 
 @pytest.mark.parametrize("names", [("fc", "layers.0"), ("fusion_fc", "transformer")])
 def test_speculators_eagle(tmp_path: Path, names: tuple[str, str]) -> None:
     embedding, head = shared()
-    state = {k.replace("fc.", f"{names[0]}.").replace("layers.0", names[1]): v for k, v in eagle1(fc_bias=True).items()}
-    config = {"speculators_model_type": "eagle", "fusion_bias": True, "layernorms": False, "transformer_layer_config": LLAMA}
+    state = {
+        k.replace("fc.", f"{names[0]}.").replace("layers.0", names[1]): v
+        for k, v in eagle1(fc_bias=True).items()
+    }
+    config = {
+        "speculators_model_type": "eagle",
+        "fusion_bias": True,
+        "layernorms": False,
+        "transformer_layer_config": LLAMA,
+    }
     network = read(write(tmp_path / "drafter", config, state), embedding, head)
     check(network, Reference(config, state, names[1], embedding.weight, head.weight))
 
 
 def test_our_own(tmp_path: Path) -> None:
     embedding, head = shared()
-    network = EagleHead(EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT), embedding, head)
+    network = EagleHead(
+        EagleConfig(D, 48, 4, 2, 8, (2, 6, 9), D, VOCAB, draft_vocab_size=DRAFT), embedding, head
+    )
     network.save(tmp_path / "drafter", torch.float32)
     assert is_eagle(tmp_path / "drafter")
     again = read(tmp_path / "drafter", embedding, head)
     assert again.config == network.config
-    assert all(torch.equal(value, network.state_dict()[name]) for name, value in again.state_dict().items())
+    assert all(
+        torch.equal(value, network.state_dict()[name]) for name, value in again.state_dict().items()
+    )
     with pytest.raises(InvalidInput, match="reads hidden states 32 wide, the target's are 64"):
         read(tmp_path / "drafter", target_size=64)
     with pytest.raises(InvalidInput, match="the model has 1 to 5"):
@@ -231,6 +315,10 @@ def test_a_leading_model_is_dropped_and_the_dtype_is_kept(tmp_path: Path) -> Non
 def test_a_rounded_copy_of_the_embedding_is_the_targets(tmp_path: Path) -> None:
     embedding, head = shared()
     copy = embedding.weight.detach()
-    for i, (stored, own) in enumerate([(copy.bfloat16(), False), (copy.half(), False), (copy * 1.1, True)]):
-        folder = write(tmp_path / str(i), LLAMA, {**eagle1(), "embed_tokens.weight": stored.clone()})
+    for i, (stored, own) in enumerate(
+        [(copy.bfloat16(), False), (copy.half(), False), (copy * 1.1, True)]
+    ):
+        folder = write(
+            tmp_path / str(i), LLAMA, {**eagle1(), "embed_tokens.weight": stored.clone()}
+        )
         assert read(folder, embedding, head).config.own_embedding is own

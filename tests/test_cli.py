@@ -1,4 +1,5 @@
-"""The command line, in front of a stand-in for the model (`fake_llm.py`), and once with the real one. `pytest tests/test_cli.py`"""
+"""The command line, in front of a stand-in for the model (`fake_llm.py`), and once with the real
+one. `pytest tests/test_cli.py`"""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from quickbeam.presets import PRESETS
 
 @pytest.fixture
 def run(monkeypatch):
-    """Runs a command line; the result has `exit_code`, `stdout`, `stderr`. No command may end in a traceback."""
+    """Runs a command line; the result has `exit_code`, `stdout`, `stderr`. No command may end in a
+    traceback."""
     monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     fake_llm.CALLS.clear()
@@ -49,15 +51,31 @@ def refused(result, code: int, *words: str) -> None:
 def test_generate_streams_text_and_then_statistics(run):
     result = run("generate", "hello")
     assert (result.exit_code, result.stdout) == (0, "one two\n")
-    line = "[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 drafted accepted, kernels: scripted\n"
+    line = (
+        "[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 "
+        "drafted accepted, kernels: scripted\n"
+    )
     assert result.stderr == line
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    expected = {"dtype": "bfloat16", "trust_remote_code": False, "kv_memory": None, "weights": "bfloat16", "draft_weights": "bfloat16"}
-    assert options == expected | dict.fromkeys(("device", "budget", "drafter", "vocab", "shortlist", "exact", "memory"))
+    expected = {
+        "dtype": "bfloat16",
+        "trust_remote_code": False,
+        "kv_memory": None,
+        "weights": "bfloat16",
+        "draft_weights": "bfloat16",
+    }
+    assert options == expected | dict.fromkeys(
+        ("device", "budget", "drafter", "vocab", "shortlist", "exact", "memory")
+    )
     assert (call, messages) == ("chat", [("user", "hello")])
-    assert (params.max_tokens, params.temperature, params.seed, params.coupling) == (256, 0.0, None, "coupled")
+    assert (params.max_tokens, params.temperature, params.seed, params.coupling) == (
+        256,
+        0.0,
+        None,
+        "coupled",
+    )
 
 
 def test_statistics_tell_the_seed_of_a_sampled_answer():
@@ -67,12 +85,26 @@ def test_statistics_tell_the_seed_of_a_sampled_answer():
 
 
 def test_every_option_arrives(run):
-    sampling = "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 --repetition-penalty 1.1 --presence-penalty 0.2"
-    sampling += " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5"
+    sampling = (
+        "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 "
+        "--repetition-penalty 1.1 --presence-penalty 0.2"
+    )
+    sampling += (
+        " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 "
+        "--ignore-eos --logprobs 2 --seed 5"
+    )
     sampling += " --coupling residual"
-    loading = "--model folder --method dyspec --budget 12 --drafter small --vocab router --shortlist 99 --no-exact"
-    loading += " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB --weights int4 --draft-weights int8 --memory 3GB"
-    result = run("generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split())
+    loading = (
+        "--model folder --method dyspec --budget 12 --drafter small --vocab router "
+        "--shortlist 99 --no-exact"
+    )
+    loading += (
+        " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB --weights int4 "
+        "--draft-weights int8 --memory 3GB"
+    )
+    result = run(
+        "generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split()
+    )
     assert result.exit_code == 0, result.stderr
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
     assert (model, method) == ("folder", "dyspec")
@@ -135,7 +167,9 @@ def test_a_grammar_arrives(run, tmp_path):
         assert fake_llm.CALLS[-1][2].grammar == grammar
 
 
-@pytest.mark.parametrize(("given", "budget"), [(["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)])
+@pytest.mark.parametrize(
+    ("given", "budget"), [(["--budget", "auto"], 0), (["--budget", "1"], 1), ([], None)]
+)
 def test_a_budget_is_given_measured_or_the_methods_own(run, given, budget):
     assert run("generate", "hello", *given).exit_code == 0
     assert fake_llm.CALLS[0][1][2]["budget"] == budget
@@ -150,8 +184,16 @@ def test_json_is_the_completion_and_nothing_else(run):
     result = run("generate", "hello", "--json")
     assert (result.exit_code, result.stderr) == (0, "")
     record = json.loads(result.stdout)
-    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == ("one two", "stop", "fake", "auto")
-    assert record["sources"] == {"ngram": {"drafted": 8, "accepted": 3}} and record["kernels"] == "scripted"
+    assert (record["text"], record["finish_reason"], record["model"], record["method"]) == (
+        "one two",
+        "stop",
+        "fake",
+        "auto",
+    )
+    assert (
+        record["sources"] == {"ngram": {"drafted": 8, "accepted": 3}}
+        and record["kernels"] == "scripted"
+    )
 
 
 def test_ctrl_c_keeps_what_was_produced(run):
@@ -178,7 +220,10 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--logprobs", "2"], ["--logprobs", "--json"]),
         (["generate", "hi", "--regex", "a", "--json-object"], ["--json-object and --regex", "one"]),
         (["generate", "hi", "--json-schema", "{nope"], ["json_schema", "not JSON"]),
-        (["generate", "hi", "--json-schema", "missing.json"], ["--json-schema missing.json", "No such file"]),
+        (
+            ["generate", "hi", "--json-schema", "missing.json"],
+            ["--json-schema missing.json", "No such file"],
+        ),
         (["generate", "hi", "--lark", "."], ["--lark .", "directory"]),
         (["generate", "hi", "--regex", "a", "--method", "hf"], ["--regex", "hf"]),
         (["generate", ""], ["prompt is empty"]),
@@ -188,7 +233,10 @@ def test_ctrl_c_keeps_what_was_produced(run):
         (["generate", "hi", "--nonsense"], ["--nonsense"]),
         (["gnerate"], ["gnerate"]),
         (["pull", "nope"], ["unknown embedded model 'nope'", "smollm2-135m"]),
-        (["generate", "hi", "--method", "pld", "--drafter", "small"], ["--drafter small", "'pld' drafts without a model", "dyspec"]),
+        (
+            ["generate", "hi", "--method", "pld", "--drafter", "small"],
+            ["--drafter small", "'pld' drafts without a model", "dyspec"],
+        ),
         (["chat", "--min-p", "2"], ["min_p=2.0"]),
         (["demo", "--method", "nope"], ["unknown method 'nope'"]),
     ],
@@ -222,7 +270,12 @@ def test_help_and_version(run):
 
 
 def test_chat_remembers_until_reset(run):
-    result = run("chat", "--system", "Be kind.", input="first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n")
+    result = run(
+        "chat",
+        "--system",
+        "Be kind.",
+        input="first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n",
+    )
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
     assert result.stderr.count("MAT") == 3
     assert "unknown command /what" in result.stderr
@@ -276,7 +329,9 @@ def test_demo_sets_both_answers_side_by_side(run):
 def test_demo_takes_the_method_that_is_asked_for(run, options, methods):
     result = run("demo", *options)
     assert result.exit_code == 0, result.stderr
-    assert [result.stdout.count(f" {method} ") for method in dict.fromkeys(methods)] == [methods.count(m) for m in dict.fromkeys(methods)]
+    assert [result.stdout.count(f" {method} ") for method in dict.fromkeys(methods)] == [
+        methods.count(m) for m in dict.fromkeys(methods)
+    ]
 
 
 def test_demo_says_when_the_tokens_differ():
@@ -285,7 +340,10 @@ def test_demo_says_when_the_tokens_differ():
     plain = Completion("a b c", [1, 2, 3], "length", Statistics(3, 2, seconds=2.0))
     fast = Completion("a b d", [1, 2, 4], "length", Statistics(3, 1, seconds=1.0))
     assert verdict(plain, fast) == "the tokens differ, 2.00 times as fast"
-    assert verdict(plain, Completion("a", [1], "stop", Statistics(1, 0))) == "the tokens differ; too short to time"
+    assert (
+        verdict(plain, Completion("a", [1], "stop", Statistics(1, 0)))
+        == "the tokens differ; too short to time"
+    )
 
 
 def test_pull_prints_the_folder_and_models_lists_it(run, monkeypatch, tmp_path):
@@ -302,7 +360,9 @@ FAKE = [sys.executable, str(Path(fake_llm.__file__))]
 
 
 def start(command: list[str], **options) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+    )
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")
@@ -329,7 +389,8 @@ def test_a_reader_that_leaves_ends_it_quietly():
 
 @pytest.mark.skipif(sys.platform == "win32", reason="pseudo-terminals")
 def test_chat_on_a_terminal():
-    """Typed at a pseudo-terminal: Ctrl-C stops an answer, then a line is answered, then Ctrl-D ends it."""
+    """Typed at a pseudo-terminal: Ctrl-C stops an answer, then a line is answered, then Ctrl-D ends
+    it."""
     import pty
 
     ours, theirs = pty.openpty()
@@ -343,7 +404,14 @@ def test_chat_on_a_terminal():
         seen = seen.split(text, 1)[1]
 
     environment = {**os.environ, "TERM": "dumb"}
-    process = subprocess.Popen([*FAKE, "chat"], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, env=environment)
+    process = subprocess.Popen(
+        [*FAKE, "chat"],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env=environment,
+    )
     try:
         os.close(theirs)
         until(b"> ")
@@ -364,19 +432,30 @@ def test_chat_on_a_terminal():
 
 
 def test_importing_the_package_is_quick():
-    code = "import sys, quickbeam; sys.exit(bool({'torch', 'transformers', 'typer'} & set(sys.modules)))"
+    code = (
+        "import sys, quickbeam; sys.exit(bool({'torch', 'transformers', 'typer'} & "
+        "set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 @pytest.mark.slow
 def test_the_real_thing(smollm2):
-    """The command as it is, with the embedded model: speculative output is plain output, and JSON says how it came about."""
-    arguments, prompt = ["generate", "-", "--max-tokens", "24", "--json", "--method"], "Repeat: one two three, one two three."
+    """The command as it is, with the embedded model: speculative output is plain output, and JSON
+    says how it came about."""
+    arguments, prompt = (
+        ["generate", "-", "--max-tokens", "24", "--json", "--method"],
+        "Repeat: one two three, one two three.",
+    )
     command = [sys.executable, "-m", "quickbeam", *arguments, "logitspec"]
-    done = subprocess.run(command, input=prompt, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(
+        command, input=prompt, capture_output=True, text=True, check=False, timeout=300
+    )
     assert (done.returncode, done.stderr) == (0, "")
     fast = json.loads(done.stdout)
-    plain = json.loads(CliRunner().invoke(app, [*arguments, "ar"], input=prompt, catch_exceptions=False).stdout)
+    plain = json.loads(
+        CliRunner().invoke(app, [*arguments, "ar"], input=prompt, catch_exceptions=False).stdout
+    )
     assert plain["text"] and plain["token_ids"] == fast["token_ids"]
     assert plain["mean_accepted_tokens"] == 1.0 <= fast["mean_accepted_tokens"]
     assert fast["steps"] <= plain["steps"] and set(fast["sources"]) <= {"ngram", "last_logits"}

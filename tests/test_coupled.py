@@ -1,4 +1,5 @@
-"""Coupled sampling: what is emitted belongs to the place, whatever was drafted: pytest tests/test_coupled.py"""
+"""Coupled sampling: what is emitted belongs to the place, whatever was drafted: pytest
+tests/test_coupled.py"""
 
 from __future__ import annotations
 
@@ -38,7 +39,14 @@ FILTERS: dict[str, dict[str, object]] = {
     "min-p": {"temperature": 1.5, "min_p": 0.2},
     "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
     "bias": {"logit_bias": {1: 1.5, 4: -math.inf}},
-    "all": {"temperature": 0.8, "top_k": 4, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.2, "logit_bias": {2: 1.0}},
+    "all": {
+        "temperature": 0.8,
+        "top_k": 4,
+        "top_p": 0.9,
+        "min_p": 0.05,
+        "repetition_penalty": 1.2,
+        "logit_bias": {2: 1.0},
+    },
     "bans": {"bad_words": ["x"], "min_tokens": 2},
 }
 
@@ -55,7 +63,13 @@ def logits_of(model: ToyModel, context: Sequence[int]) -> torch.Tensor:
     return model.target(context).log()
 
 
-def answer(model: ToyModel, params: SamplingParams, noise: Noise, length: int, draft: Callable[[list[int]], TokenTree]) -> list[int]:
+def answer(
+    model: ToyModel,
+    params: SamplingParams,
+    noise: Noise,
+    length: int,
+    draft: Callable[[list[int]], TokenTree],
+) -> list[int]:
     """An answer to [0], by trees and the noise of places."""
     sampler, context = sampler_of(params), [0]
     while len(context) <= length:
@@ -79,12 +93,15 @@ def plainly(context: list[int]) -> TokenTree:
     return TokenTree(context[-1])
 
 
-# One of each way from logits to a token; what single filters leave is held to transformers in test_sampling.py.
+# One of each way from logits to a token; what single filters leave is held to transformers in
+# test_sampling.py.
 @pytest.mark.parametrize("name", few(FILTERS, ["plain", "cold", "penalties", "top-p", "all"]))
 def test_plain_sampling_has_the_targets_law(name: str) -> None:
     """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
-    counts = Counter(tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500))
+    counts = Counter(
+        tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500)
+    )
 
     def law(context: Sequence[int]) -> torch.Tensor:
         sampler = sampler_of(params)
@@ -95,10 +112,14 @@ def test_plain_sampling_has_the_targets_law(name: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", ["one place", "one seed"])
-def test_noise_that_is_used_twice_is_found_out(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_that_is_used_twice_is_found_out(
+    mistake: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     of, peaks = Noise.of, Noise.peaks
     if mistake == "one place":  # two places of an answer share their noise
-        monkeypatch.setattr(Noise, "of", lambda self, tokens, positions: of(self, tokens, positions // 2))
+        monkeypatch.setattr(
+            Noise, "of", lambda self, tokens, positions: of(self, tokens, positions // 2)
+        )
         monkeypatch.setattr(Noise, "peaks", lambda self, position: peaks(self, position // 2))
     else:  # seeds that differ in their high bits only share it
         monkeypatch.setattr(Noise, "__init__", seedless(Noise.__init__))
@@ -111,16 +132,27 @@ def seedless(begin: Callable[..., None]) -> Callable[..., None]:
 
 
 def residual_answers(model: ToyModel, seeds: int, shared: bool) -> Counter[tuple[int, ...]]:
-    """First tokens by the residual rule, of a drafter's one child. `shared`: what is left is drawn with the noise that the child was drawn
-    with, as was done elsewhere; it tells which of the other tokens had little luck."""
+    """First tokens by the residual rule, of a drafter's one child. `shared`: what is left is drawn
+    with the noise that the child was drawn with, as was done elsewhere; it tells which of the other
+    tokens had little luck."""
     counts: Counter[tuple[int, ...]] = Counter()
-    sampler, p, q = Sampler(SamplingParams(temperature=1.0), [0], V), model.target([0]), model.draft([0])
+    sampler, p, q = (
+        Sampler(SamplingParams(temperature=1.0), [0], V),
+        model.target([0]),
+        model.draft([0]),
+    )
     rest = (p - q).clamp(min=0).log()
     for seed in range(seeds):
         noise, chance = Noise(seed, 0, V), random.Random(seed)
         child = sampler.emitted(q.log(), noise, 1)
         accepted = chance.random() < float(p[child] / q[child])
-        counts[(child if accepted else sampler.emitted(rest, noise if shared else Noise(seed, 1, V), 1),)] += 1
+        counts[
+            (
+                child
+                if accepted
+                else sampler.emitted(rest, noise if shared else Noise(seed, 1, V), 1),
+            )
+        ] += 1
     return counts
 
 
@@ -144,7 +176,11 @@ def test_no_tree_changes_an_answer(name: str) -> None:
             tree = random_tree(model, context, rng)  # noqa: B023 (called in this round only)
             node = 0
             for token in plain[len(context) - 1 : len(context) + 1 if rng.random() < 0.5 else 0]:  # noqa: B023
-                node = found if (found := tree.child(node, token)) is not None else tree.add(node, token, "known")
+                node = (
+                    found
+                    if (found := tree.child(node, token)) is not None
+                    else tree.add(node, token, "known")
+                )
                 accepted += 1
             return tree
 
@@ -158,7 +194,9 @@ def law_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
 
 @pytest.mark.parametrize("name", [*DRAFTED, "hybrid"])
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name: str, temperature: float) -> None:
+def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
+    name: str, temperature: float
+) -> None:
     steps = tokens = 0
     params = SamplingParams(temperature=temperature)
     for seed in range(12):
@@ -180,7 +218,15 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(name: str,
     assert tokens / steps > 1.5
 
 
-def perturbed(laws: Laws, noise: Noise, positions: Sequence[int], temperature: float, count: int, least=None, filters=None) -> list:
+def perturbed(
+    laws: Laws,
+    noise: Noise,
+    positions: Sequence[int],
+    temperature: float,
+    count: int,
+    least=None,
+    filters=None,
+) -> list:
     """Children at positions of one text."""
     context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
     return proposals(context, laws, [position - 1 for position in positions], count, least)
@@ -196,8 +242,14 @@ def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
             whole = perturbed_plain(law, noise, position, temperature)
             best = whole.topk(len(tokens))
             assert tokens == best.indices.tolist()
-            assert np.allclose(chances, best.values, rtol=0.25)  # what is not looked at counts about
-        assert [len(row[0]) for row in perturbed(Laws(laws), noise, positions, temperature, 8, [0.0, 1.0, 0.0, 2.0, 0.0])][1::2] == [0, 0]
+            # what is not looked at counts about
+            assert np.allclose(chances, best.values, rtol=0.25)
+        assert [
+            len(row[0])
+            for row in perturbed(
+                Laws(laws), noise, positions, temperature, 8, [0.0, 1.0, 0.0, 2.0, 0.0]
+            )
+        ][1::2] == [0, 0]
 
 
 def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
@@ -212,29 +264,40 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
 
 
 def test_chances_of_children_come_true() -> None:
-    """The model of `trees/perturbed.py`: a target whose logits are the drafter's and a Gumbel error of scale 1."""
+    """The model of `trees/perturbed.py`: a target whose logits are the drafter's and a Gumbel error
+    of scale 1."""
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)
     for seed in range(count):
         drafted = torch.from_numpy(1.5 * rng.standard_normal(50)).float()
         target, noise = drafted + torch.from_numpy(rng.gumbel(size=50)).float(), Noise(seed, 0, 50)
-        (((token, *_), (chance, *_)),) = perturbed(Laws(drafted.softmax(-1)[None]), noise, [2], 0.7, 3)
+        (((token, *_), (chance, *_)),) = perturbed(
+            Laws(drafted.softmax(-1)[None]), noise, [2], 0.7, 3
+        )
         right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + chance
     assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
 
 
 @pytest.mark.parametrize("vocab", [40, 64, 700, 3000])
 @pytest.mark.parametrize("likely", [1, 8])
-def test_all_nodes_at_once_emit_what_each_does(vocab: int, likely: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_nodes_at_once_emit_what_each_does(
+    vocab: int, likely: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The way of accelerators, whose logits are far away."""
     monkeypatch.setattr("quickbeam.sampling.LIKELY", likely)
     torch.manual_seed(vocab)
     for temperature in (0.3, 1.0):
-        sampler, noise = Sampler(SamplingParams(temperature=temperature), [0], vocab), Noise(vocab, 0, vocab)
+        sampler, noise = (
+            Sampler(SamplingParams(temperature=temperature), [0], vocab),
+            Noise(vocab, 0, vocab),
+        )
         logits = (2 * torch.randn(60, vocab)).bfloat16()
         logits[:, 3:9] = -math.inf
         positions = [i // 3 for i in range(60)]
-        expected = [sampler.emitted(row, noise, position) for row, position in zip(logits, positions, strict=True)]
+        expected = [
+            sampler.emitted(row, noise, position)
+            for row, position in zip(logits, positions, strict=True)
+        ]
         assert sampler.emitted_all(logits, noise, positions) == expected
     logits[7, vocab // 2] = math.nan
     with pytest.raises(QuickbeamError, match="NaN"):
@@ -243,26 +306,40 @@ def test_all_nodes_at_once_emit_what_each_does(vocab: int, likely: int, monkeypa
 
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
     law = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
-    for filters, kept in (({"top_p": 0.8}, 3), ({"top_k": 2}, 2), ({"min_p": 0.3}, 2), ({"top_p": 0.8, "top_k": 2}, 2)):
+    for filters, kept in (
+        ({"top_p": 0.8}, 3),
+        ({"top_k": 2}, 2),
+        ({"min_p": 0.3}, 2),
+        ({"top_p": 0.8, "top_k": 2}, 2),
+    ):
         params = SamplingParams(temperature=1.0, **filters)
         assert ruled_out_below(law[0].numpy(), params) == law[0, kept - 1]
         for seed in range(20):
             ((tokens, _),) = perturbed(Laws(law), Noise(seed, 0, 64), [1], 1.0, 64, None, params)
-            assert set(tokens) <= set(range(kept + 1))  # and one more, as the target may see it otherwise
+            # and one more, as the target may see it otherwise
+            assert set(tokens) <= set(range(kept + 1))
     cold = SamplingParams(temperature=0.5, top_p=0.8)
     assert ruled_out_below(law[0].numpy(), cold) == 0.25
 
 
 def test_a_law_of_zeros_proposes_nothing() -> None:
-    assert perturbed(Laws(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [([], []), ([], [])]
-    assert context_of([1], 1.0).draws and not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
+    assert perturbed(Laws(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [
+        ([], []),
+        ([], []),
+    ]
+    assert (
+        context_of([1], 1.0).draws
+        and not Context([1], torch.zeros(3), 1.0, noise=Noise(0, 0, 3)).draws
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", few([0.6, 1.0], [0.6]))
 def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: Path) -> None:
     """All methods, with all that may change the law, three answers side by side."""
-    messages = [{"role": "user", "content": "List the days of the week twice, then say which one you like."}]
+    messages = [
+        {"role": "user", "content": "List the days of the week twice, then say which one you like."}
+    ]
     with LLM() as llm:
         plain = SamplingParams(max_tokens=24, temperature=temperature, seed=1, n=3, ignore_eos=True)
         bias = {llm.tokenizer.encode(" Monday")[0]: -math.inf, llm.tokenizer.encode(" day")[0]: 2.0}
@@ -271,4 +348,6 @@ def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: 
             expected = [answer.token_ids for answer in llm.chat(messages, params, method="ar")]
             assert len({tuple(tokens) for tokens in expected}) == 3
             for method in ("logitspec", "dyspec", "specinfer", "auto"):
-                assert [answer.token_ids for answer in llm.chat(messages, params, method=method)] == expected
+                assert [
+                    answer.token_ids for answer in llm.chat(messages, params, method=method)
+                ] == expected

@@ -1,4 +1,5 @@
-"""`quickbeam demo` on a small model: whose tokens are coloured, and the picture that it draws. `pytest tests/test_demo.py`"""
+"""`quickbeam demo` on a small model: whose tokens are coloured, and the picture that it draws.
+`pytest tests/test_demo.py`"""
 
 from __future__ import annotations
 
@@ -42,7 +43,10 @@ def squeezed(text: str) -> str:
 
 def test_the_picture_shows_both_answers_and_the_ratio(toy_folder, tmp_path):
     out = tmp_path / "demo.svg"
-    result = CliRunner().invoke(app, ["demo", "--model", toy_folder, "--method", "pld", "--max-tokens", "40", "--svg", str(out)])
+    result = CliRunner().invoke(
+        app,
+        ["demo", "--model", toy_folder, "--method", "pld", "--max-tokens", "40", "--svg", str(out)],
+    )
     assert result.exit_code == 0, result.stderr
     svg = out.read_text(encoding="utf-8")
     lines = rows(svg)
@@ -53,10 +57,17 @@ def test_the_picture_shows_both_answers_and_the_ratio(toy_folder, tmp_path):
     assert ">quickbeam&#160;demo<" in svg or ">quickbeam demo<" in svg
     half = demo.WIDTH // 2
     inside = [line.ljust(demo.WIDTH) for line in lines if line.startswith("│")]
-    answers = [squeezed("".join(line[side : side + half].strip().strip("│") for line in inside)) for side in (0, half)]
+    answers = [
+        squeezed("".join(line[side : side + half].strip().strip("│") for line in inside))
+        for side in (0, half)
+    ]
     llm = LLM(toy_folder, "pld")
     texts = [
-        llm.chat([{"role": "user", "content": example.prompt}], SamplingParams(max_tokens=40), method="ar").text
+        llm.chat(
+            [{"role": "user", "content": example.prompt}],
+            SamplingParams(max_tokens=40),
+            method="ar",
+        ).text
         for example in demo.EXAMPLES
     ]
     assert answers == [squeezed("".join(demo.harmless(text) for text in texts))] * 2
@@ -67,8 +78,11 @@ def test_a_picture_that_can_not_be_written_is_bad_input(tmp_path):
     assert result.exit_code == 2 and "--svg" in result.stderr and result.stderr.count("\n") == 1
 
 
-def step(drafted: list[tuple[int, str]], accepted: int, token: int, taken: int | None = None) -> StepRecord:
-    """A chain of drafted tokens, the first `accepted` of which were right; `taken`: how many tokens the answer took."""
+def step(
+    drafted: list[tuple[int, str]], accepted: int, token: int, taken: int | None = None
+) -> StepRecord:
+    """A chain of drafted tokens, the first `accepted` of which were right; `taken`: how many tokens
+    the answer took."""
     tree = TokenTree(9)
     for parent, (one, source) in enumerate(drafted):
         tree.add(parent, one, source)
@@ -90,9 +104,16 @@ def test_accepted_tokens_are_coloured_and_nothing_commands_the_terminal():
         def decode(self, ids: list[int], **_: object) -> str:
             return "".join(["a ", "b ", "\x1bc ", "d"][i] for i in ids)
 
-    completion = Completion("a b \x1bc d", [0, 1, 2, 3], "stop", Statistics(4, 2, seconds=1.0), method="auto")
+    completion = Completion(
+        "a b \x1bc d", [0, 1, 2, 3], "stop", Statistics(4, 2, seconds=1.0), method="auto"
+    )
     answer = demo.Answer(completion, [None, "ngram", "drafter", None])
-    assert list(demo.pieces(answer, Words())) == [("a ", None), ("b ", "ngram"), ("\x1bc ", "drafter"), ("d", None)]
+    assert list(demo.pieces(answer, Words())) == [
+        ("a ", None),
+        ("b ", "ngram"),
+        ("\x1bc ", "drafter"),
+        ("d", None),
+    ]
     text = demo.panel(answer, Words()).renderable
     assert text.plain == "a b \\x1bc d"
     assert [(text.plain[span.start : span.end], span.style) for span in text.spans] == [

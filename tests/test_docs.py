@@ -1,6 +1,7 @@
 """What README.md and docs/ tell the reader to do works: every code block is run, or says why not.
 
-`make test` runs them with a tiny random model in place of the default one; the long tests with the default model itself.
+`make test` runs them with a tiny random model in place of the default one; the long tests with the
+default model itself.
 
 pytest tests/test_docs.py
 """
@@ -36,12 +37,19 @@ SMALL = {
     "bench weights": ["--repeats", "1"],
 }
 PROGRAMS = {"quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo", "python"}
-PET = '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": ["name"], "additionalProperties": false}'
+PET = (
+    '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": '
+    '["name"], "additionalProperties": false}'
+)
 FILES = {"pet.json": PET, "list.lark": 'start: "a" ("," "a"){0,3}\n'}  # that commands read
 REAL = pytest.mark.long
 RUN = [command for command in commands() if of_program(command.words) and not command.block.skipped]
 PYTHON = [block for block in blocks() if block.kind == "python" and not block.skipped]
-ASKED = [command for command in commands() if command.words and command.words[0] == "curl" and not command.block.skipped]
+ASKED = [
+    command
+    for command in commands()
+    if command.words and command.words[0] == "curl" and not command.block.skipped
+]
 
 
 @pytest.fixture(scope="module")
@@ -102,15 +110,31 @@ def test_commands_and_options_exist(command: Command) -> None:
             if word not in getattr(found, "commands", {}):
                 break
             found = found.commands[word]
-        known = {option for parameter in found.params for option in [*parameter.opts, *parameter.secondary_opts]}
+        known = {
+            option
+            for parameter in found.params
+            for option in [*parameter.opts, *parameter.secondary_opts]
+        }
         assert {word for word in arguments if word.startswith("--")} <= known | {"--version"}
 
 
 def test_make_targets_and_extras_are_there() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = {word for command in commands() if command.words[:1] == ["make"] for word in command.words[1:]}
+    targets = set(
+        re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    )
+    named = {
+        word
+        for command in commands()
+        if command.words[:1] == ["make"]
+        for word in command.words[1:]
+    }
     assert named and named <= targets
-    declared = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
+    declared = (
+        (ROOT / "pyproject.toml")
+        .read_text(encoding="utf-8")
+        .split("[project.optional-dependencies]")[1]
+        .split("\n[")[0]
+    )
     extras = set(re.findall(r"^(\w+) = \[", declared, re.MULTILINE))
     for page in PAGES:
         for group in re.findall(r"(?:\.|quickbeam)\[([a-z,]+)\]", page.read_text(encoding="utf-8")):
@@ -118,14 +142,18 @@ def test_make_targets_and_extras_are_there() -> None:
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
-def test_command_runs(command: Command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_runs(
+    command: Command, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)
     for arguments in of_program(command.words):
         for before in earlier(command, arguments):
             assert CliRunner().invoke(app, smaller(before, is_tiny(model))).exit_code == 0
-        result = CliRunner().invoke(app, smaller(arguments, is_tiny(model)), input="Hello\n/exit\n", catch_exceptions=False)
+        result = CliRunner().invoke(
+            app, smaller(arguments, is_tiny(model)), input="Hello\n/exit\n", catch_exceptions=False
+        )
         assert result.exit_code == 0, result.stderr
         assert result.stdout.strip()
 
@@ -133,7 +161,12 @@ def test_command_runs(command: Command, model: str, tmp_path: Path, monkeypatch:
 def earlier(command: Command, arguments: list[str]) -> Iterator[list[str]]:
     """Commands of the same block that make the files which this one reads."""
     for other in commands():
-        if other.block == command.block and other.words != command.words and "--trace" in other.words and arguments[0] == "inspect":
+        if (
+            other.block == command.block
+            and other.words != command.words
+            and "--trace" in other.words
+            and arguments[0] == "inspect"
+        ):
             yield other.words[1:]
 
 
@@ -145,7 +178,7 @@ def test_python_runs(block: Block, model: str, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out.strip()
 
 
-# --- the server --------------------------------------------------------------------------------------------------------------------------
+# --- the server -----------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["tiny", pytest.param("default", marks=REAL)])
@@ -153,7 +186,10 @@ def address(request: pytest.FixtureRequest, toy_folder: str) -> Iterator[str]:
     real = request.param == "default"
     if real:
         request.getfixturevalue("smollm2")
-    with LLM(None if real else toy_folder) as llm, serving(Runner(ServeSettings(served_name=hub.DEFAULT), llm)) as (base, _):
+    with (
+        LLM(None if real else toy_folder) as llm,
+        serving(Runner(ServeSettings(served_name=hub.DEFAULT), llm)) as (base, _),
+    ):
         yield base
 
 
@@ -169,22 +205,36 @@ def test_a_request_is_answered(command: Command, address: str) -> None:
     content = body["choices"][0]["message"]["content"]
     assert content
     if any("json_schema" in word for word in words):
-        assert body["choices"][0]["finish_reason"] == "length" or set(json.loads(content)) == {"name", "colour"}
+        assert body["choices"][0]["finish_reason"] == "length" or set(json.loads(content)) == {
+            "name",
+            "colour",
+        }
 
 
 @pytest.mark.parametrize("block", [block for block in PYTHON if block.served], ids=str)
-def test_python_asks_the_server(block: Block, address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = re.sub(r"max_tokens=\d+", "max_tokens=8", block.body.replace("http://127.0.0.1:8000", address))
+def test_python_asks_the_server(
+    block: Block, address: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = re.sub(
+        r"max_tokens=\d+", "max_tokens=8", block.body.replace("http://127.0.0.1:8000", address)
+    )
     exec(compile(code, str(block), "exec"), {"__name__": "docs"})
     assert capsys.readouterr().out.strip()
 
 
-# --- tables that repeat the code ---------------------------------------------------------------------------------------------------------
+# --- tables that repeat the code ------------------------------------------------------------------
 
 
 def test_the_table_of_methods_is_that_of_the_presets() -> None:
-    text = (ROOT / "docs/guides/methods.md").read_text(encoding="utf-8").split("## All methods\n")[1].split("\n## ")[0]
-    assert re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE) == [(name, preset.summary) for name, preset in PRESETS.items()]
+    text = (
+        (ROOT / "docs/guides/methods.md")
+        .read_text(encoding="utf-8")
+        .split("## All methods\n")[1]
+        .split("\n## ")[0]
+    )
+    assert re.findall(r"^\| `(\w[\w-]*)` \| (.+) \|$", text, re.MULTILINE) == [
+        (name, preset.summary) for name, preset in PRESETS.items()
+    ]
 
 
 def test_readme_is_short() -> None:
@@ -196,7 +246,9 @@ SERVING = (ROOT / "docs/serving.md").read_text(encoding="utf-8")
 
 def test_options_of_the_server_have_the_defaults_told() -> None:
     command: Any = typer.main.get_command(app).commands["serve"]  # type: ignore[attr-defined]
-    defaults = {option: parameter.default for parameter in command.params for option in parameter.opts}
+    defaults = {
+        option: parameter.default for parameter in command.params for option in parameter.opts
+    }
     assert set(re.findall(r"`(--[\w-]+)", SERVING)) <= set(defaults)
     told = dict(re.findall(r"^\| `(--[\w-]+) (\S+)` \|", SERVING, re.MULTILINE))
     assert told and {option: str(defaults[option]) for option in told} == told
@@ -219,7 +271,11 @@ def test_troubleshooting_quotes_errors_that_the_code_raises() -> None:
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     source = re.sub(r'"\s*\n\s*f?"', "", source)  # messages of several lines are one
     source = re.sub(r"\{[^{}]*\}", "…", source)
-    quoted = [part for heading in re.findall(r"^### (.+)$", page, re.MULTILINE) for part in re.findall(r"`([^`]+)`", heading)]
+    quoted = [
+        part
+        for heading in re.findall(r"^### (.+)$", page, re.MULTILINE)
+        for part in re.findall(r"`([^`]+)`", heading)
+    ]
     assert len(quoted) > 20
     for message in quoted:
         for part in message.split("…"):

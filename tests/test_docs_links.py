@@ -1,4 +1,5 @@
-"""Links of README.md and docs/ lead somewhere: pages, headings, pictures, files of the repository, names that these define.
+"""Links of README.md and docs/ lead somewhere: pages, headings, pictures, files of the repository,
+names that these define.
 
 `mkdocs build --strict` (`make docs`) checks the built site; this needs none of its packages.
 
@@ -51,18 +52,22 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_that_are_named_are_there(page: Path) -> None:
-    for name in re.findall(r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", page.read_text(encoding="utf-8")):
+    for name in re.findall(
+        r"`((?:src|tests|deploy|docs)/[\w./-]+\w)`", page.read_text(encoding="utf-8")
+    ):
         assert (ROOT / name).exists(), name
 
 
 def test_every_page_is_in_the_navigation() -> None:
     text = re.sub(r"!!python/name:\S+", "''", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
     listed = re.findall(r": ([\w/-]+\.md)$", text.split("\nnav:\n")[1], re.MULTILINE)
-    assert sorted(listed) == sorted(str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs"))
+    assert sorted(listed) == sorted(
+        str(page.relative_to(ROOT / "docs")) for page in PAGES if page.is_relative_to(ROOT / "docs")
+    )
     assert yaml.safe_load(text)["hooks"] == ["docs/hooks.py"]
 
 
-# --- the command line's reference --------------------------------------------------------------------------------------------------------
+# --- the command line's reference -----------------------------------------------------------------
 
 
 def test_the_reference_has_every_command_and_option() -> None:
@@ -76,8 +81,12 @@ def test_the_reference_has_every_command_and_option() -> None:
         section = page.split(f"## {name}\n")[1].split("\n## ")[0]
         for parameter in command.params:
             if parameter.name != "help":
-                assert all(option in section for option in parameter.opts if option.startswith("-")), (name, parameter.opts)
-        return 1 + sum(visit(each, f"{name} {key}") for key, each in getattr(command, "commands", {}).items())
+                assert all(
+                    option in section for option in parameter.opts if option.startswith("-")
+                ), (name, parameter.opts)
+        return 1 + sum(
+            visit(each, f"{name} {key}") for key, each in getattr(command, "commands", {}).items()
+        )
 
     assert visit(typer.main.get_command(app), "quickbeam") > 15
     assert "| `--temperature" in page and "`0.0`" in page
@@ -86,7 +95,10 @@ def test_the_reference_has_every_command_and_option() -> None:
 
 
 def test_links_to_code_lead_to_lines() -> None:
-    text = "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) [z](https://example.org/a.py)"
+    text = (
+        "[x](../../src/quickbeam/tree.py#TokenTree.add) [y](../serving.md) "
+        "[z](https://example.org/a.py)"
+    )
     made = hooks().rewritten(text, "methods/dyspec.md")
     line = re.findall(r"\]\(\.\./source/src/quickbeam/tree\.py\.md#__codelineno-0-(\d+)\)", made)
     source = (ROOT / "src/quickbeam/tree.py").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,5 @@
-"""`quickbeam doctor`: each finding, faked and as it is here, and what is said where packages are missing. `pytest tests/test_doctor.py`"""
+"""`quickbeam doctor`: each finding, faked and as it is here, and what is said where packages are
+missing. `pytest tests/test_doctor.py`"""
 
 from __future__ import annotations
 
@@ -94,7 +95,12 @@ def says(finding: Finding, status: str, *words: str) -> None:
 
 def test_the_kernels_and_why_they_are_not_native(monkeypatch):
     linux(monkeypatch, "avx2", "plain")
-    says(models.check_kernels(), NOTE, "native (avx2), compiled on first use", "python -m quickbeam.target.native.build")
+    says(
+        models.check_kernels(),
+        NOTE,
+        "native (avx2), compiled on first use",
+        "python -m quickbeam.target.native.build",
+    )
     says(models.check_exactness(), NOTE, "not probed")
     compiled("plain")
     linux(monkeypatch, "avx2", "plain", compiler=False)
@@ -109,7 +115,12 @@ def test_without_a_compiler_and_forced_and_elsewhere(monkeypatch):
     linux(monkeypatch, "avx2", compiler=False)
     says(models.check_kernels(), NOTE, "no C++ compiler is there", "install g++")
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    says(models.check_kernels(), NOTE, "PyTorch's (QUICKBEAM_KERNELS=eager)", "unset QUICKBEAM_KERNELS")
+    says(
+        models.check_kernels(),
+        NOTE,
+        "PyTorch's (QUICKBEAM_KERNELS=eager)",
+        "unset QUICKBEAM_KERNELS",
+    )
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     says(models.check_kernels(), PROBLEM, "native kernels can't be had", "unset QUICKBEAM_KERNELS")
     monkeypatch.setenv("QUICKBEAM_KERNELS", "nativ")
@@ -159,7 +170,9 @@ def test_threads(monkeypatch, asked, threads, usable, status, words):
     says(machine.check_threads(), status, words)
 
 
-@pytest.mark.parametrize(("share", "average", "status"), [(3.0, 0.1, OK), (60.0, 0.1, NOTE), (3.0, 5.0, NOTE)])
+@pytest.mark.parametrize(
+    ("share", "average", "status"), [(3.0, 0.1, OK), (60.0, 0.1, NOTE), (3.0, 5.0, NOTE)]
+)
 def test_others_on_the_machine(monkeypatch, share, average, status):
     monkeypatch.setattr(psutil, "cpu_percent", lambda wait: share)
     monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0), raising=False)
@@ -180,7 +193,11 @@ def test_a_quota_bounds_the_cores(monkeypatch, tmp_path):
 
 def test_memory_that_is_short(monkeypatch):
     for free, status in ((10**9, NOTE), (10**10, OK)):
-        monkeypatch.setattr(psutil, "virtual_memory", lambda free=free: SimpleNamespace(total=16 * 10**9, available=free))
+        monkeypatch.setattr(
+            psutil,
+            "virtual_memory",
+            lambda free=free: SimpleNamespace(total=16 * 10**9, available=free),
+        )
         says(machine.check_memory(), status, "16.0 GB", f"{free / 1e9:.1f} GB free")
 
 
@@ -188,7 +205,10 @@ def test_bandwidth_bounds_plain_decoding(monkeypatch):
     monkeypatch.setattr(machine, "read_by_sum", lambda megabytes, repeats: 26.9)
     found = machine.check_bandwidth()
     says(found, OK, "26.9 GB/s", "at most 100 tokens/s")
-    assert found.data == {"gigabytes_per_second": 26.9, "plain_tokens_per_second_at_most": pytest.approx(100)}
+    assert found.data == {
+        "gigabytes_per_second": 26.9,
+        "plain_tokens_per_second_at_most": pytest.approx(100),
+    }
 
 
 def test_the_cache_folder(monkeypatch):
@@ -213,7 +233,9 @@ def test_the_disk_is_read_and_nothing_is_left_there(monkeypatch, tmp_path):
     folder = tmp_path / "cache"
     assert machine.read_speed(folder) > 0 and not list(folder.iterdir())
     (folder / "weights").write_bytes(bytes(2 * machine.BLOCK))
-    assert machine.read_speed(folder) > 0 and [path.name for path in folder.iterdir()] == ["weights"]
+    assert machine.read_speed(folder) > 0 and [path.name for path in folder.iterdir()] == [
+        "weights"
+    ]
     (tmp_path / "file").touch()
     assert machine.read_speed(tmp_path / "file" / "below") is None
     for speed, status in ((None, NOTE), (0.05, NOTE), (2.0, OK)):
@@ -261,14 +283,29 @@ def test_extras_and_what_is_missing_for_what(monkeypatch):
     there = {"torch": "2.13", "transformers": "5.23", "typer": "1", "fastapi": "0.115"}
     versions(monkeypatch, REQUIRES, **there)
     found = software.check_extras()
-    says(found, NOTE, "none installed", "quickbeam serve: no uvicorn", "grammars: no llguidance", "pip install 'quickbeam[serve,grammar]'")
-    assert found.data == {"installed": [], "missing": {"serve": ["uvicorn"], "grammar": ["llguidance"]}}
+    says(
+        found,
+        NOTE,
+        "none installed",
+        "quickbeam serve: no uvicorn",
+        "grammars: no llguidance",
+        "pip install 'quickbeam[serve,grammar]'",
+    )
+    assert found.data == {
+        "installed": [],
+        "missing": {"serve": ["uvicorn"], "grammar": ["llguidance"]},
+    }
     versions(monkeypatch, REQUIRES, **there | {"uvicorn": "0.40", "llguidance": "1.9"})
     says(software.check_extras(), OK, "serve, grammar")
 
 
 def test_the_version_of_python(monkeypatch):
-    for version, status in (((3, 9, 1), PROBLEM), ((3, 10, 0), OK), ((3, 14, 1), OK), ((3, 15, 0), NOTE)):
+    for version, status in (
+        ((3, 9, 1), PROBLEM),
+        ((3, 10, 0), OK),
+        ((3, 14, 1), OK),
+        ((3, 15, 0), NOTE),
+    ):
         monkeypatch.setattr(sys, "version_info", version)
         says(software.check_python(), status, f"quickbeam {__version__}")
 
@@ -286,11 +323,15 @@ def test_the_gpu_and_what_it_means(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda place: f"GPU {place}")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda place: (40 * 10**9, 80 * 10**9))
-    says(software.check_gpu(), OK, "GPU 0, GPU 1, 80 GB, 40 GB free", "--device cpu", "guarantee.md")
+    says(
+        software.check_gpu(), OK, "GPU 0, GPU 1, 80 GB, 40 GB free", "--device cpu", "guarantee.md"
+    )
 
 
 def test_a_check_that_fails_is_a_note():
-    says(look("gpu", lambda: 1 / 0), NOTE, "can't be told here (ZeroDivisionError: division by zero)")
+    says(
+        look("gpu", lambda: 1 / 0), NOTE, "can't be told here (ZeroDivisionError: division by zero)"
+    )
 
 
 def faked(monkeypatch, *found: Finding) -> None:
@@ -298,11 +339,19 @@ def faked(monkeypatch, *found: Finding) -> None:
 
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
-    faked(monkeypatch, Finding("cpu", OK, "a processor"), Finding("kernels", NOTE, "PyTorch's [eager]", "install g++"))
+    faked(
+        monkeypatch,
+        Finding("cpu", OK, "a processor"),
+        Finding("kernels", NOTE, "PyTorch's [eager]", "install g++"),
+    )
     shown = CliRunner().invoke(app, ["doctor"])
     assert shown.exit_code == 0
     lines = [line.rstrip() for line in shown.stdout.splitlines()]
-    assert lines[:3] == ["ok    cpu      a processor", "note  kernels  PyTorch's [eager]", "               → install g++"]
+    assert lines[:3] == [
+        "ok    cpu      a processor",
+        "note  kernels  PyTorch's [eager]",
+        "               → install g++",
+    ]
     assert lines[-1] == "1 ok, 1 to note, 0 that keep models from running"
     faked(monkeypatch, Finding("cache", PROBLEM, "full", "free some space"))
     for options in ((), ("--json",)):
@@ -310,17 +359,23 @@ def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
 
 
 def test_this_machine_as_json():
-    """The real thing: with an empty cache there is the model to pull, and kernels may have to be compiled."""
+    """The real thing: with an empty cache there is the model to pull, and kernels may have to be
+    compiled."""
     result = CliRunner().invoke(app, ["doctor", "--json"], catch_exceptions=False)
     record = json.loads(result.stdout)
     jsonschema.validate(record, SCHEMA)
     assert [finding["check"] for finding in record["findings"]] == list(doctor.CHECKS)
     assert record["can_run"] is (result.exit_code == 0)
     unknown = [finding for finding in record["findings"] if "can't be told" in finding["text"]]
-    assert [finding["check"] for finding in unknown if finding["check"] not in ("packages", "extras")] == []  # these need an install
+    # these need an install
+    assert [
+        finding["check"] for finding in unknown if finding["check"] not in ("packages", "extras")
+    ] == []
 
 
-@pytest.mark.parametrize("gone", ["torch transformers numpy", "psutil platformdirs filelock packaging", "rich typer"])
+@pytest.mark.parametrize(
+    "gone", ["torch transformers numpy", "psutil platformdirs filelock packaging", "rich typer"]
+)
 def test_no_traceback_whatever_is_missing(gone):
     code = f"""
 import importlib.metadata as metadata, sys
@@ -340,20 +395,34 @@ main()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert "Traceback" not in done.stderr, done.stderr
     if "rich" in gone:
-        assert done.returncode == 1 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert (
+            done.returncode == 1
+            and done.stderr.startswith("error: ")
+            and done.stderr.count("\n") == 1
+        )
         return
     record = json.loads(done.stdout)
     jsonschema.validate(record, SCHEMA)
     found = {finding["check"]: finding for finding in record["findings"]}
     if "torch" in gone:
-        assert (done.returncode, found["packages"]["status"]) == (1, PROBLEM) and "missing: torch" in found["packages"]["text"]
+        assert (done.returncode, found["packages"]["status"]) == (
+            1,
+            PROBLEM,
+        ) and "missing: torch" in found["packages"]["text"]
         assert "can't be told" in found["gpu"]["text"]
     else:
         assert "can't be told" in found["memory"]["text"]
 
 
 def test_other_commands_name_what_is_missing_in_one_line():
-    code = "import sys; sys.modules['torch'] = None; from quickbeam.cli import main; sys.argv = ['quickbeam', 'models']; main()"
+    code = (
+        "import sys; sys.modules['torch'] = None; from quickbeam.cli import main; sys.argv = "
+        "['quickbeam', 'models']; main()"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
-    assert done.stderr.startswith("error: ") and "torch" in done.stderr and "quickbeam doctor" in done.stderr
+    assert (
+        done.stderr.startswith("error: ")
+        and "torch" in done.stderr
+        and "quickbeam doctor" in done.stderr
+    )

@@ -1,4 +1,5 @@
-"""Drafters that draft for several sequences at once: each gets the laws that it gets alone, whatever it takes over or leaves out.
+"""Drafters that draft for several sequences at once: each gets the laws that it gets alone,
+whatever it takes over or leaves out.
 
 pytest tests/test_drafting_together.py
 """
@@ -30,7 +31,8 @@ Take = Callable[[str], torch.dtype]
 
 @pytest.fixture
 def take(monkeypatch: pytest.MonkeyPatch) -> Take:
-    """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to test them in."""
+    """Choose the kernels of an instruction set or PyTorch's operators; gives the number format to
+    test them in."""
 
     def choose(way: str) -> torch.dtype:
         if way == "eager":
@@ -57,24 +59,38 @@ def words(rng: random.Random, count: int) -> list[int]:
 
 
 def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
-    """Two that share nothing: one with a router and the context, unless its `window` is None, and one of frequent tokens."""
+    """Two that share nothing: one with a router and the context, unless its `window` is None, and
+    one of frequent tokens."""
     torch.manual_seed(0)
     weight = pair.model.get_output_embeddings().weight.detach().to(pair.target.dtype)
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
     context = None if window is None else partial(ContextTokens, weight, window)
-    routed = Shortlist(weight, layout, router=router, schedule=Schedule(2, 1, deepest=1), context=context)
+    routed = Shortlist(
+        weight, layout, router=router, schedule=Schedule(2, 1, deepest=1), context=context
+    )
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 
-def run_staggered(drafter: Drafter, wishes: list[tuple[Context, TokenTree]], together: bool) -> list[list[torch.Tensor]]:
+def run_staggered(
+    drafter: Drafter, wishes: list[tuple[Context, TokenTree]], together: bool
+) -> list[list[torch.Tensor]]:
     """The laws of each sequence's tree, round by round; the i-th begins i calls after the first."""
-    calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]  # every second one begins later
+    # every second one begins later
+    calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]
     found: list[list[torch.Tensor]] = [[] for _ in wishes]
     for turn in range(max(map(len, calls))):
-        asked = [(i, DraftRequest(*wishes[i], nodes)) for i, mine in enumerate(calls) if turn < len(mine) and (nodes := mine[turn])]
+        asked = [
+            (i, DraftRequest(*wishes[i], nodes))
+            for i, mine in enumerate(calls)
+            if turn < len(mine) and (nodes := mine[turn])
+        ]
         requests = [request for _, request in asked]
-        laws = drafter.answer(requests) if together else [law for request in requests for law in drafter.answer([request])]
+        laws = (
+            drafter.answer(requests)
+            if together
+            else [law for request in requests for law in drafter.answer([request])]
+        )
         for (i, _), law in zip(asked, laws, strict=True):
             found[i].append(law.dense())
     return found
@@ -82,25 +98,49 @@ def run_staggered(drafter: Drafter, wishes: list[tuple[Context, TokenTree]], tog
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
-def test_sequences_get_the_laws_that_they_get_alone(kind: str, way: str, take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the root and deeper, with shortlists and without, at several temperatures, with much to read and with nothing; two steps."""
+def test_sequences_get_the_laws_that_they_get_alone(
+    kind: str, way: str, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the root and deeper, with shortlists and without, at several temperatures, with much to
+    read and with nothing; two steps."""
     pair = Pair(kind, take(way))
-    monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", 50)  # prompts are read over several passes, some of them side by side
+    # prompts are read over several passes, some of them side by side
+    monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", 50)
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
-    kinds = [(3, None, 1.0), (70, None, 0.5), (20, routed, 1.0), (9, routed, 0.0), (30, frequent, 1.0), (130, routed, 2.0), (1, None, 0.0)]
+    kinds = [
+        (3, None, 1.0),
+        (70, None, 0.5),
+        (20, routed, 1.0),
+        (9, routed, 0.0),
+        (30, frequent, 1.0),
+        (130, routed, 2.0),
+        (1, None, 0.0),
+    ]
     said = []
     for together in (True, False):
         rng, texts = random.Random(4), list[Text]()
         for length, shortlist, temperature in kinds:
-            texts.append(pair.begin(words(rng, length), rng.randrange(VOCAB), temperature, shortlist))
+            texts.append(
+                pair.begin(words(rng, length), rng.randrange(VOCAB), temperature, shortlist)
+            )
         said.append([])
         for _ in range(2):
             trees = [grown(rng, text.context.ids[-1], rng.randint(1, 9)) for text in texts]
-            said[-1] += run_staggered(pair.drafter, [(text.context, tree) for text, tree in zip(texts, trees, strict=True)], together)
+            said[-1] += run_staggered(
+                pair.drafter,
+                [(text.context, tree) for text, tree in zip(texts, trees, strict=True)],
+                together,
+            )
             for text, tree in zip(texts, trees, strict=True):
                 text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         used = [text.state.used for text in texts]
-        said[-1].append([torch.tensor([[one.calls, one.tokens, one.wanted, one.held]]) for one in used if one is not None])
+        said[-1].append(
+            [
+                torch.tensor([[one.calls, one.tokens, one.wanted, one.held]])
+                for one in used
+                if one is not None
+            ]
+        )
         for text in texts:
             text.release()
     for ours, alone in zip(*said, strict=True):
@@ -112,7 +152,9 @@ def test_sequences_get_the_laws_that_they_get_alone(kind: str, way: str, take: T
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
-def test_sequences_of_a_smaller_model_get_the_laws_that_they_get_alone(name: str, way: str, take: Take) -> None:
+def test_sequences_of_a_smaller_model_get_the_laws_that_they_get_alone(
+    name: str, way: str, take: Take
+) -> None:
     drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []
     for together in (True, False):
         rng, contexts = random.Random(4), list[Context]()
@@ -135,7 +177,9 @@ def test_sequences_of_a_smaller_model_get_the_laws_that_they_get_alone(name: str
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_call_that_fails_can_be_made_again(way: str, take: Take, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_call_that_fails_can_be_made_again(
+    way: str, take: Take, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without the sequence that made it fail; wherever it failed, nothing of the others is lost."""
     pair = Pair("attention", take(way))
     first, second, tree = pair.begin([5, 6, 7], 8), pair.begin([9, 10], 11), TokenTree(8)
@@ -158,10 +202,14 @@ def test_a_call_that_fails_can_be_made_again(way: str, take: Take, monkeypatch: 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind: str, way: str, take: Take) -> None:
-    """Steps of lone roots, whose hidden states are heard; with the rows read meanwhile, and with all of them read at last."""
+def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(
+    kind: str, way: str, take: Take
+) -> None:
+    """Steps of lone roots, whose hidden states are heard; with the rows read meanwhile, and with
+    all of them read at last."""
     pair, said = Pair(kind, take(way)), []
-    routed, _ = shortlists(pair, None)  # a context would hold what the target's logits offered at each step that asked
+    # a context would hold what the target's logits offered at each step that asked
+    routed, _ = shortlists(pair, None)
     for asked, reading in ((True, False), (False, False), (False, True)):
         rng = random.Random(8)
         text = pair.begin(words(rng, 20), rng.randrange(VOCAB), shortlist=routed)
@@ -172,7 +220,11 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind: str, 
             text.go_on(tree, [0], rng.randrange(VOCAB))
             if reading:
                 pair.drafter.read([text.state], 16)
-        assert text.state.waiting == (1 if asked else 110) if not reading else 1 <= text.state.waiting <= 17
+        assert (
+            text.state.waiting == (1 if asked else 110)
+            if not reading
+            else 1 <= text.state.waiting <= 17
+        )
         tree = grown(rng, text.context.ids[-1], 9)
         said.append([text.laws(tree, nodes) for nodes in rounds(tree)])
         text.release()
@@ -182,9 +234,12 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(kind: str, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way: str, take: Take) -> None:
+def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(
+    way: str, take: Take
+) -> None:
     drafter, said = LMDrafter(tiny("llama", take(way)), VOCAB), []
-    for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):  # beyond and within what a tree makes up for
+    # beyond and within what a tree makes up for
+    for asked, steps in ((True, 90), (False, 90), (True, 20), (False, 20)):
         rng = random.Random(8)
         context = context_of(words(rng, 20)).begin([drafter])
         for i in range(steps):
@@ -192,7 +247,12 @@ def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way: 
                 drafter.answer([DraftRequest(context, TokenTree(context.ids[-1]), [0])])
             context.extend(words(rng, 1))
         tree = grown(rng, context.ids[-1], 9)
-        said.append([drafter.answer([DraftRequest(context, tree, nodes)])[0].dense() for nodes in rounds(tree)])
+        said.append(
+            [
+                drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+                for nodes in rounds(tree)
+            ]
+        )
     for first, second in ((0, 1), (2, 3)):
         for a, b in zip(said[first], said[second], strict=True):
             same(way, a, b)
@@ -201,7 +261,8 @@ def test_a_smaller_model_that_was_left_out_goes_on_as_if_it_had_been_asked(way: 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "input", "ours"])
 def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take: Take) -> None:
-    """Texts part right behind the chunks or later; nothing of the first text changes; what is kept outlives it; nothing leaks."""
+    """Texts part right behind the chunks or later; nothing of the first text changes; what is kept
+    outlives it; nothing leaks."""
     pair, rng, size = Pair(kind, take(way)), random.Random(2), 64
     ids, pools = words(rng, 150), (pair.target.pool, pair.drafter.pool)
     first = pair.begin(ids[:-1], ids[-1])
@@ -215,7 +276,11 @@ def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take
     for chunks, rest in ((1, 30), (2, 3), (2, 2)):
         text = [*ids[: chunks * size], *words(rng, rest)]
         others.append((first.follow(text, chunks, size), text))
-    same(way, first.laws(tree := grown(rng, ids[-1], 5), [0]), pair.begin(ids[:-1], ids[-1]).laws(tree, [0]))
+    same(
+        way,
+        first.laws(tree := grown(rng, ids[-1], 5), [0]),
+        pair.begin(ids[:-1], ids[-1]).laws(tree, [0]),
+    )
     first.release()
     for other, text in others:
         anew, tree = pair.begin(text[:-1], text[-1]), grown(rng, text[-1], 9)
@@ -230,7 +295,8 @@ def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take
 
 @pytest.mark.parametrize("way", WAYS)
 def test_pages_are_given_back(way: str, take: Take) -> None:
-    """By sequences that were released, whatever they shared; what is kept beyond their lives stays until it is dropped."""
+    """By sequences that were released, whatever they shared; what is kept beyond their lives stays
+    until it is dropped."""
     pair, rng, size = Pair("attention", take(way)), random.Random(2), 64
     pools = (pair.target.pool, pair.drafter.pool)
     assert [pool.used for pool in pools] == [0, 0]
@@ -245,7 +311,8 @@ def test_pages_are_given_back(way: str, take: Take) -> None:
     for pool, part in zip(pools, chunk, strict=True):
         pool.keep(part)
     other.release()
-    assert [pool.used for pool in pools] == [count + (way == "eager") for count in before]  # a copy there, the same page here
+    # a copy there, the same page here
+    assert [pool.used for pool in pools] == [count + (way == "eager") for count in before]
     first.laws(TokenTree(ids[-1]), [0])
     first.release()
     assert [pool.used for pool in pools] == [1, 1]

@@ -1,4 +1,5 @@
-"""The engine: speculative answers are plain decoding's own, however they end, and alone or side by side.
+"""The engine: speculative answers are plain decoding's own, however they end, and alone or side by
+side.
 
 pytest tests/test_engine.py
 """
@@ -32,7 +33,8 @@ from quickbeam.target.model import Model
 from quickbeam.trees import make_policy
 from quickbeam.trees.base import NoDraft
 
-CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]  # the others: test_lm_drafter.py
+# the others: test_lm_drafter.py
+CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]
 DRAFTED = [name for name in CERTAIN if name != "ar"]
 
 
@@ -53,10 +55,25 @@ def policy_of(method: str):
 
 
 def run(
-    model: Model, method: str, params: SamplingParams, prompt: list[int], budget: int = 16, eos: tuple[int, ...] = (), **options
+    model: Model,
+    method: str,
+    params: SamplingParams,
+    prompt: list[int],
+    budget: int = 16,
+    eos: tuple[int, ...] = (),
+    **options,
 ) -> SequenceState:
     budget = 1 if method == "ar" else budget
-    return answer(model, policy_of(method), params, prompt, budget=budget, eos=eos, tokenizer=Letters(), **options)
+    return answer(
+        model,
+        policy_of(method),
+        params,
+        prompt,
+        budget=budget,
+        eos=eos,
+        tokenizer=Letters(),
+        **options,
+    )
 
 
 def run_all(engine: Engine) -> None:
@@ -72,7 +89,8 @@ def prompt_of(seed: int, length: int = 12) -> list[int]:
 @examples(25)
 @given(data=st.data())
 def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.DataObject) -> None:
-    """Greedy and sampled, penalised or not, cut by length, eos, stop ids and stop strings: the same tokens, text, reason and logprobs."""
+    """Greedy and sampled, penalised or not, cut by length, eos, stop ids and stop strings: the same
+    tokens, text, reason and logprobs."""
     params = SamplingParams(
         max_tokens=data.draw(st.integers(1, 40)),
         temperature=data.draw(st.sampled_from([0.0, 0.6, 1.0])),
@@ -88,11 +106,15 @@ def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.Dat
     )
     prompt, eos = prompt_of(data.draw(st.integers(0, 9)), data.draw(st.integers(1, 30))), (3, 60)
     plain = run(model, "ar", params, prompt, eos=eos)
-    drafted = run(model, method, params, prompt, budget=data.draw(st.sampled_from([1, 2, 5, 24, 64])), eos=eos)
+    drafted = run(
+        model, method, params, prompt, budget=data.draw(st.sampled_from([1, 2, 5, 24, 64])), eos=eos
+    )
     assert drafted.output.token_ids == plain.output.token_ids
     assert drafted.output.text == plain.output.text
     assert drafted.output.finish_reason == plain.output.finish_reason
-    assert drafted.statistics.new_tokens == plain.statistics.new_tokens == len(plain.output.token_ids)
+    assert (
+        drafted.statistics.new_tokens == plain.statistics.new_tokens == len(plain.output.token_ids)
+    )
     assert plain.statistics.mean_accepted_tokens == 1.0 <= drafted.statistics.mean_accepted_tokens
     if params.logprobs is not None:
         assert drafted.logprobs is not None and plain.logprobs is not None
@@ -102,7 +124,8 @@ def test_every_answer_is_plain_decodings(model: Model, method: str, data: st.Dat
 
 
 def test_drafts_are_accepted_where_text_repeats(model: Model) -> None:
-    """A model that loops: most of what is drafted must be accepted, and the statistics must add up."""
+    """A model that loops: most of what is drafted must be accepted, and the statistics must add
+    up."""
     params = SamplingParams(max_tokens=120, ignore_eos=True)
     for method in DRAFTED:
         stats = run(model, method, params, prompt_of(0)).statistics
@@ -114,7 +137,11 @@ def test_drafts_are_accepted_where_text_repeats(model: Model) -> None:
 
 def test_sampled_answers_depend_on_the_seed_only(model: Model) -> None:
     params = SamplingParams(max_tokens=30, temperature=1.0, seed=3, ignore_eos=True)
-    answers = {tuple(run(model, method, params, prompt_of(1), budget).output.token_ids) for method in CERTAIN for budget in (3, 30)}
+    answers = {
+        tuple(run(model, method, params, prompt_of(1), budget).output.token_ids)
+        for method in CERTAIN
+        for budget in (3, 30)
+    }
     assert len(answers) == 1
     other = SamplingParams(max_tokens=30, temperature=1.0, seed=4, ignore_eos=True)
     assert tuple(run(model, "ar", other, prompt_of(1)).output.token_ids) not in answers
@@ -127,7 +154,13 @@ def test_a_prompt_and_answer_beyond_the_context_are_refused(model: Model) -> Non
 
 def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
     model = Model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
-    sequence = run(model, "logitspec", SamplingParams(max_tokens=40, ignore_eos=True), prompt_of(0, 512 - 40), budget=64)
+    sequence = run(
+        model,
+        "logitspec",
+        SamplingParams(max_tokens=40, ignore_eos=True),
+        prompt_of(0, 512 - 40),
+        budget=64,
+    )
     assert sequence.statistics.new_tokens == 40
 
 
@@ -137,19 +170,44 @@ def test_answers_side_by_side_are_those_alone(model: Model) -> None:
     asked, expected = [], []
     for i in range(12):
         params = SamplingParams(
-            max_tokens=rng.randint(1, 40), temperature=rng.choice([0.0, 0.8]), seed=i, logprobs=rng.choice([None, 1]), stop=("ab",)
+            max_tokens=rng.randint(1, 40),
+            temperature=rng.choice([0.0, 0.8]),
+            seed=i,
+            logprobs=rng.choice([None, 1]),
+            stop=("ab",),
         )
-        method, prompt, budget = rng.choice(CERTAIN), prompt_of(i % 5, rng.randint(1, 30)), rng.choice([2, 9, 30])
+        method, prompt, budget = (
+            rng.choice(CERTAIN),
+            prompt_of(i % 5, rng.randint(1, 30)),
+            rng.choice([2, 9, 30]),
+        )
         expected.append(run(model, method, params, prompt, budget, eos=(3,)))
-        asked.append(engine.add(request(model, policy_of(method), params, prompt, budget=budget, eos=(3,), tokenizer=Letters())))
+        asked.append(
+            engine.add(
+                request(
+                    model,
+                    policy_of(method),
+                    params,
+                    prompt,
+                    budget=budget,
+                    eos=(3,),
+                    tokenizer=Letters(),
+                )
+            )
+        )
         for _ in range(rng.randrange(6)):
             engine.step()
             assert len(engine.scheduler.active) <= 4
     run_all(engine)
     for mine, alone in zip(asked, expected, strict=True):
-        assert (mine.output.token_ids, mine.output.text) == (alone.output.token_ids, alone.output.text)
+        assert (mine.output.token_ids, mine.output.text) == (
+            alone.output.token_ids,
+            alone.output.text,
+        )
         assert mine.output.finish_reason == alone.output.finish_reason
-        assert [entry.token for entry in mine.logprobs or []] == [entry.token for entry in alone.logprobs or []]
+        assert [entry.token for entry in mine.logprobs or []] == [
+            entry.token for entry in alone.logprobs or []
+        ]
         assert mine.statistics.steps == alone.statistics.steps
 
 
@@ -157,32 +215,51 @@ def test_statistics_and_observers_tell_of_every_step(model: Model) -> None:
     params, records = SamplingParams(max_tokens=60, ignore_eos=True), list[StepRecord]()
     sequence = run(model, "logitspec", params, prompt_of(0), budget=9, observer=records.append)
     stats = sequence.statistics
-    assert len(records) == stats.steps and sum(len(record.tree) for record in records) == stats.nodes
-    assert [token for record in records for token in record.emitted] == sequence.output.token_ids[1:]
+    assert (
+        len(records) == stats.steps and sum(len(record.tree) for record in records) == stats.nodes
+    )
+    assert [token for record in records for token in record.emitted] == sequence.output.token_ids[
+        1:
+    ]
     for record in records:
         accepted = [record.tree.token[node] for node in record.path[1:]]
-        assert record.emitted == [*accepted, record.token][: len(record.emitted)] and len(record.tree) <= 9
+        assert (
+            record.emitted == [*accepted, record.token][: len(record.emitted)]
+            and len(record.tree) <= 9
+        )
         assert 0 < record.draft_seconds + record.verify_seconds < record.seconds
     assert sum(record.draft_seconds for record in records) == pytest.approx(stats.draft_seconds)
     assert sum(record.verify_seconds for record in records) == pytest.approx(stats.verify_seconds)
     assert stats.draft_seconds + stats.verify_seconds < stats.seconds and stats.prefill_seconds > 0
-    drafted = {name: sum(record.tree.source[1:].count(name) for record in records) for name in stats.sources}
+    drafted = {
+        name: sum(record.tree.source[1:].count(name) for record in records)
+        for name in stats.sources
+    }
     assert drafted == {name: count.drafted for name, count in stats.sources.items()}
 
 
-# --- how answers end before their time -----------------------------------------------------------------------------------------------
+# --- how answers end before their time ------------------------------------------------------------
 
 
-def changed(model: Model, monkeypatch: pytest.MonkeyPatch, change: Callable[[Batch, list[Passed]], list[Passed]]) -> None:
+def changed(
+    model: Model,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[Batch, list[Passed]], list[Passed]],
+) -> None:
     """Have every pass of the model give something else."""
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda batch: change(batch, forward(batch)))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_nan_logits_are_an_error_that_keeps_what_was_produced(model: Model, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_are_an_error_that_keeps_what_was_produced(
+    model: Model, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of that sequence alone: the others go on."""
-    params, engine = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True), Engine(model)
+    params, engine = (
+        SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True),
+        Engine(model),
+    )
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in (2, 3)]
     bad, good = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in (2, 3))
     calls: list[int] = []
@@ -199,10 +276,16 @@ def test_nan_logits_are_an_error_that_keeps_what_was_produced(model: Model, temp
     run_all(engine)
     assert isinstance(bad.error, QuickbeamError) and "NaN" in str(bad.error)
     assert bad.output.token_ids == expected[0][:3] and bad.output.finish_reason == "error"
-    assert (good.error, good.output.token_ids, good.output.finish_reason) == (None, expected[1], "length")
+    assert (good.error, good.output.token_ids, good.output.finish_reason) == (
+        None,
+        expected[1],
+        "length",
+    )
 
 
-def test_what_fails_in_one_sequence_touches_no_other(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_in_one_sequence_touches_no_other(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A pass that one sequence's rows break, a policy and an observer that raise."""
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model)
     expected = run(model, "logitspec", params, prompt_of(3)).output.token_ids
@@ -229,14 +312,24 @@ def test_what_fails_in_one_sequence_touches_no_other(model: Model, monkeypatch: 
 
     monkeypatch.setattr(model, "forward", failing)
     run_all(engine)
-    assert [str(one.error) for one in (policy, observer, rows)] == ["in the policy", "in the observer", "in the pass"]
+    assert [str(one.error) for one in (policy, observer, rows)] == [
+        "in the policy",
+        "in the observer",
+        "in the pass",
+    ]
     assert [len(one.output.token_ids) for one in (policy, observer, rows)] == [5, 2, 4]
     assert (good.error, good.output.token_ids) == (None, expected)
 
 
-@pytest.mark.parametrize("where", ["prefill", "forward", "accept", "commit", "emit", "extend", "observer", "begin", "grow"])
-def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ctrl-C in any part of a step: what was under way ends with what was emitted, what waits goes on, and nothing of the rest is lost."""
+@pytest.mark.parametrize(
+    "where",
+    ["prefill", "forward", "accept", "commit", "emit", "extend", "observer", "begin", "grow"],
+)
+def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in any part of a step: what was under way ends with what was emitted, what waits goes
+    on, and nothing of the rest is lost."""
     model = Model(tiny("qwen3", seed=5), chunk=8)
     params, engine = SamplingParams(max_tokens=30, ignore_eos=True), Engine(model, most=2)
     policy = make_policy(("ngram",), "chain")
@@ -244,7 +337,10 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(where: str, monke
     expected = [answer(model, NoDraft(), params, prompt).output.token_ids for prompt in prompts]
     before = model.pool.used
     engine.forget()
-    sequences = [engine.add(request(model, policy, params, prompt, budget=8, observer=lambda record: None)) for prompt in prompts]
+    sequences = [
+        engine.add(request(model, policy, params, prompt, budget=8, observer=lambda record: None))
+        for prompt in prompts
+    ]
     owner, name = {
         "prefill": (Model, "forward"),
         "forward": (Model, "forward"),
@@ -256,7 +352,11 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(where: str, monke
         "begin": (SequenceState, "begin"),
         "grow": (type(policy), "tree"),
     }[where]
-    inner, calls, when = getattr(owner, name), list[int](), {"prefill": 2, "begin": 2}.get(where, 11)
+    inner, calls, when = (
+        getattr(owner, name),
+        list[int](),
+        {"prefill": 2, "begin": 2}.get(where, 11),
+    )
 
     def interrupted(*args, **kwargs):
         calls.append(1)
@@ -271,11 +371,19 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(where: str, monke
             run_all(engine)
     first, second, third = (one.output for one in sequences)
     for output, right in zip((first, second), expected, strict=False):
-        assert output.token_ids == right[: len(output.token_ids)] and output.finish_reason == "interrupted"
-    assert (not first.token_ids) == (where in ("prefill", "begin")) and third.finish_reason is None and not third.token_ids
+        assert (
+            output.token_ids == right[: len(output.token_ids)]
+            and output.finish_reason == "interrupted"
+        )
+    assert (
+        (not first.token_ids) == (where in ("prefill", "begin"))
+        and third.finish_reason is None
+        and not third.token_ids
+    )
     run_all(engine)
     assert third.token_ids == expected[2] and third.finish_reason == "length"
-    for prompt, right in zip(prompts, expected, strict=True):  # with what was remembered of the text before the interrupt
+    # with what was remembered of the text before the interrupt
+    for prompt, right in zip(prompts, expected, strict=True):
         held = answer(model, policy, params, [*prompt, *right[:15]], engine=engine, budget=8)
         assert held.output.token_ids[:15] == right[15:]
     engine.forget()
@@ -286,24 +394,37 @@ def test_a_cancelled_answer_keeps_what_it_gave_and_gives_back_its_memory(model: 
     params, engine = SamplingParams(max_tokens=20, ignore_eos=True), Engine(model, most=2)
     expected = [run(model, "ar", params, prompt_of(seed)).output.token_ids for seed in range(4)]
     before = model.pool.used
-    first, second, third, fourth = (engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in range(4))
+    first, second, third, fourth = (
+        engine.add(request(model, NoDraft(), params, prompt_of(seed))) for seed in range(4)
+    )
     for _ in range(6):
         engine.step()
     assert len(engine.scheduler.active) == 2 and len(engine.scheduler.waiting) == 2
     engine.cancel(first)
     engine.cancel(third)
-    assert (first.output.finish_reason, third.output.finish_reason, third.output.token_ids) == ("interrupted", "interrupted", [])
-    assert 0 < len(first.output.token_ids) < 20 and first.output.token_ids == expected[0][: len(first.output.token_ids)]
+    assert (first.output.finish_reason, third.output.finish_reason, third.output.token_ids) == (
+        "interrupted",
+        "interrupted",
+        [],
+    )
+    assert (
+        0 < len(first.output.token_ids) < 20
+        and first.output.token_ids == expected[0][: len(first.output.token_ids)]
+    )
     while not second.over:
         engine.step()
     engine.cancel(second)  # it was over
     assert (second.output.finish_reason, second.output.token_ids) == ("length", expected[1])
     assert not fourth.over
     engine.close()
-    assert fourth.output.finish_reason == "interrupted" and not engine.busy and model.pool.used == before
+    assert (
+        fourth.output.finish_reason == "interrupted"
+        and not engine.busy
+        and model.pool.used == before
+    )
 
 
-# --- what passes cost (the budget itself: test_budget.py) ------------------------------------------------------------------------------
+# --- what passes cost (the budget itself: test_budget.py) -----------------------------------------
 
 
 def test_measuring_what_passes_cost_leaves_what_is_under_way_alone(model: Model) -> None:
@@ -322,15 +443,25 @@ def test_measuring_what_passes_cost_leaves_what_is_under_way_alone(model: Model)
 def test_a_measured_budget_learns_from_answers(model: Model) -> None:
     """Through the engine: what is learned belongs to the method, and outlasts the answer."""
     engine, params = Engine(model), SamplingParams(max_tokens=60, ignore_eos=True)
-    engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}, None), 64)  # passes at no price: wide trees pay
+    # passes at no price: wide trees pay
+    engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}, None), 64)
     engine._budget.cost.observe = lambda *_: None  # the real times are others
     expected = run(model, "ar", params, prompt_of(0)).output.token_ids
     sizes: list[int] = []
     sequence = run(
-        model, "logitspec", params, prompt_of(0), budget=None, engine=engine, setting="l", observer=lambda r: sizes.append(len(r.tree))
+        model,
+        "logitspec",
+        params,
+        prompt_of(0),
+        budget=None,
+        engine=engine,
+        setting="l",
+        observer=lambda r: sizes.append(len(r.tree)),
     )
     assert sequence.output.token_ids == expected and max(sizes) > 16
-    assert sum(map(sum, engine.budget._expect("l")._count.values())) > 0 and not engine.budget._chosen
+    assert (
+        sum(map(sum, engine.budget._expect("l")._count.values())) > 0 and not engine.budget._chosen
+    )
     assert not engine.budget._expect("other")._count
 
 

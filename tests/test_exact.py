@@ -1,4 +1,5 @@
-"""Bit-identity: in bfloat16 on a CPU, a tree's logits are those of one token at a time, to the last bit.
+"""Bit-identity: in bfloat16 on a CPU, a tree's logits are those of one token at a time, to the last
+bit.
 
 pytest tests/test_exact.py
 """
@@ -24,11 +25,21 @@ from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
 # What attention may look like; the other layouts differ in what is around it.
-ATTENTIONS = ["llama", "mistral-window", "qwen3", "qwen2-window", "gemma2-softcap-window", "gemma3-window", "gpt-neox", "gpt2"]
+ATTENTIONS = [
+    "llama",
+    "mistral-window",
+    "qwen3",
+    "qwen2-window",
+    "gemma2-softcap-window",
+    "gemma3-window",
+    "gpt-neox",
+    "gpt2",
+]
 in_order = attention_is_order_free(64)
 pytestmark = pytest.mark.skipif(
     not in_order and not attention_is_order_free(64, wide=True),
-    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't promise it",
+    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't "
+    "promise it",
 )
 
 
@@ -44,8 +55,11 @@ def one_at_a_time(target: Target, prompt: list[int], tokens: list[int]) -> torch
     return torch.stack(rows)
 
 
-def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expected: torch.Tensor, seed: int) -> int:
-    """Verify `tokens` in trees where each has random siblings stored before and after it, nephews included; count rows with other bits."""
+def rows_that_differ(
+    target: Target, prompt: list[int], tokens: list[int], expected: torch.Tensor, seed: int
+) -> int:
+    """Verify `tokens` in trees where each has random siblings stored before and after it, nephews
+    included; count rows with other bits."""
     generator = torch.Generator().manual_seed(seed)
 
     def below(high: int) -> int:
@@ -65,7 +79,9 @@ def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expec
                     tree.add(tree.add(parent, other, "noise"), below(VOCAB), "noise")
             path.append(tree.add(parent, token, "text"))
         logits = target.verify(tree)
-        wrong += sum(not torch.equal(logits[node], expected[done + i]) for i, node in enumerate(path))
+        wrong += sum(
+            not torch.equal(logits[node], expected[done + i]) for i, node in enumerate(path)
+        )
         target.commit(tree, path)
         done += len(path)
     return wrong
@@ -73,42 +89,66 @@ def rows_that_differ(target: Target, prompt: list[int], tokens: list[int], expec
 
 @pytest.mark.parametrize("way", ["eager", "auto"])
 @pytest.mark.parametrize("name", few([name for name in CONFIGS if "sinks" not in name], ATTENTIONS))
-def test_every_layout_gives_the_same_bits_across_a_cut(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_layout_gives_the_same_bits_across_a_cut(
+    name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_KERNELS", way)
     target = Target(tiny(name, torch.bfloat16, wide=True), exact=True)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (SPLIT + 60,), generator=generator).tolist()
     prompt, tokens = ids[: SPLIT - 30], ids[SPLIT - 30 :]
     expected = one_at_a_time(target, prompt, tokens)
-    assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [0, 0, 0]
+    assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(3)] == [
+        0,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize(
-    ("begins", "count", "seeds"), [((SPLIT - 10,), 20, 1), pytest.param((37, 2 * SPLIT - 20, 1100), 40, 3, marks=pytest.mark.long)]
+    ("begins", "count", "seeds"),
+    [
+        ((SPLIT - 10,), 20, 1),
+        pytest.param((37, 2 * SPLIT - 20, 1100), 40, 3, marks=pytest.mark.long),
+    ],
 )
 @pytest.mark.parametrize("way", ["eager", "auto"])
 def test_the_embedded_model_gives_the_same_bits(
-    smollm2, way: str, begins: tuple[int, ...], count: int, seeds: int, monkeypatch: pytest.MonkeyPatch
+    smollm2,
+    way: str,
+    begins: tuple[int, ...],
+    count: int,
+    seeds: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUICKBEAM_KERNELS", way)
     model, tokenizer = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=True)
-    text = "In the beginning there was a small model that answered slowly, so its friends drafted ahead and it only had to agree. " * 50
+    text = (
+        "In the beginning there was a small model that answered slowly, so its friends drafted "
+        "ahead and it only had to agree. "
+    ) * 50
     ids = tokenizer(text)["input_ids"]
     for begin in begins:
         prompt, tokens = ids[:begin], ids[begin : begin + count]
         expected = one_at_a_time(target, prompt, tokens)
-        assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(seeds)] == [0] * seeds
+        assert [
+            rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(seeds)
+        ] == [0] * seeds
 
 
-def test_the_usual_attention_does_not_keep_the_bits(smollm2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_usual_attention_does_not_keep_the_bits(
+    smollm2, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the exact path is for: the same comparison without it sees differences."""
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     model, _ = load_model(str(smollm2), torch.bfloat16, torch.device("cpu"))
     target = Target(model, exact=False)
     ids = torch.randint(VOCAB, (1116,), generator=torch.Generator().manual_seed(0)).tolist()
     expected = one_at_a_time(target, ids[:1100], ids[1100:])
-    assert any(rows_that_differ(target, ids[:1100], ids[1100:], expected, seed) for seed in range(3))
+    assert any(
+        rows_that_differ(target, ids[:1100], ids[1100:], expected, seed) for seed in range(3)
+    )
 
 
 def test_sums_in_float64_have_no_order() -> None:
@@ -117,8 +157,11 @@ def test_sums_in_float64_have_no_order() -> None:
 
 
 @pytest.mark.skipif(not in_order, reason="this machine's bfloat16 kernels don't add in order")
-def test_the_probe_sees_an_attention_that_depends_on_storage(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens stored in their plain order, or sums cut by the kernels: neither may pass the probe."""
+def test_the_probe_sees_an_attention_that_depends_on_storage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tokens stored in their plain order, or sums cut by the kernels: neither may pass the
+    probe."""
 
     def in_plain_order(*args, **kwargs):
         return KVPool(*args, **{**kwargs, "pairwise": False})
@@ -141,9 +184,18 @@ def computing_otherwise(from_rows: int, upto_rows: int):
 
 
 @pytest.mark.parametrize(
-    ("rows", "least", "most"), [((0, 0), 1, WIDEST), ((1, 1), 2, WIDEST), ((8, 16), 0, 0), ((33, 128), 1, 32), ((20, 128), 1, 16)]
+    ("rows", "least", "most"),
+    [
+        ((0, 0), 1, WIDEST),
+        ((1, 1), 2, WIDEST),
+        ((8, 16), 0, 0),
+        ((33, 128), 1, 32),
+        ((20, 128), 1, 16),
+    ],
 )
-def test_products_whose_rows_depend_on_their_number_are_seen(rows, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_whose_rows_depend_on_their_number_are_seen(
+    rows, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FastLinear, "_product", computing_otherwise(*rows))
     monkeypatch.setattr(bit_exact, "rows_alike", rows_alike.__wrapped__)
     linear = FastLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
@@ -154,7 +206,10 @@ def test_products_whose_rows_depend_on_their_number_are_seen(rows, least: int, m
     x = torch.randn(WIDEST, 64).bfloat16()
     pairs = torch.cat([linear(x[i : i + 2]) for i in range(0, WIDEST, 2)])
     widths = [n for n in (1, 2, 15, 17, 33, 50, 64, 127, WIDEST) if n <= 64 or most < WIDEST]
-    assert all(torch.equal(linear(x[:n]), pairs[:n]) and torch.equal(linear(x[None, :n]), pairs[None, :n]) for n in widths)
+    assert all(
+        torch.equal(linear(x[:n]), pairs[:n]) and torch.equal(linear(x[None, :n]), pairs[None, :n])
+        for n in widths
+    )
     assert linear.min_rows == least and linear.max_rows <= most
 
 
@@ -175,7 +230,9 @@ def test_trees_too_wide_for_the_promise_are_refused(monkeypatch: pytest.MonkeyPa
         target.verify(tree)
 
 
-def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     state = torch.get_rng_state()
     assert changing_widths((4, 64)) == []
     assert torch.equal(torch.get_rng_state(), state)
@@ -192,7 +249,15 @@ def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(monkeypatch: pytest
 
         def forward(self, batch):
             passed = self.model.forward(batch)
-            return [one._replace(logits=one.logits + (one.logits.abs().max() / 64 if one.logits.shape[0] > 40 else 0)) for one in passed]
+            return [
+                one._replace(
+                    logits=one.logits
+                    + (one.logits.abs().max() / 64 if one.logits.shape[0] > 40 else 0)
+                )
+                for one in passed
+            ]
 
-    monkeypatch.setattr(bit_exact, "same_bits", lambda model, **options: same_bits(Wrong(model), **options))
+    monkeypatch.setattr(
+        bit_exact, "same_bits", lambda model, **options: same_bits(Wrong(model), **options)
+    )
     assert changing_widths((4, 64)) == [64]

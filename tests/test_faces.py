@@ -1,4 +1,5 @@
-"""The Python faces with many answers under way: lists, streams in any order and in threads, asyncio.
+"""The Python faces with many answers under way: lists, streams in any order and in threads,
+asyncio.
 
 pytest tests/test_faces.py
 """
@@ -20,7 +21,13 @@ from quickbeam.engine.stream import Stream
 from quickbeam.engine.turns import Turns
 from quickbeam.target.memory import parse_bytes
 
-PROMPTS = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b a b a b a b", "rain, rain, go away"]
+PROMPTS = [
+    "the cat sat on the mat and the cat",
+    "one two three one two",
+    "hello",
+    "a b a b a b a b",
+    "rain, rain, go away",
+]
 PARAMS = SamplingParams(max_tokens=24)
 
 
@@ -57,7 +64,9 @@ def test_a_list_is_answered_side_by_side(llm, alone):
 def test_each_prompt_may_have_its_own_parameters(llm, alone):
     params = [SamplingParams(max_tokens=3 + i) for i in range(len(PROMPTS))]
     found = llm.generate(PROMPTS, params)
-    assert [one.token_ids for one in found] == [alone[prompt][: 3 + i] for i, prompt in enumerate(PROMPTS)]
+    assert [one.token_ids for one in found] == [
+        alone[prompt][: 3 + i] for i, prompt in enumerate(PROMPTS)
+    ]
     with pytest.raises(InvalidInput, match="2 parameters for 5 prompts"):
         llm.generate(PROMPTS, params[:2])
 
@@ -66,22 +75,32 @@ def test_several_answers_of_one_prompt(llm):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3)
     three = llm.generate("hello", params, method="ar")
     assert len(three) == 3
-    assert three[0].token_ids == llm.generate("hello", SamplingParams(max_tokens=12, temperature=1.0, seed=5), method="ar").token_ids
+    assert (
+        three[0].token_ids
+        == llm.generate(
+            "hello", SamplingParams(max_tokens=12, temperature=1.0, seed=5), method="ar"
+        ).token_ids
+    )
     assert len({tuple(one.token_ids) for one in three}) == 3  # seeds of their own
-    assert [one.token_ids for one in llm.generate("hello", params, method="ar")] == [one.token_ids for one in three]
+    assert [one.token_ids for one in llm.generate("hello", params, method="ar")] == [
+        one.token_ids for one in three
+    ]
     assert len(llm.generate(["hello", "one"], params, method="ar")) == 6
 
 
 def test_chats_are_answered_side_by_side(llm):
     chats = [[{"role": "user", "content": prompt}] for prompt in PROMPTS]
-    assert [one.token_ids for one in llm.chat(chats, PARAMS)] == [llm.chat(chat, PARAMS).token_ids for chat in chats]
+    assert [one.token_ids for one in llm.chat(chats, PARAMS)] == [
+        llm.chat(chat, PARAMS).token_ids for chat in chats
+    ]
 
 
 def test_streams_may_be_interleaved(llm, alone):
     """Two that take turns, a third opened and dropped between, a fourth that is closed."""
     first, second = llm.stream(PROMPTS[0], PARAMS), llm.stream(PROMPTS[1], PARAMS, method="ar")
     dropped = llm.stream(PROMPTS[2], PARAMS)
-    closed = llm.stream(PROMPTS[0], SamplingParams(max_tokens=300, ignore_eos=True), method="ar")  # long, however soon others end
+    # long, however soon others end
+    closed = llm.stream(PROMPTS[0], SamplingParams(max_tokens=300, ignore_eos=True), method="ar")
     pieces = {first: "", second: ""}
     for turn in range(200):
         for stream in (first, second):
@@ -91,9 +110,15 @@ def test_streams_may_be_interleaved(llm, alone):
             del dropped
             closed.close()
     assert pieces[first] == first.completion.text and pieces[second] == second.completion.text
-    assert first.completion.token_ids == alone[PROMPTS[0]] and second.completion.token_ids == alone[PROMPTS[1]]
+    assert (
+        first.completion.token_ids == alone[PROMPTS[0]]
+        and second.completion.token_ids == alone[PROMPTS[1]]
+    )
     assert closed.completion.finish_reason == "interrupted"
-    assert all(mine == right for mine, right in zip(closed.completion.token_ids, alone[PROMPTS[0]], strict=False))
+    assert all(
+        mine == right
+        for mine, right in zip(closed.completion.token_ids, alone[PROMPTS[0]], strict=False)
+    )
 
 
 def test_a_dropped_stream_gives_everything_back(llm):
@@ -116,7 +141,10 @@ def test_streams_in_threads(llm, alone):
         assert text == stream.completion.text
         found[prompt] = stream.completion.token_ids
 
-    threads = [threading.Thread(target=work, args=(prompt, ("ar", "pld", "logitspec")[i % 3])) for i, prompt in enumerate(PROMPTS)]
+    threads = [
+        threading.Thread(target=work, args=(prompt, ("ar", "pld", "logitspec")[i % 3]))
+        for i, prompt in enumerate(PROMPTS)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -126,13 +154,18 @@ def test_streams_in_threads(llm, alone):
 
 @pytest.mark.parametrize("dtype", ("bfloat16", "float32"))
 def test_every_turn_of_a_conversation_is_the_same_for_all_methods(toy_folder, dtype):
-    """Rows of the last answer must not be others for methods that keep them and methods that compute them anew."""
+    """Rows of the last answer must not be others for methods that keep them and methods that
+    compute them anew."""
     texts = {}
     for method in ("ar", "pld", "logitspec"):
         with LLM(toy_folder, method, dtype=dtype) as llm:
             for fresh in (False, True):
                 messages: list[dict[str, str]] = []
-                for turn in ("the cat sat on the mat " * 4, "one two one two one", "and the cat again " * 5):
+                for turn in (
+                    "the cat sat on the mat " * 4,
+                    "one two one two one",
+                    "and the cat again " * 5,
+                ):
                     if fresh:
                         llm.reset()
                     messages.append({"role": "user", "content": turn})
@@ -150,7 +183,9 @@ def test_a_second_turn_reads_only_what_is_new(llm):
     second = llm.chat(messages, PARAMS)
     size = llm.model.granularity
     if llm.model.native:
-        assert second.statistics.cached_tokens >= len(llm.encode_chat(messages[:1])) // size * size > 0
+        assert (
+            second.statistics.cached_tokens >= len(llm.encode_chat(messages[:1])) // size * size > 0
+        )
 
 
 def test_a_prompt_that_can_not_be_begins_none(llm):
@@ -171,14 +206,20 @@ def test_closed_streams_are_interrupted(toy_folder):
 def test_template_arguments_reach_the_template(llm):
     plain = llm.encode_chat([{"role": "user", "content": "hi"}])
     going_on = llm.encode_chat(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello t"}], continue_final_message=True
+        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello t"}],
+        continue_final_message=True,
     )
     assert llm.tokenizer.decode(going_on).endswith("hello t")
     assert len(going_on) > len(plain) - 4
-    assert llm.encode_chat([{"role": "user", "content": "hi"}], tools=[], enable_thinking=False) == plain
+    assert (
+        llm.encode_chat([{"role": "user", "content": "hi"}], tools=[], enable_thinking=False)
+        == plain
+    )
 
 
-@pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("512 MiB", 512 * 2**20), (1000, 1000), ("1.5kb", 1500)])
+@pytest.mark.parametrize(
+    ("text", "size"), [("2GB", 2 * 10**9), ("512 MiB", 512 * 2**20), (1000, 1000), ("1.5kb", 1500)]
+)
 def test_sizes_of_memory(text, size):
     assert parse_bytes(text) == size
 
@@ -205,8 +246,14 @@ def test_memory_for_keys_and_values_is_bounded(toy_folder, alone):
 def test_a_measured_budget_needs_no_more_memory_than_there_is(toy_folder, alone, method):
     page = LLM(toy_folder, "ar").model.pool.page_bytes
     with LLM(toy_folder, method, kv_memory=4 * page) as llm:
-        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [alone[prompt] for prompt in PROMPTS]
-        assert llm.engine._budget is not None and llm.model.pool.limit == 4 and llm.model.pool.used <= 4
+        assert [one.token_ids for one in llm.generate(PROMPTS, PARAMS)] == [
+            alone[prompt] for prompt in PROMPTS
+        ]
+        assert (
+            llm.engine._budget is not None
+            and llm.model.pool.limit == 4
+            and llm.model.pool.used <= 4
+        )
 
 
 def tensors(*roots, without=()):
@@ -214,7 +261,9 @@ def tensors(*roots, without=()):
     seen, found, left = {id(one) for one in without}, [], list(roots)
     while left:
         one = left.pop()
-        if id(one) in seen or isinstance(one, (type, types.ModuleType, types.FunctionType, types.MethodType)):
+        if id(one) in seen or isinstance(
+            one, (type, types.ModuleType, types.FunctionType, types.MethodType)
+        ):
             continue
         seen.add(id(one))
         if isinstance(one, torch.Tensor):
@@ -226,18 +275,28 @@ def tensors(*roots, without=()):
 def test_finished_answers_keep_no_tensors(llm):
     """A list of prompts holds all of its streams until the last is over."""
     streams = [
-        llm.stream(f"{i} and so on", SamplingParams(max_tokens=4 + i % 5), method=("ar", "pld", "logitspec")[i % 3]) for i in range(50)
+        llm.stream(
+            f"{i} and so on",
+            SamplingParams(max_tokens=4 + i % 5),
+            method=("ar", "pld", "logitspec")[i % 3],
+        )
+        for i in range(50)
     ]
     while not all(stream.over for stream in streams):
         llm.engine.step()
     shared = [llm, llm.engine, llm.tokenizer, *llm._policies.values()]
-    sizes = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors(*streams, without=shared)}
+    sizes = {
+        one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+        for one in tensors(*streams, without=shared)
+    }
     assert sum(sizes.values()) == 0
 
 
 def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
     """The first prompt's answer is the longest; the others are counted before it ends."""
-    params = [SamplingParams(max_tokens=1 + i % 3 if i else 100, ignore_eos=True) for i in range(90)]
+    params = [
+        SamplingParams(max_tokens=1 + i % 3 if i else 100, ignore_eos=True) for i in range(90)
+    ]
     told, seen, begin = list[tuple[int, bool]](), list[Stream](), llm._begin
 
     class Bar(tqdm):
@@ -248,7 +307,9 @@ def test_a_bar_counts_answers_as_they_end(llm, monkeypatch):
 
     monkeypatch.setattr(llm, "_begin", lambda *given: seen.append(begin(*given)) or seen[-1])
     monkeypatch.setattr("quickbeam.engine.stream.tqdm", Bar)
-    found = llm.generate([PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True)
+    found = llm.generate(
+        [PROMPTS[i % len(PROMPTS)] for i in range(90)], params, method="ar", progress=True
+    )
     assert [len(one.token_ids) for one in found] == [one.max_tokens for one in params]
     assert told[-1] == (90, True) and max(count for count, over in told if not over) == 89
 
@@ -277,7 +338,9 @@ def test_asyncio(toy_folder, alone):
             assert [one.token_ids for one in found] == [alone[prompt] for prompt in PROMPTS]
             stream = await llm.stream(PROMPTS[0], PARAMS)
             text = "".join([piece async for piece in stream])
-            assert text == stream.completion.text and stream.completion.token_ids == alone[PROMPTS[0]]
+            assert (
+                text == stream.completion.text and stream.completion.token_ids == alone[PROMPTS[0]]
+            )
             with pytest.raises(InvalidInput):
                 await llm.generate("", PARAMS)
 
@@ -288,10 +351,15 @@ def test_leaving_an_asynchronous_stream_ends_it(toy_folder):
     async def main() -> None:
         async with AsyncLLM(toy_folder, "ar") as llm:
             step = llm.llm.engine.step
-            llm.llm.engine.step = lambda: (time.sleep(0.01), step())  # long enough to be left midway
-            async for _ in await llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True)):
+            # long enough to be left midway
+            llm.llm.engine.step = lambda: (time.sleep(0.01), step())
+            async for _ in await llm.stream(
+                "hello", SamplingParams(max_tokens=400, ignore_eos=True)
+            ):
                 break
-            waiting = asyncio.create_task(llm.generate("one two", SamplingParams(max_tokens=400, ignore_eos=True)))
+            waiting = asyncio.create_task(
+                llm.generate("one two", SamplingParams(max_tokens=400, ignore_eos=True))
+            )
             await asyncio.sleep(0.05)
             waiting.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -1,4 +1,5 @@
-"""A feature drafter at work: its laws are those of its equations run plainly, whatever was grown, accepted and begun anew.
+"""A feature drafter at work: its laws are those of its equations run plainly, whatever was grown,
+accepted and begun anew.
 
 pytest tests/test_feature_drafter.py
 """
@@ -31,8 +32,11 @@ def pairs() -> dict[str, Pair]:
 @pytest.mark.parametrize("kind", KINDS)
 @examples(15)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
-def test_laws_are_those_of_the_equations(pairs: dict[str, Pair], kind: str, rng: random.Random, temperature: float) -> None:
-    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a draft; requests that share a prefix."""
+def test_laws_are_those_of_the_equations(
+    pairs: dict[str, Pair], kind: str, rng: random.Random, temperature: float
+) -> None:
+    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
+    draft; requests that share a prefix."""
     pair = pairs[kind]
 
     def tokens(low: int, high: int) -> list[int]:
@@ -43,7 +47,11 @@ def test_laws_are_those_of_the_equations(pairs: dict[str, Pair], kind: str, rng:
     for _ in range(5):
         tree, asked = TokenTree(text.context.ids[-1]), list[int]()
         for _ in range(rng.randint(0, 4)):
-            fit = [node for node in range(len(tree)) if node not in asked and (not node or tree.parent[node] in (*asked, 0))]
+            fit = [
+                node
+                for node in range(len(tree))
+                if node not in asked and (not node or tree.parent[node] in (*asked, 0))
+            ]
             if ready := [node for node in fit if node == 0 or rng.random() < 0.7]:
                 text.check(tree, ready)
                 asked += ready
@@ -65,7 +73,12 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     pair, passes = Pair("attention"), list[int]()
     run = pair.drafter._run
     monkeypatch.setattr(
-        pair.drafter, "_run", lambda works: (works and passes.append(sum(len(work.tokens) for work in works)), run(works))[1]
+        pair.drafter,
+        "_run",
+        lambda works: (
+            works and passes.append(sum(len(work.tokens) for work in works)),
+            run(works),
+        )[1],
     )
     monkeypatch.setattr(eagle, "CHUNK", 5)
     prompt = list(range(10, 22))
@@ -75,7 +88,8 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     text.check(tree, [a, b])
     assert passes == [5, 5, 2, 2] and text.state.calls == 4
     text.go_on(tree, [0, b], 7)
-    assert text.state.share(0, 12) is not None and text.state.share(0, 14) is None  # the draft's row is not the target's
+    # the draft's row is not the target's
+    assert text.state.share(0, 12) is not None and text.state.share(0, 14) is None
     longer = text.follow([*prompt, 50, 2, 7, 7, 8], 1, 12)
     longer.check(TokenTree(8), [0])
     assert passes[4:] == [5]  # row 11 anew, then those of 50, 2, 7, 7
@@ -89,10 +103,17 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last row, as laws start from that one; those of several texts in passes of their own kind."""
+    """All but the last row, as laws start from that one; those of several texts in passes of their
+    own kind."""
     pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter._run
-    monkeypatch.setattr(pair.drafter, "_run", lambda works: (works and passes.append([len(work.tokens) for work in works]), run(works))[1])
+    monkeypatch.setattr(
+        pair.drafter,
+        "_run",
+        lambda works: (works and passes.append([len(work.tokens) for work in works]), run(works))[
+            1
+        ],
+    )
     monkeypatch.setattr(eagle, "CHUNK", 8)
     texts = [pair.begin(list(range(n)), 50) for n in (3, 12, 1)]
     pair.drafter.read([text.state for text in texts], 3)
@@ -112,8 +133,13 @@ def test_training_unrolls_what_drafting_computes(kind: str) -> None:
     pair, depths = Pair(kind), 4
     ids = torch.randint(VOCAB, (12,), generator=torch.Generator().manual_seed(1)).tolist()
     heard = torch.cat(pair.begin(ids, 0).heard)
-    conversation = Conversation(torch.tensor(ids, dtype=torch.int32), torch.ones(12, dtype=torch.bool), heard, 1.0)
-    trained = [pair.network.logits(step.out).softmax(-1) for step in unroll(pair.network, collate([conversation]), depths)]
+    conversation = Conversation(
+        torch.tensor(ids, dtype=torch.int32), torch.ones(12, dtype=torch.bool), heard, 1.0
+    )
+    trained = [
+        pair.network.logits(step.out).softmax(-1)
+        for step in unroll(pair.network, collate([conversation]), depths)
+    ]
     assert [len(laws) for laws in trained] == [10, 9, 8, 7]
     text = pair.begin(ids[:1], ids[1])
     for i in range(10):
@@ -125,7 +151,9 @@ def test_training_unrolls_what_drafting_computes(kind: str) -> None:
         text.go_on(tree, [0], ids[i + 2])
 
 
-def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs: dict[str, Pair]) -> None:
+def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(
+    pairs: dict[str, Pair],
+) -> None:
     text, tree = pairs["attention"].begin([1], 2), TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
     with pytest.raises(ValueError, match="ask for its root first"):
@@ -144,13 +172,18 @@ def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(pairs
         text.laws(TokenTree(3), [0])
 
 
-def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(caplog: pytest.LogCaptureFixture) -> None:
+def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     pair = Pair("attention")
     law = pair.begin([1], 2, 1e-40).laws(TokenTree(2), [0])[0]
     assert law.max() == 1 and law.count_nonzero() == 1 and not caplog.records
     pair.drafter.network.norm.weight.fill_(float("nan"))
     text, tree = pair.begin([1], 2), TokenTree(2)
-    assert torch.equal(text.laws(tree, [0]), torch.zeros(1, VOCAB)) and "not finite (NaN)" in caplog.text
+    assert (
+        torch.equal(text.laws(tree, [0]), torch.zeros(1, VOCAB))
+        and "not finite (NaN)" in caplog.text
+    )
     tree.add(0, 5, "x")
     assert torch.equal(text.laws(tree, [1]), torch.zeros(1, VOCAB))
 

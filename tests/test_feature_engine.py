@@ -40,13 +40,21 @@ def pairs() -> dict[str, Pair]:
 
 
 @pytest.mark.parametrize(("name", "kind"), spread(list(DRAFTED), list(KINDS)))
-def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs: dict[str, Pair], name: str, kind: str) -> None:
+def test_greedy_answers_are_plain_decodings_and_seeds_repeat(
+    pairs: dict[str, Pair], name: str, kind: str
+) -> None:
     target, drafter, rng = pairs[kind].target, pairs[kind].drafter, random.Random(f"{name} {kind}")
     for budget in (1, 2, 7, 24):
         prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-        params = SamplingParams(max_tokens=rng.randint(1, 30), repetition_penalty=rng.choice([1.0, 1.3]), ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 30),
+            repetition_penalty=rng.choice([1.0, 1.3]),
+            ignore_eos=True,
+        )
         drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget=budget)
-        assert drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
+        assert (
+            drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
+        )
 
     def tell(seed: int) -> tuple[list[int], int]:
         params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
@@ -58,17 +66,30 @@ def test_greedy_answers_are_plain_decodings_and_seeds_repeat(pairs: dict[str, Pa
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(name: str, temperature: float) -> None:
-    pair, params = Pair("attention"), SamplingParams(max_tokens=20, temperature=temperature, seed=4, ignore_eos=True)
+def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decodings(
+    name: str, temperature: float
+) -> None:
+    pair, params = (
+        Pair("attention"),
+        SamplingParams(max_tokens=20, temperature=temperature, seed=4, ignore_eos=True),
+    )
     plain = answer(pair.target, NoDraft(), params, [3, 1, 4])
     pair.drafter.network.norm.weight.fill_(float("nan"))
     drafted = answer(pair.target, DRAFTED[name](pair.drafter), params, [3, 1, 4], budget=7)
     assert drafted.output.token_ids == plain.output.token_ids
-    assert drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+    assert (
+        drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+    )
 
 
-def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, params, prompt = Pair("attention"), SamplingParams(max_tokens=12, ignore_eos=True), list(range(20))
+def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, params, prompt = (
+        Pair("attention"),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        list(range(20)),
+    )
     target, drafter = pair.target, pair.drafter
     monkeypatch.setattr(eagle, "CHUNK", 6)
     engine, run = Engine(target), drafter._run
@@ -78,7 +99,9 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypa
     for when, late, shared in itertools.product(range(1, 9), (False, True), (False, True)):
         calls = itertools.count(1)
 
-        def interrupted(*args: Any, calls: Iterator[int] = calls, when: int = when, late: bool = late) -> Any:
+        def interrupted(
+            *args: Any, calls: Iterator[int] = calls, when: int = when, late: bool = late
+        ) -> Any:
             this = next(calls) == when
             if this and not late:
                 raise KeyboardInterrupt
@@ -99,8 +122,14 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(monkeypa
         engine.forget()
 
 
-def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    pair, params, prompt = Pair("attention"), SamplingParams(max_tokens=12, ignore_eos=True), list(range(20))
+def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pair, params, prompt = (
+        Pair("attention"),
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        list(range(20)),
+    )
     target, drafter, engine = pair.target, pair.drafter, Engine(pair.target)
     fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
     held, adopt = (target.pool.used, drafter.pool.used), EagleState.adopt
@@ -116,31 +145,55 @@ def test_an_interrupt_while_taking_over_what_is_known_is_no_loss(monkeypatch: py
     assert not engine.busy and (target.pool.used, drafter.pool.used) == held
     again = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
     assert again.statistics.cached_tokens == 18
-    assert (again.output.token_ids, again.statistics.steps) == (fresh.output.token_ids, fresh.statistics.steps)
+    assert (again.output.token_ids, again.statistics.steps) == (
+        fresh.output.token_ids,
+        fresh.statistics.steps,
+    )
 
 
 @pytest.mark.parametrize("ahead", [0, 7])  # tokens that the first of both answers drafts
-def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
+    ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair, prompt = Pair("attention"), list(range(40))
     target, drafter = pair.target, pair.drafter
-    params, short = SamplingParams(max_tokens=12, ignore_eos=True), SamplingParams(max_tokens=1 + ahead, ignore_eos=True)
-    fresh = answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=(alone := Engine(target)))
+    params, short = (
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        SamplingParams(max_tokens=1 + ahead, ignore_eos=True),
+    )
+    fresh = answer(
+        target,
+        DRAFTED["greedy"](drafter),
+        params,
+        prompt,
+        budget=7,
+        engine=(alone := Engine(target)),
+    )
     alone.forget()
     monkeypatch.setattr(Engine, "_reads_along", lambda self, sequence: False)
 
     def second(engine: Engine) -> Any:
-        """An answer after another one to the same prompt, of which the drafter reads nothing, or all when it is first asked."""
+        """An answer after another one to the same prompt, of which the drafter reads nothing, or
+        all when it is first asked."""
         answer(target, DRAFTED["greedy"](drafter), short, prompt, budget=7, engine=engine)
         assert engine.prefixes is not None
         chunks = engine.prefixes.find(prompt, drafter)
-        assert all((chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks)
+        assert all(
+            (chunk.draft is None) == (chunk.hidden is not None) == (not ahead) for chunk in chunks
+        )
         return answer(target, DRAFTED["greedy"](drafter), params, prompt, budget=7, engine=engine)
 
     found = second(engine := Engine(target))
     assert found.statistics.cached_tokens == 36
-    assert (found.output.token_ids, found.statistics.steps) == (fresh.output.token_ids, fresh.statistics.steps)
+    assert (found.output.token_ids, found.statistics.steps) == (
+        fresh.output.token_ids,
+        fresh.statistics.steps,
+    )
     assert engine.prefixes is not None
-    assert all(chunk.draft is not None and chunk.hidden is None for chunk in engine.prefixes.find(prompt, drafter))
+    assert all(
+        chunk.draft is not None and chunk.hidden is None
+        for chunk in engine.prefixes.find(prompt, drafter)
+    )
     engine.forget()
     assert target.pool.used == drafter.pool.used == 0
     if not ahead:  # wrong versions: nothing is kept, or it is taken over without
@@ -149,7 +202,11 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead: int, m
             assert second(Engine(target)).statistics.cached_tokens == 0
         adopt = EagleState.adopt
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="hidden states of"):
-            patch.setattr(EagleState, "adopt", lambda self, chunks, tokens, hidden=(): adopt(self, chunks, tokens, hidden[:-1]))
+            patch.setattr(
+                EagleState,
+                "adopt",
+                lambda self, chunks, tokens, hidden=(): adopt(self, chunks, tokens, hidden[:-1]),
+            )
             second(Engine(target))
 
 
@@ -159,28 +216,49 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(ahead: int, m
 @pytest.fixture(scope="module")
 def head_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(5)
-    EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)).save(folder := tmp_path_factory.mktemp("head"), torch.float32)
+    EagleHead(replace(WIDE, layers=(1, 2, 3), vocab_size=257)).save(
+        folder := tmp_path_factory.mktemp("head"), torch.float32
+    )
     return folder
 
 
-def test_a_saved_head_is_a_drafter_and_another_models_is_refused(toy_folder: str, head_folder: Path, tmp_path: Path) -> None:
-    llm, params = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(head_folder)), SamplingParams(max_tokens=20, ignore_eos=True)
+def test_a_saved_head_is_a_drafter_and_another_models_is_refused(
+    toy_folder: str, head_folder: Path, tmp_path: Path
+) -> None:
+    llm, params = (
+        LLM(toy_folder, "dyspec", dtype="float32", drafter=str(head_folder)),
+        SamplingParams(max_tokens=20, ignore_eos=True),
+    )
     drafted = llm.generate("abc abc", params)
-    assert isinstance(llm.prepare("dyspec"), EagleDrafter) and drafted.statistics.sources["drafter"].drafted > 0
+    assert (
+        isinstance(llm.prepare("dyspec"), EagleDrafter)
+        and drafted.statistics.sources["drafter"].drafted > 0
+    )
     assert drafted.token_ids == llm.generate("abc abc", params, method="ar").token_ids
-    EagleHead(replace(WIDE, hidden_size=16, target_size=16, layers=(1, 2, 3), vocab_size=257)).save(tmp_path)
-    with pytest.raises(InvalidInput, match=r"hidden states 16 wide, the target's are 32: it was made for another model"):
+    EagleHead(replace(WIDE, hidden_size=16, target_size=16, layers=(1, 2, 3), vocab_size=257)).save(
+        tmp_path
+    )
+    with pytest.raises(
+        InvalidInput,
+        match=r"hidden states 16 wide, the target's are 32: it was made for another model",
+    ):
         LLM(toy_folder, "dyspec", dtype="float32", drafter=str(tmp_path))
     EagleHead(replace(WIDE, vocab_size=257)).save(tmp_path)
-    with pytest.raises(InvalidInput, match=r"hidden states after layers \[1, 2, 4\]: the model has 1 to 2"):
+    with pytest.raises(
+        InvalidInput, match=r"hidden states after layers \[1, 2, 4\]: the model has 1 to 2"
+    ):
         LLM(toy_folder, "dyspec", dtype="float32", drafter=str(tmp_path))
 
 
 def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
     toy_folder: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickbeam.target.opening.Model", partial(Model, chunk=8))  # so that short texts are shared
-    llm, params = LLM(toy_folder, dtype="float32", drafter=str(head_folder)), SamplingParams(max_tokens=16, ignore_eos=True)
+    # so that short texts are shared
+    monkeypatch.setattr("quickbeam.target.opening.Model", partial(Model, chunk=8))
+    llm, params = (
+        LLM(toy_folder, dtype="float32", drafter=str(head_folder)),
+        SamplingParams(max_tokens=16, ignore_eos=True),
+    )
     said: list[torch.Tensor] = []
     answered: Callable[..., list[Laws]] = EagleDrafter.answer
 
@@ -190,7 +268,11 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
         return found
 
     monkeypatch.setattr(EagleDrafter, "answer", heard)
-    for methods in (["dyspec"] * 3, ["ar", "dyspec", "logitspec", "dyspec"], ["dyspec", "eagle2", "ar", "chain"]):
+    for methods in (
+        ["dyspec"] * 3,
+        ["ar", "dyspec", "logitspec", "dyspec"],
+        ["dyspec", "eagle2", "ar", "chain"],
+    ):
         llm.reset()
         messages: list[dict[str, str]] = []
         turns = []
@@ -210,9 +292,12 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
             again = llm.chat(messages, params, method=method)
             assert again.statistics.cached_tokens == 0
             assert again.token_ids == completion.token_ids
-            if method != "logitspec":  # its trees are as wide as times measured tell, so they differ from one run to the next
+            # its trees are as wide as times measured tell, so they differ from one run to the next
+            if method != "logitspec":
                 assert again.statistics.steps == completion.statistics.steps
-            assert len(said) == len(drafted) and all(torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True))
+            assert len(said) == len(drafted) and all(
+                torch.allclose(a, b, atol=1e-5) for a, b in zip(said, drafted, strict=True)
+            )
 
 
 @pytest.mark.slow
@@ -223,6 +308,8 @@ def test_the_shipped_drafter_drafts_for_the_default_model(smollm2: Path) -> None
     plain = llm.chat(messages, params, method="ar")
     for method in ("dyspec", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"):
         drafted = llm.chat(messages, params, method=method)
-        assert drafted.token_ids == plain.token_ids and drafted.statistics.mean_accepted_tokens > 1.4
+        assert (
+            drafted.token_ids == plain.token_ids and drafted.statistics.mean_accepted_tokens > 1.4
+        )
     card = (Path(hub.shipped_drafter(None) or "") / "README.md").read_text()
     assert "quickbeam train drafter" in card and "| 1 |" in card

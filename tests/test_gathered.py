@@ -1,4 +1,5 @@
-"""Attention of many sequences in one call, the way of accelerators: the logits of each sequence by itself, layout by layout.
+"""Attention of many sequences in one call, the way of accelerators: the logits of each sequence by
+itself, layout by layout.
 
 pytest tests/test_gathered.py
 """
@@ -21,7 +22,12 @@ from quickbeam.target.model import Model
 from quickbeam.trees.base import NoDraft
 from quickbeam.trees.prompt_lookup import PromptLookup
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    ),
+]
 
 
 def gathered(name: str, device: str = "cpu", **options) -> Model:
@@ -32,7 +38,8 @@ def gathered(name: str, device: str = "cpu", **options) -> Model:
 @pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_trees_and_texts_side_by_side(name, fast, device):
-    """Several trees behind texts of other lengths, a text in two parts, and a tree that goes on from an earlier pass."""
+    """Several trees behind texts of other lengths, a text in two parts, and a tree that goes on
+    from an earlier pass."""
     plain, model = tiny(name, seed=4).to(device), gathered(name, device, fast=fast)
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     texts = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (3, 70, 130, 64)]
@@ -46,12 +53,21 @@ def test_trees_and_texts_side_by_side(name, fast, device):
     trees = [random_tree(generator, nodes) for nodes in (9, 1, 17)]
     early = trees[2].first(6)
     model.forward(Batch([Draft(caches[2], early)]))
-    parts = [Draft(caches[0], trees[0]), Chain(caches[3], [5, 6, 7]), Draft(caches[1], trees[1]), Draft(caches[2], trees[2], base=6)]
+    parts = [
+        Draft(caches[0], trees[0]),
+        Chain(caches[3], [5, 6, 7]),
+        Draft(caches[1], trees[1]),
+        Draft(caches[2], trees[2], base=6),
+    ]
     found = model.forward(Batch(parts))
-    for i, (passed, text, tree) in enumerate(zip((found[0], found[2], found[3]), texts, trees, strict=False)):
+    for i, (passed, text, tree) in enumerate(
+        zip((found[0], found[2], found[3]), texts, trees, strict=False)
+    ):
         expected = path_logits(plain, text, tree)[6 if i == 2 else 0 :]
         torch.testing.assert_close(passed.logits.cpu(), expected.cpu(), atol=2e-3, rtol=2e-3)
-    whole = plain(input_ids=torch.tensor([[*texts[3], 5, 6, 7]], device=device), use_cache=False).logits[0, -1:]
+    whole = plain(
+        input_ids=torch.tensor([[*texts[3], 5, 6, 7]], device=device), use_cache=False
+    ).logits[0, -1:]
     torch.testing.assert_close(found[1].logits.cpu(), whole.detach().cpu(), atol=2e-3, rtol=2e-3)
 
 
@@ -68,7 +84,9 @@ def test_a_path_is_kept_and_pages_are_used_again_clean():
         cache.commit(path)
         (passed,) = model.forward(Batch([Chain(cache, [9])]))
         ids = [*text, *(tree.token[node] for node in path), 9]
-        expected = tiny("llama", seed=4)(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1:]
+        expected = tiny("llama", seed=4)(input_ids=torch.tensor([ids]), use_cache=False).logits[
+            0, -1:
+        ]
         torch.testing.assert_close(passed.logits, expected.detach(), atol=2e-3, rtol=2e-3)
         with torch.inference_mode():
             for tensor in (*model.pool.key, *model.pool.value):
@@ -81,9 +99,14 @@ def test_a_path_is_kept_and_pages_are_used_again_clean():
 def test_answers_are_those_given_alone(name):
     model, params = gathered(name), SamplingParams(max_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7] * (1 + 11 * i) for i in range(4)]
-    alone = [answer(model, NoDraft(), params, prompt, budget=1).output.token_ids for prompt in prompts]
+    alone = [
+        answer(model, NoDraft(), params, prompt, budget=1).output.token_ids for prompt in prompts
+    ]
     engine = Engine(model)
-    ones = [engine.add(request(model, PromptLookup(Ngram()), params, prompt, budget=8)) for prompt in prompts]
+    ones = [
+        engine.add(request(model, PromptLookup(Ngram()), params, prompt, budget=8))
+        for prompt in prompts
+    ]
     while engine.busy:
         engine.step()
     assert [one.output.token_ids for one in ones] == alone

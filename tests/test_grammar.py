@@ -1,4 +1,5 @@
-"""Answers that follow a grammar are the plain ones, whatever drafts them and whatever runs beside them. `pytest tests/test_grammar.py`"""
+"""Answers that follow a grammar are the plain ones, whatever drafts them and whatever runs beside
+them. `pytest tests/test_grammar.py`"""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from quickbeam.grammar.masks import DeadEnd
 from quickbeam.presets import PRESETS
 from test_llm import save_small
 
-METHODS = [name for name, preset in PRESETS.items() if name != "ar" and preset.vocab in ("full", "routed")]
+METHODS = [
+    name for name, preset in PRESETS.items() if name != "ar" and preset.vocab in ("full", "routed")
+]
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -35,65 +38,111 @@ SCHEMA = {
 }
 COUNT = 'start: "[" (digit ",")* digit "]"\ndigit: /[1-5]{1,3}/\n'
 PHONE = r"(\+1 )?[0-9]{3}-[0-9]{4} extension [ab]+!"
-GRAMMARS = {"schema": Grammar.json_schema(SCHEMA), "regex": Grammar.regex(PHONE), "lark": Grammar.lark(COUNT)}
+GRAMMARS = {
+    "schema": Grammar.json_schema(SCHEMA),
+    "regex": Grammar.regex(PHONE),
+    "lark": Grammar.lark(COUNT),
+}
 LONG = "The quick brown fox jumps over the lazy dog"
 
 
 @pytest.fixture(scope="module")
 def llm(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(toy_folder, dtype="float32", drafter=save_small(toy_folder, tmp_path_factory.mktemp("small")))
+    return LLM(
+        toy_folder,
+        dtype="float32",
+        drafter=save_small(toy_folder, tmp_path_factory.mktemp("small")),
+    )
 
 
 def fits(name: str, text: str) -> bool:
     if name == "schema":
         jsonschema.validate(json.loads(text), SCHEMA)
         return True
-    return re.fullmatch({"regex": PHONE, "lark": r"\[([1-5]{1,3},)*[1-5]{1,3}\]"}[name], text) is not None
+    return (
+        re.fullmatch({"regex": PHONE, "lark": r"\[([1-5]{1,3},)*[1-5]{1,3}\]"}[name], text)
+        is not None
+    )
 
 
 def asked(name: str, **changes: object) -> SamplingParams:
     return replace(SamplingParams(max_tokens=120, grammar=GRAMMARS[name]), **changes)
 
 
-# --- the same answer -----------------------------------------------------------------------------------------------------------------
+# --- the same answer ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "temperature", "name"), spread(METHODS, [0.0, 0.8], list(GRAMMARS)))
+@pytest.mark.parametrize(
+    ("method", "temperature", "name"), spread(METHODS, [0.0, 0.8], list(GRAMMARS))
+)
 def test_drafts_change_no_answer(llm: LLM, method: str, temperature: float, name: str) -> None:
     for seed, budget in ((0, None), (1, 4), (2, 0)):
         params = asked(name, temperature=temperature, seed=seed, max_tokens=60)
         expected = llm.generate("abc abc", params, method="ar")
         found = llm.generate("abc abc", params, method=method, budget=budget)
-        assert found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
+        assert (
+            found.token_ids == expected.token_ids and found.finish_reason == expected.finish_reason
+        )
         if found.finish_reason == "stop":
             assert fits(name, found.text)
 
 
 @pytest.mark.parametrize("method", few(METHODS, ["dyspec", "specinfer"]))
 def test_drawn_answers_fit(llm: LLM, method: str) -> None:
-    answer = llm.generate("abc", asked("schema", temperature=1.0, seed=1, coupling="residual"), method=method)
+    answer = llm.generate(
+        "abc", asked("schema", temperature=1.0, seed=1, coupling="residual"), method=method
+    )
     assert answer.finish_reason == "stop" and fits("schema", answer.text)
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
 def test_all_that_shapes_an_answer_goes_with_a_grammar(llm: LLM, method: str) -> None:
-    full = dict(temperature=0.8, top_k=20, top_p=0.95, min_p=0.01, repetition_penalty=1.1, frequency_penalty=0.1, seed=3)
-    params = asked("schema", **full, logit_bias={llm.tokenizer.encode("c")[0]: -math.inf}, bad_words=["ab"], min_tokens=20)
+    full = dict(
+        temperature=0.8,
+        top_k=20,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        frequency_penalty=0.1,
+        seed=3,
+    )
+    params = asked(
+        "schema",
+        **full,
+        logit_bias={llm.tokenizer.encode("c")[0]: -math.inf},
+        bad_words=["ab"],
+        min_tokens=20,
+    )
     answer = llm.generate("abc", params, method=method)
     assert answer.token_ids == llm.generate("abc", params, method="ar").token_ids
-    assert answer.finish_reason == "stop" and fits("schema", answer.text) and json.loads(answer.text)["kind"] == "dog"
+    assert (
+        answer.finish_reason == "stop"
+        and fits("schema", answer.text)
+        and json.loads(answer.text)["kind"] == "dog"
+    )
 
 
 def test_logprobs_are_the_models_own(llm: LLM) -> None:
     free = llm.generate("abc", SamplingParams(max_tokens=1, logprobs=3, ignore_eos=True)).logprobs
     bound = llm.generate("abc", asked("regex", logprobs=3, max_tokens=1)).logprobs
-    assert free is not None and bound is not None and bound[0].top == free[0].top and bound[0].logprob < 0
+    assert (
+        free is not None
+        and bound is not None
+        and bound[0].top == free[0].top
+        and bound[0].logprob < 0
+    )
 
 
 @pytest.mark.parametrize("method", ["pld", "auto"])
 def test_others_beside_it_change_no_answer(llm: LLM, method: str) -> None:
-    every = [asked(name, temperature=t, seed=s) for name, t, s in (("schema", 0.8, 1), ("regex", 0.0, 2), ("lark", 0.9, 3))]
-    every += [SamplingParams(max_tokens=30, ignore_eos=True), asked("schema", temperature=0.8, seed=1, n=3)]
+    every = [
+        asked(name, temperature=t, seed=s)
+        for name, t, s in (("schema", 0.8, 1), ("regex", 0.0, 2), ("lark", 0.9, 3))
+    ]
+    every += [
+        SamplingParams(max_tokens=30, ignore_eos=True),
+        asked("schema", temperature=0.8, seed=1, n=3),
+    ]
     alone = [one for params in every for one in answers(llm, params, "ar")]
     together = llm.generate(["abc abc"] * len(every), every, method=method)
     assert [one.token_ids for one in together] == [one.token_ids for one in alone]
@@ -106,7 +155,9 @@ def answers(llm: LLM, params: SamplingParams, method: str) -> list[Completion]:
 
 @pytest.mark.parametrize("method", ["pld", "dyspec"])
 def test_an_answer_outlasts_a_set_back(llm: LLM, method: str) -> None:
-    long = SamplingParams(max_tokens=180, temperature=0.8, grammar=Grammar.regex("[a-f]{75} [a-f]{70,90}!"))
+    long = SamplingParams(
+        max_tokens=180, temperature=0.8, grammar=Grammar.regex("[a-f]{75} [a-f]{70,90}!")
+    )
     params = [replace(long, seed=seed) for seed in range(3)]
     expected = [llm.generate("abc", one, method="ar").token_ids for one in params]
     pool, limit = llm.model.pool, llm.model.pool.limit
@@ -145,21 +196,33 @@ def test_asyncio_has_it(llm: LLM) -> None:
     assert reason == "length" or fits("lark", text)
 
 
-# --- forced tokens -------------------------------------------------------------------------------------------------------------------
+# --- forced tokens --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("budget", [16, 0])
-def test_forced_tokens_come_many_a_step(llm: LLM, method: str, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forced_tokens_come_many_a_step(
+    llm: LLM, method: str, budget: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     costs = Budget(CostModel({1: 1.0, 64: 1.5}))  # whatever the machine does meanwhile
     monkeypatch.setattr(costs, "observe", lambda *_: None)
     monkeypatch.setattr(costs.cost, "observe", lambda *_: None)
     monkeypatch.setattr(llm.engine, "_budget", costs)
-    answer = llm.generate("xyz", SamplingParams(grammar=Grammar.regex(LONG), temperature=0.7, seed=1), method=method, budget=budget)
+    answer = llm.generate(
+        "xyz",
+        SamplingParams(grammar=Grammar.regex(LONG), temperature=0.7, seed=1),
+        method=method,
+        budget=budget,
+    )
     s = answer.statistics
     assert (answer.text, answer.finish_reason) == (LONG, "stop")
-    drafted = [(one.drafted, one.accepted) for one in s.sources.values()]  # n-grams and last logits, too, name forced tokens only
-    assert sum(accepted for _, accepted in drafted) == s.new_tokens - 1 - s.steps == sum(count for count, _ in drafted)
+    # n-grams and last logits, too, name forced tokens only
+    drafted = [(one.drafted, one.accepted) for one in s.sources.values()]
+    assert (
+        sum(accepted for _, accepted in drafted)
+        == s.new_tokens - 1 - s.steps
+        == sum(count for count, _ in drafted)
+    )
     assert s.sources["grammar"].accepted > s.new_tokens / 2
     assert s.drafter_calls == 0 and s.steps < s.new_tokens / 4
 
@@ -171,23 +234,36 @@ def test_plain_decoding_stays_one_token_a_step(llm: LLM) -> None:
 
 def test_what_a_grammar_teaches_is_kept_apart(llm: LLM) -> None:
     llm.generate("abc", asked("schema"), method="dyspec")
-    kinds = {setting.constrained: policy for setting, policy in llm._policies.items() if setting.method == "dyspec"}
+    kinds = {
+        setting.constrained: policy
+        for setting, policy in llm._policies.items()
+        if setting.method == "dyspec"
+    }
     assert kinds[True] is not kinds.get(False)
 
 
-# --- where an answer ends ------------------------------------------------------------------------------------------------------------
+# --- where an answer ends -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", ["ar", "auto"])
-def test_every_id_that_ends_an_answer_may_end_it(llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_id_that_ends_an_answer_may_end_it(
+    llm: LLM, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (end,) = llm.eos_ids
     a, x = llm.tokenizer.encode("ax")
     bias = {end: -math.inf}
     with pytest.raises(DeadEnd, match=r"allows 1 tokens after 2 tokens .* logit_bias"):
-        llm.generate("abc", SamplingParams(grammar=Grammar.regex("aa"), logit_bias=bias), method=method)
-    early = llm.generate("abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[a]), method=method)
-    assert (early.token_ids, early.finish_reason) == ([a], "stop")  # a letter that the grammar allows anyway
-    never = llm.generate("abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[x]), method=method)
+        llm.generate(
+            "abc", SamplingParams(grammar=Grammar.regex("aa"), logit_bias=bias), method=method
+        )
+    early = llm.generate(
+        "abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[a]), method=method
+    )
+    # a letter that the grammar allows anyway
+    assert (early.token_ids, early.finish_reason) == ([a], "stop")
+    never = llm.generate(
+        "abc", SamplingParams(grammar=Grammar.regex("a{9}"), stop_token_ids=[x]), method=method
+    )
     assert never.token_ids == [a] * 9 + [end]
     named = SamplingParams(grammar=Grammar.regex("a{9}"), ignore_eos=True, stop_token_ids=[end])
     assert llm.generate("abc", named, method=method).token_ids == [a] * 9 + [end]
@@ -195,21 +271,35 @@ def test_every_id_that_ends_an_answer_may_end_it(llm: LLM, method: str, monkeypa
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec"])
 def test_a_limit_cuts_it(llm: LLM, method: str) -> None:
-    cut = llm.generate("abc", SamplingParams(grammar=Grammar.regex(LONG), max_tokens=7), method=method)
+    cut = llm.generate(
+        "abc", SamplingParams(grammar=Grammar.regex(LONG), max_tokens=7), method=method
+    )
     assert (cut.text, cut.finish_reason) == (LONG[:7], "length")
-    stopped = llm.generate("abc", SamplingParams(grammar=Grammar.regex(LONG), stop=["brown"]), method=method)
+    stopped = llm.generate(
+        "abc", SamplingParams(grammar=Grammar.regex(LONG), stop=["brown"]), method=method
+    )
     assert (stopped.text, stopped.finish_reason) == ("The quick ", "stop")
 
 
 @pytest.mark.parametrize("method", ["ar", "pld", "dyspec", "specinfer"])
 def test_no_token_left_ends_that_answer_and_no_other(llm: LLM, method: str) -> None:
     stuck = SamplingParams(grammar=Grammar.regex("abc(d|e)"), bad_words=["d", "e"])
-    streams = [llm.stream("abc", params, method=method) for params in (stuck, asked("regex", max_tokens=40), replace(stuck, stop=["bc"]))]
-    with pytest.raises(DeadEnd, match="allows 2 tokens after 3 tokens of the answer, all ruled out by min_tokens, bad_words or logit_bias"):
+    streams = [
+        llm.stream("abc", params, method=method)
+        for params in (stuck, asked("regex", max_tokens=40), replace(stuck, stop=["bc"]))
+    ]
+    with pytest.raises(
+        DeadEnd,
+        match="allows 2 tokens after 3 tokens of the answer, all ruled out "
+        "by min_tokens, bad_words or logit_bias",
+    ):
         list(streams[0])
     assert streams[0].completion.finish_reason == "error" and streams[0].completion.text == "abc"
-    assert "".join(streams[1]) == llm.generate("abc", asked("regex", max_tokens=40), method="ar").text
-    assert ["".join(streams[2]), streams[2].completion.finish_reason] == ["a", "stop"]  # it ended before
+    assert (
+        "".join(streams[1]) == llm.generate("abc", asked("regex", max_tokens=40), method="ar").text
+    )
+    # it ended before
+    assert ["".join(streams[2]), streams[2].completion.finish_reason] == ["a", "stop"]
 
 
 def test_min_tokens_beyond_the_grammar_is_an_error(llm: LLM) -> None:
@@ -217,15 +307,21 @@ def test_min_tokens_beyond_the_grammar_is_an_error(llm: LLM) -> None:
         llm.generate("abc", SamplingParams(grammar=Grammar.regex("aa"), min_tokens=5), method="pld")
 
 
-# --- what can't be used --------------------------------------------------------------------------------------------------------------
+# --- what can't be used ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("grammar", "words"),
     [
         (Grammar.json_schema({"type": "strnig"}), "json_schema: Invalid type: strnig"),
-        (Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}), "json_schema: Unsatisfiable schema"),
-        (Grammar.json_schema({"not": {"type": "string"}}), r"json_schema: Unimplemented keys: \[\"not\"\]"),
+        (
+            Grammar.json_schema({"type": "integer", "minimum": 3, "maximum": 2}),
+            "json_schema: Unsatisfiable schema",
+        ),
+        (
+            Grammar.json_schema({"not": {"type": "string"}}),
+            r"json_schema: Unimplemented keys: \[\"not\"\]",
+        ),
         (Grammar.json_schema({"$ref": "https://example.com/x.json"}), "json_schema: Resource"),
         (Grammar.json_schema("[1]"), "json_schema: .*object"),
         (Grammar.regex("a("), "regex: .*unclosed group"),
@@ -234,7 +330,9 @@ def test_min_tokens_beyond_the_grammar_is_an_error(llm: LLM) -> None:
     ],
     ids=str,
 )
-def test_a_bad_grammar_is_told_when_a_request_begins(llm: LLM, grammar: Grammar, words: str) -> None:
+def test_a_bad_grammar_is_told_when_a_request_begins(
+    llm: LLM, grammar: Grammar, words: str
+) -> None:
     for begin in (llm.stream, llm.generate):
         with pytest.raises(InvalidInput, match=re.compile(words, re.DOTALL)):
             begin("abc", SamplingParams(grammar=grammar))
@@ -248,7 +346,9 @@ def test_what_is_no_grammar() -> None:
             Grammar.json_schema(given)
     with pytest.raises(InvalidInput, match="must be a mapping"):
         Grammar.json_schema(3)  # type: ignore[arg-type]
-    with pytest.raises(InvalidInput, match="unknown kind of grammar 'bnf'; known: json_schema, regex, lark"):
+    with pytest.raises(
+        InvalidInput, match="unknown kind of grammar 'bnf'; known: json_schema, regex, lark"
+    ):
         Grammar("bnf", "")
     with pytest.raises(InvalidInput, match=r"grammar='a': must be a Grammar"):
         SamplingParams(grammar="a")  # type: ignore[arg-type]
@@ -263,12 +363,20 @@ def test_an_answer_that_could_not_end_is_refused(llm: LLM, monkeypatch: pytest.M
         llm.generate("abc", SamplingParams(grammar=Grammar.regex("never asked before")))
 
 
-def test_a_missing_library_and_an_unknown_tokenizer_are_told(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_library_and_an_unknown_tokenizer_are_told(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     unknown = SamplingParams(grammar=Grammar.regex("never asked before, either"))
-    with monkeypatch.context() as patch, pytest.raises(InvalidInput, match=r"pip install 'quickbeam\[grammar\]'"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InvalidInput, match=r"pip install 'quickbeam\[grammar\]'"),
+    ):
         patch.setitem(sys.modules, "llguidance", None)
         llm.generate("abc", unknown)
-    with monkeypatch.context() as patch, pytest.raises(InvalidInput, match="can't take this model's tokenizer"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(InvalidInput, match="can't take this model's tokenizer"),
+    ):
         patch.setattr(llm._grammars, "_tokenizer", None)
         patch.setattr(llm._grammars, "_hf", list(range(257)))
         llm.generate("abc", unknown)
@@ -281,28 +389,41 @@ def test_compiled_grammars_are_kept_up_to_a_number(llm: LLM) -> None:
     assert len(llm._grammars._kept) == KEPT and Grammar.regex("a2") not in llm._grammars._kept
 
 
-# --- JSON ----------------------------------------------------------------------------------------------------------------------------
+# --- JSON -----------------------------------------------------------------------------------------
 
 
 def test_json_is_written_as_python_writes_it_unless_told(llm: LLM) -> None:
     for seed in range(3):
         text = llm.generate("abc", asked("schema", temperature=1.0, seed=seed)).text
         assert json.dumps(json.loads(text)) == text
-    free = SamplingParams(temperature=1.0, max_tokens=300, grammar=Grammar.json_schema(SCHEMA, any_whitespace=True))
+    free = SamplingParams(
+        temperature=1.0, max_tokens=300, grammar=Grammar.json_schema(SCHEMA, any_whitespace=True)
+    )
     texts = [llm.generate("abc", replace(free, seed=seed)).text for seed in range(4)]
     assert any("\n" in text or "  " in text for text in texts)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", few([name for name in PRESETS if name != "ar"], ["auto", "logitspec"]))
+@pytest.mark.parametrize(
+    "method", few([name for name in PRESETS if name != "ar"], ["auto", "logitspec"])
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_default_model_gives_one_answer(method: str, temperature: float, default: LLM) -> None:
     messages = [{"role": "user", "content": "Describe a pet as JSON."}]
-    params = SamplingParams(max_tokens=60, temperature=temperature, seed=4, grammar=Grammar.json_schema(SCHEMA))
+    params = SamplingParams(
+        max_tokens=60, temperature=temperature, seed=4, grammar=Grammar.json_schema(SCHEMA)
+    )
     expected = default.chat(messages, params, method="ar")
     found = default.chat(messages, params, method=method)
-    assert found.token_ids == expected.token_ids and found.finish_reason == "stop" and fits("schema", found.text)
-    assert found.statistics.sources["grammar"].accepted > 5 and found.statistics.steps < expected.statistics.steps / 1.5
+    assert (
+        found.token_ids == expected.token_ids
+        and found.finish_reason == "stop"
+        and fits("schema", found.text)
+    )
+    assert (
+        found.statistics.sources["grammar"].accepted > 5
+        and found.statistics.steps < expected.statistics.steps / 1.5
+    )
 
 
 @pytest.fixture(scope="module")

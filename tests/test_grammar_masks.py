@@ -1,4 +1,5 @@
-"""Masks of a grammar along trees, and the exactness of what is sampled under them. `pytest tests/test_grammar_masks.py`"""
+"""Masks of a grammar along trees, and the exactness of what is sampled under them. `pytest
+tests/test_grammar_masks.py`"""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 
 V = 6  # five letters and the end
-FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"  # what may come depends on what came; after a fork a letter is forced
+# what may come depends on what came; after a fork a letter is forced
+FORKS = "(a[bc]|[bc]d[ae]|[de](ab|c)){2,9}"
 WORDS = "(a|ab|abc|bd{2,4}e?|c(d|e)*)+"
 
 
@@ -48,24 +50,35 @@ def spelt(tokens: Sequence[int]) -> str:
     return "".join("." if token >= V - 1 else LETTERS[token] for token in tokens)
 
 
-# --- what may follow -----------------------------------------------------------------------------------------------------------------
+# --- what may follow ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("pattern", [FORKS, WORDS])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern: str, seed: int) -> None:
-    """Random walks through a growing answer and paths below it; questions in any order change nothing."""
+def test_a_place_allows_what_the_language_does_wherever_one_came_from(
+    pattern: str, seed: int
+) -> None:
+    """Random walks through a growing answer and paths below it; questions in any order change
+    nothing."""
     chance, found, text = random.Random(seed), masks(pattern, V - 1, vocab=9), list[int]()
     for _ in range(120):
         path = list[int]()
         for _ in range(chance.randrange(6)):
             place = found.place(path)
             assert place is not None
-            path.append(chance.choice([token for token in range(V - 1) if not place.banned[token]] or [V - 1]))
+            path.append(
+                chance.choice(
+                    [token for token in range(V - 1) if not place.banned[token]] or [V - 1]
+                )
+            )
             if path[-1] == V - 1:
                 break
         if path[-1:] == [V - 1]:
-            assert found.place(path) is None and found.forced(path) is None and found.follows(path, [0]) == 0
+            assert (
+                found.place(path) is None
+                and found.forced(path) is None
+                and found.follows(path, [0]) == 0
+            )
             continue
         expected = allowed(pattern, spelt([*text, *path]), V - 1)
         if (question := chance.randrange(3)) == 0:
@@ -74,7 +87,8 @@ def test_a_place_allows_what_the_language_does_wherever_one_came_from(pattern: s
             found.follows(path, [chance.randrange(V) for _ in range(3)])
         place = found.place(path)
         assert place is not None
-        assert {token for token in range(9) if not place.banned[token]} == expected  # 6 to 8 are padding
+        # 6 to 8 are padding
+        assert {token for token in range(9) if not place.banned[token]} == expected
         assert (place.left, place.first) == (len(expected), min(expected))
         only = min(expected) if len(expected) == 1 else None
         assert found.forced(path) == (None if only == V - 1 else only)
@@ -106,9 +120,18 @@ def test_a_grammar_that_cannot_be_read_backwards_is_read_anew() -> None:
     """Lark's `max_tokens` counts tokens, and llguidance has no way back from there."""
     grammar = Grammar.lark('start: gen "e"\ngen[max_tokens=2]: /[ab]*/')
     found = compiler(V - 1, V).begin(grammar, [V - 1])
-    for path, expected in ((ids("a"), {0, 1, 4}), (ids("ab"), {4}), (ids("b"), {0, 1, 4}), ([], {0, 1, 4}), (ids("ba"), {4})):
+    for path, expected in (
+        (ids("a"), {0, 1, 4}),
+        (ids("ab"), {4}),
+        (ids("b"), {0, 1, 4}),
+        ([], {0, 1, 4}),
+        (ids("ba"), {4}),
+    ):
         place = found.place(path)
-        assert place is not None and {token for token in range(V) if not place.banned[token]} == expected
+        assert (
+            place is not None
+            and {token for token in range(V) if not place.banned[token]} == expected
+        )
 
 
 def test_after_the_end_nothing_is_asked() -> None:
@@ -119,30 +142,40 @@ def test_after_the_end_nothing_is_asked() -> None:
 
 
 def test_all_ids_that_are_no_text_end_it_where_it_may_end() -> None:
-    """Two end-of-sequence ids, a special token and a letter that are stop ids; the logits are wider than the tokenizer, or narrower."""
+    """Two end-of-sequence ids, a special token and a letter that are stop ids; the logits are wider
+    than the tokenizer, or narrower."""
     tokenizer = letters(5, "<pause>", "<stop>")
     end, pause, stop = 5, 6, 7
     for vocab, expected in ((10, {1, end, pause, stop}), (7, {1, end, pause})):
-        found = Compiler(tokenizer, vocab, [end, pause]).begin(Grammar.regex("ab?c?"), [end, pause, stop, 1])
+        found = Compiler(tokenizer, vocab, [end, pause]).begin(
+            Grammar.regex("ab?c?"), [end, pause, stop, 1]
+        )
         place = found.place([0])
-        assert place is not None and {token for token in range(vocab) if not place.banned[token]} == expected | {2}
+        assert place is not None and {
+            token for token in range(vocab) if not place.banned[token]
+        } == expected | {2}
         assert found.place([0, 1]) is None  # the letter ends it where the grammar has one
     ignored = Compiler(tokenizer, 10, [end, pause]).begin(Grammar.regex("ab?"), [stop])
     for path, expected in (([], {0}), ([0], {1, stop}), ([0, 1], {stop})):
         place = ignored.place(path)
-        assert place is not None and {token for token in range(10) if not place.banned[token]} == expected
-    assert ignored.forced([]) == 0 and ignored.forced([0, 1]) is None  # the end is the target's to say
+        assert (
+            place is not None
+            and {token for token in range(10) if not place.banned[token]} == expected
+        )
+    # the end is the target's to say
+    assert ignored.forced([]) == 0 and ignored.forced([0, 1]) is None
 
 
 def test_no_shortcut_goes_around_a_mask() -> None:
-    assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits  # what `accept` asks before it takes one
+    # what `accept` asks before it takes one
+    assert SamplingParams(grammar=Grammar.regex("a")).adjusts_logits
     with pytest.raises(ValueError, match="grammar"):
         Sampler(SamplingParams(grammar=Grammar.regex("a")), [0], V)
     with pytest.raises(ValueError, match="grammar"):
         Sampler(SamplingParams(), [0], V, grammar=masks("a", V - 1))
 
 
-# --- what is sampled -----------------------------------------------------------------------------------------------------------------
+# --- what is sampled ------------------------------------------------------------------------------
 
 
 SAMPLING: dict[str, dict[str, object]] = {
@@ -155,7 +188,8 @@ SAMPLING: dict[str, dict[str, object]] = {
 
 
 def law_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]], torch.Tensor]:
-    """The exact distribution, with what is allowed found by brute force before anything else is done to the logits."""
+    """The exact distribution, with what is allowed found by brute force before anything else is
+    done to the logits."""
     free = replace(params, grammar=None)
 
     @cache
@@ -173,25 +207,41 @@ def law_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]],
 
 
 def sampler_of(params: SamplingParams, context: Sequence[int]) -> Sampler:
-    sampler = Sampler(params, [0], V, grammar=compiler(V - 1, V).begin(Grammar.regex(FORKS), [V - 1]))
+    sampler = Sampler(
+        params, [0], V, grammar=compiler(V - 1, V).begin(Grammar.regex(FORKS), [V - 1])
+    )
     sampler.extend(context[1:])
     return sampler
 
 
-def coupled_answers(model: ToyModel, params: SamplingParams, seeds: int, length: int = 4) -> Counter[tuple[int, ...]]:
+def coupled_answers(
+    model: ToyModel, params: SamplingParams, seeds: int, length: int = 4
+) -> Counter[tuple[int, ...]]:
     """First tokens of answers by the noise of places, in random trees."""
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(seeds):
-        noise, chance, sampler, context = Noise(seed, 0, V), random.Random(seed), sampler_of(params, [0]), [0]
+        noise, chance, sampler, context = (
+            Noise(seed, 0, V),
+            random.Random(seed),
+            sampler_of(params, [0]),
+            [0],
+        )
         while len(context) <= length:
             tree = TokenTree(context[-1])
             for _ in range(6):
                 node, token = chance.randrange(len(tree)), chance.randrange(V)
                 if tree.child(node, token) is None:
                     tree.add(node, token, "random")
-            logits = torch.stack([model.target([*context, *path_tokens(tree, node)]).log() for node in range(len(tree))])
+            logits = torch.stack(
+                [
+                    model.target([*context, *path_tokens(tree, node)]).log()
+                    for node in range(len(tree))
+                ]
+            )
             passed = Passed(logits, None)
-            path, token = accept(sampler, tree, passed, Chance(noise, torch.Generator()), len(context))
+            path, token = accept(
+                sampler, tree, passed, Chance(noise, torch.Generator()), len(context)
+            )
             new = [*(tree.token[node] for node in path[1:]), token]
             sampler.extend(new)
             context += new
@@ -201,7 +251,10 @@ def coupled_answers(model: ToyModel, params: SamplingParams, seeds: int, length:
 
 @pytest.mark.parametrize("name", few(list(SAMPLING), ["plain", "top-k"]))
 def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
-    model, params = ToyModel(V, seed=3, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
+    model, params = (
+        ToyModel(V, seed=3, zeros=0.0),
+        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
+    )
     counts = coupled_answers(model, params, 1200)
     assert chi_square(counts, exact_law(law_of(model, params), V, 4)) > 1e-3
 
@@ -219,16 +272,22 @@ def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.Mo
 
     right = Sampler.law
     monkeypatch.setattr(Sampler, "law", late)
-    model, params = ToyModel(V, seed=3, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name])
+    model, params = (
+        ToyModel(V, seed=3, zeros=0.0),
+        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
+    )
     counts = coupled_answers(model, params, 1200)
     monkeypatch.undo()
     assert chi_square(counts, exact_law(law_of(model, params), V, 4)) < 1e-4
 
 
 def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 3) -> float:
-    """Of the test that answers of drawn trees have the exact distribution. `wrong`: the distribution that a child is said to be drawn from
-    is the drafter's before the mask."""
-    model, params = ToyModel(V, seed=5, noise=3.0, zeros=0.0), SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS))
+    """Of the test that answers of drawn trees have the exact distribution. `wrong`: the
+    distribution that a child is said to be drawn from is the drafter's before the mask."""
+    model, params = (
+        ToyModel(V, seed=5, noise=3.0, zeros=0.0),
+        SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS)),
+    )
     drafter, generator = KnownDrafter(model.draft), torch.Generator().manual_seed(3)
     policy = DRAFTED[name](drafter)
 
@@ -264,14 +323,26 @@ def test_a_drafters_distribution_before_the_mask_is_found_out() -> None:
     assert residual_p("specinfer", wrong=True) < 1e-4
 
 
-# --- what is drafted -----------------------------------------------------------------------------------------------------------------
+# --- what is drafted ------------------------------------------------------------------------------
 
 
-def draft(policy: DraftedPolicy, pattern: str, text: str, budget: int, temperature: float = 0.0, depth: int = 9) -> Grown:
+def draft(
+    policy: DraftedPolicy,
+    pattern: str,
+    text: str,
+    budget: int,
+    temperature: float = 0.0,
+    depth: int = 9,
+) -> Grown:
     """What is grown after a prompt of one token and a text."""
     found = masks(pattern, V - 1, ids(text))
-    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found).begin(policy.sources)
-    return grown(constrained(policy.grow(context, budget, depth), found, budget, depth), policy.drafter.answer)
+    context = Context([0, *ids(text)], torch.zeros(V), temperature, grammar=found).begin(
+        policy.sources
+    )
+    return grown(
+        constrained(policy.grow(context, budget, depth), found, budget, depth),
+        policy.drafter.answer,
+    )
 
 
 def known() -> KnownDrafter:
@@ -285,7 +356,8 @@ def test_what_is_forced_costs_no_call_and_comes_first() -> None:
     tree = draft(DySpec(drafter), "abcde[ab]c*", "", 8).tree
     assert spelt(tree.token[1:7]) == "abcdea" and tree.source[1:7] == [GRAMMAR] * 5 + ["drafter"]
     assert tree.value[1:6] == [1.0] * 5 and tree.probability[1:6] == [1.0] * 5
-    assert drafter.calls[:6] == [[0], [1], [2], [3], [4], [5]]  # to know what may come after the run, it reads the run
+    # to know what may come after the run, it reads the run
+    assert drafter.calls[:6] == [[0], [1], [2], [3], [4], [5]]
 
 
 def test_a_run_that_takes_all_nodes_needs_no_drafter() -> None:
@@ -319,11 +391,14 @@ def test_every_tree_keeps_to_the_grammar(name: str, temperature: float, pattern:
         for node in range(1, len(tree)):
             keep = allowed(pattern, spelt([*text, *tree.tokens(tree.parent[node])]), V - 1)
             assert tree.token[node] in keep
-            assert (tree.source[node] == GRAMMAR) == (len(keep) == 1 and tree.source[node] != Ngram.name)
+            assert (tree.source[node] == GRAMMAR) == (
+                len(keep) == 1 and tree.source[node] != Ngram.name
+            )
 
 
 def test_what_repeats_stops_where_it_is_banned() -> None:
-    """The text goes on `abcd abcd`, the grammar wants an e after `abc`; forced letters are the grammar's, whoever knows them."""
+    """The text goes on `abcd abcd`, the grammar wants an e after `abc`; forced letters are the
+    grammar's, whoever knows them."""
     policy = Hybrid(known(), Ngram())
     tree = draft(policy, "(abcd|eab[ce]e[ab])*", "abcdeab", 5).tree
     path = [0]
@@ -346,7 +421,11 @@ def test_runs_are_laid_where_there_is_room() -> None:
     tree.add(tree.add(0, 1, "ngram", 0.5), 2, "ngram", 0.25)
     tree.add(0, 3, "ngram", 0.5)
     lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 6, 3)
-    assert spelt(tree.token) == "abcdab" and tree.source[4:] == [GRAMMAR] * 2 and tree.value[4:] == [0.5, 0.5]
+    assert (
+        spelt(tree.token) == "abcdab"
+        and tree.source[4:] == [GRAMMAR] * 2
+        and tree.value[4:] == [0.5, 0.5]
+    )
     lay_runs(tree, masks("b(c|e)|dabca*", V - 1), 9, 3)
     assert len(tree) == 6  # as deep as may be
 
@@ -360,7 +439,9 @@ def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
     sent = list[Laws | None]()
 
     def growth(nodes: list[int]) -> Growth:
-        sent.append((yield DraftRequest(Context([0], torch.zeros(V), grammar=found), tree, nodes, 0.5)))
+        sent.append(
+            (yield DraftRequest(Context([0], torch.zeros(V), grammar=found), tree, nodes, 0.5))
+        )
         return Grown(TokenTree(0))
 
     for nodes in ([1, 2], [1]):
@@ -381,7 +462,9 @@ def test_reading_a_run_counts_for_what_is_hoped_of_it() -> None:
         due = [search.root]
         while due:
             yield from search.expand(due, gain=0.9)
-            due = [one for one in search.best if one.number not in search.expanded and one.depth < 3]
+            due = [
+                one for one in search.best if one.number not in search.expanded and one.depth < 3
+            ]
         return Grown(search.tree())
 
     outer, law, calls = constrained(growth(), found, 9, 9), Laws(known().law([0]).expand(1, -1)), []

@@ -41,24 +41,37 @@ def contexts(draw: st.DrawFn) -> Context:
     ids = draw(texts)
     ranking = draw(st.permutations(range(draw(st.sampled_from([6, 20, 100])))))
     first = [ids[-1]] if draw(st.booleans()) else []
-    return Context(ids, logits_in_order([*first, *(token for token in ranking if token not in first)], len(ranking)))
+    return Context(
+        ids,
+        logits_in_order(
+            [*first, *(token for token in ranking if token not in first)], len(ranking)
+        ),
+    )
 
 
 def started(policy: TreePolicy, context: Context) -> Context:
-    """The context, the policy's sources fed as the engine does: the prompt, then what was emitted."""
+    """The context, the policy's sources fed as the engine does: the prompt, then what was
+    emitted."""
     for source in policy.sources:
         state = context.states[source.name] = source.begin(context.ids[:-1])
         state.extend(context.ids[-1:])
     return context
 
 
-def grown(context: Context, budget: int, max_depth: int = 32, sources: Sequence[str] = SOURCES, tree: str = "logitspec") -> TokenTree:
+def grown(
+    context: Context,
+    budget: int,
+    max_depth: int = 32,
+    sources: Sequence[str] = SOURCES,
+    tree: str = "logitspec",
+) -> TokenTree:
     policy = make_policy(sources, tree)
     return tree_of(policy, started(policy, context), budget, max_depth)
 
 
 def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
-    """Where the continuation of the newest, longest (3 to 1 tokens) earlier occurrence begins, and the occurrence's length."""
+    """Where the continuation of the newest, longest (3 to 1 tokens) earlier occurrence begins, and
+    the occurrence's length."""
     for n in range(min(3, len(suffix)), 0, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if text[start : start + n] == suffix[-n:]:
@@ -67,17 +80,23 @@ def longest_match(text: list[int], suffix: list[int]) -> tuple[int, int] | None:
 
 
 def other_matches(text: list[int]) -> list[tuple[int, int]]:
-    """Every match of the text's end whose next token no better one has: longest first, newest first among the newest 12 of a length."""
+    """Every match of the text's end whose next token no better one has: longest first, newest first
+    among the newest 12 of a length."""
     found: dict[int, tuple[int, int]] = {}
     for n in range(min(3, len(text)), 0, -1):
-        starts = [start for start in range(len(text) - n - 1, -1, -1) if text[start : start + n] == text[-n:]]
+        starts = [
+            start
+            for start in range(len(text) - n - 1, -1, -1)
+            if text[start : start + n] == text[-n:]
+        ]
         for start in starts[:12]:
             found.setdefault(text[start + n], (start + n, n))
     return list(found.values())
 
 
 def read_on(text: list[int], guessed: list[int], length: int) -> list[int]:
-    """The continuation of text and guess by their longest match, read on into itself; empty without a match."""
+    """The continuation of text and guess by their longest match, read on into itself; empty without
+    a match."""
     match = longest_match(text, text + guessed)
     if match is None:
         return []
@@ -92,7 +111,8 @@ def ranking(logits: torch.Tensor) -> list[int]:
 
 
 def drafts(context: Context, max_depth: int, sources: Sequence[str]) -> Iterator[list[int]]:
-    """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then the branches by rank."""
+    """The paths below the root that LogitSpec's rule asks for, without any budget: the chain, then
+    the branches by rank."""
     retrieve = "ngram" in sources
     if retrieve:
         yield read_on(context.ids, [], 20)[:max_depth]
@@ -105,7 +125,9 @@ def drafts(context: Context, max_depth: int, sources: Sequence[str]) -> Iterator
         for rank, token in enumerate(ranking(context.logits)[:64]):
             if token != context.ids[-1]:
                 length = 4 if rank <= 8 else 3 if rank <= 32 else 1
-                yield [token, *(read_on(context.ids, [token], length - 1) if retrieve else [])][:max_depth]
+                yield [token, *(read_on(context.ids, [token], length - 1) if retrieve else [])][
+                    :max_depth
+                ]
 
 
 def prefixes(paths: Iterator[list[int]]) -> set[tuple[int, ...]]:
@@ -121,12 +143,20 @@ def nodes(tree: TokenTree) -> list[tuple[int, int, int, str]]:
     return list(zip(tree.token, tree.parent, tree.depth, tree.source, strict=True))
 
 
-# --- what holds for every policy -----------------------------------------------------------------------------------------------------
+# --- what holds for every policy ------------------------------------------------------------------
 
 
 @examples(200, derandomize=True)
-@given(contexts(), budgets, depths, st.sampled_from([((), "none"), (("ngram",), "chain")]) | mixes.map(lambda mix: (mix, "logitspec")))
-def test_every_tree_keeps_the_contract(context: Context, budget: int, max_depth: int, made: tuple[tuple[str, ...], str]) -> None:
+@given(
+    contexts(),
+    budgets,
+    depths,
+    st.sampled_from([((), "none"), (("ngram",), "chain")])
+    | mixes.map(lambda mix: (mix, "logitspec")),
+)
+def test_every_tree_keeps_the_contract(
+    context: Context, budget: int, max_depth: int, made: tuple[tuple[str, ...], str]
+) -> None:
     before = (list(context.ids), context.logits.clone())
     tree = grown(context, budget, max_depth, *made)
     assert 1 <= len(tree) <= budget
@@ -141,7 +171,13 @@ def test_every_tree_keeps_the_contract(context: Context, budget: int, max_depth:
 
 
 @examples(200, derandomize=True)
-@given(contexts(), budgets, budgets, depths, st.just((("ngram",), "chain")) | mixes.map(lambda mix: (mix, "logitspec")))
+@given(
+    contexts(),
+    budgets,
+    budgets,
+    depths,
+    st.just((("ngram",), "chain")) | mixes.map(lambda mix: (mix, "logitspec")),
+)
 def test_a_smaller_budget_gives_the_beginning_of_the_tree(
     context: Context, small: int, large: int, max_depth: int, made: tuple[tuple[str, ...], str]
 ) -> None:
@@ -164,15 +200,17 @@ def test_shortest_prompts_and_tiny_budgets(ids: list[int], budget: int, tree: st
         assert len(grew) == 1
     elif tree == "chain":
         assert grew.token == ([3] * (1 + min(free, 10)) if ids == [3, 3] else ids[-1:])
-    elif ids == [3, 3]:  # the chain has three tokens for one that matches, then the guess has its turn
+    # the chain has three tokens for one that matches, then the guess has its turn
+    elif ids == [3, 3]:
         assert grew.token[:5] == [3, 3, 3, 3, 9][:budget]
     else:
         assert grew.token[: 1 + min(free, 2)] == [ids[-1], 9, 8][:budget]
-        # A vocabulary of 10: nine guesses besides the root; of these, 3 of [3, 4] is continued with 4 3 4.
+        # A vocabulary of 10: nine guesses besides the root; of these, 3 of [3, 4] is continued with
+        # 4 3 4.
         assert len(grew) == min(budget, 10 if ids == [3] else 13)
 
 
-# --- pieces --------------------------------------------------------------------------------------------------------------------------
+# --- pieces ---------------------------------------------------------------------------------------
 
 
 def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
@@ -182,7 +220,8 @@ def test_graft_shares_what_is_there_and_stops_at_the_limits() -> None:
     assert tree.parent == [-1, 0, 1, 2, 2]
     assert graft(tree, 4, [5, 6], "ngram", budget=9, max_depth=4) == 5  # depth
     assert graft(tree, 0, [7, 8], "ngram", budget=7, max_depth=9) == 6  # budget
-    assert graft(tree, 0, [1, 2, 9], "ngram", budget=7, max_depth=9) == 2  # full, yet what is there is walked
+    # full, yet what is there is walked
+    assert graft(tree, 0, [1, 2, 9], "ngram", budget=7, max_depth=9) == 2
     assert len(tree) == 7
 
 
@@ -200,7 +239,7 @@ def test_last_logits_ranks() -> None:
     assert source.name == "last_logits"
 
 
-# --- chain ---------------------------------------------------------------------------------------------------------------------------
+# --- chain ----------------------------------------------------------------------------------------
 
 
 @examples(100, derandomize=True)
@@ -219,7 +258,7 @@ def test_chain_length_is_a_cap() -> None:
     assert tree_of(policy, context, 2, 32).token == [1, 2]
 
 
-# --- LogitSpec -----------------------------------------------------------------------------------------------------------------------
+# --- LogitSpec ------------------------------------------------------------------------------------
 
 
 def test_branch_length_by_rank() -> None:
@@ -228,14 +267,18 @@ def test_branch_length_by_rank() -> None:
 
 @examples(200, derandomize=True)
 @given(contexts(), depths, mixes)
-def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(context: Context, max_depth: int, sources: tuple[str, ...]) -> None:
+def test_with_room_for_all_the_tree_is_the_trie_of_all_drafts(
+    context: Context, max_depth: int, sources: tuple[str, ...]
+) -> None:
     tree = grown(context, 1000, max_depth, sources)
     assert set(node_paths(tree)) == {(), *prefixes(drafts(context, max_depth, sources))}
 
 
 @examples(200, derandomize=True)
 @given(contexts(), budgets, depths)
-def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(context: Context, budget: int, max_depth: int) -> None:
+def test_a_tree_within_the_budget_holds_drafts_only_and_leaves_no_room(
+    context: Context, budget: int, max_depth: int
+) -> None:
     tree = grown(context, budget, max_depth)
     wanted = prefixes(drafts(context, max_depth, SOURCES))
     assert set(node_paths(tree)[1:]) <= wanted
@@ -256,8 +299,8 @@ def test_by_hand() -> None:
     #      0  1  2  3  4  5  6  7  8  9 10 11
     ids = [1, 2, 3, 9, 4, 5, 6, 7, 8, 9, 4, 1]
     context = Context(ids, logits_in_order([1, 9, 2, 6, 0], 40))
-    # The match of (1) at 0 gives 2 3 9 and leads; then guess 9 (longest match (9), newest at 9: 4 1, then itself: 9), then the chain's
-    # turn, and so on.
+    # The match of (1) at 0 gives 2 3 9 and leads; then guess 9 (longest match (9), newest at 9: 4
+    # 1, then itself: 9), then the chain's turn, and so on.
     tree = grown(context, 15)
     assert nodes(tree) == [
         (1, -1, 0, "root"),
@@ -272,14 +315,16 @@ def test_by_hand() -> None:
         (5, 8, 5, "ngram"),
         (6, 9, 6, "ngram"),
         (7, 10, 7, "ngram"),
-        (6, 0, 1, "last_logits"),  # guess 2 is the chain's first token and its branch 2 3 9 4 is there: not paid for
+        # guess 2 is the chain's first token and its branch 2 3 9 4 is there: not paid for
+        (6, 0, 1, "last_logits"),
         (7, 12, 2, "ngram"),
         (8, 13, 3, "ngram"),
     ]
 
 
 def test_guess_uses_the_context_before_it() -> None:
-    # 7 follows (1, 2), 8 follows (5, 2); the newest 2 is followed by 9. The root is 1 and the guess 2: the 2-gram decides.
+    # 7 follows (1, 2), 8 follows (5, 2); the newest 2 is followed by 9. The root is 1 and the guess
+    # 2: the 2-gram decides.
     ids = [1, 2, 7, 5, 2, 8, 6, 2, 9, 1]
     tree = grown(Context(ids, logits_in_order([1, 2], 30)), 64)
     node = tree.child(0, 2)
@@ -290,20 +335,27 @@ def test_guess_uses_the_context_before_it() -> None:
 def test_branches_are_cut_by_rank() -> None:
     # Tokens 100.. never begin the chain; each is followed in the text by a run of its own.
     guesses = list(range(100, 164))
-    ids = [token for guess in guesses for token in (guess, *range(1000 * guess, 1000 * guess + 6))] + [5]
+    ids = [
+        token for guess in guesses for token in (guess, *range(1000 * guess, 1000 * guess + 6))
+    ] + [5]
     order = [5, *guesses]
     logits = torch.full((200_000,), -1e9)
     logits[torch.tensor(order)] = torch.arange(len(order), 0, -1).float()
     tree = grown(Context(ids, logits), 1000)
     deepest = {tree.token[path[1]]: len(path) - 1 for path in map(tree.path, range(1, len(tree)))}
-    assert [deepest[guess] for guess in guesses[:63]] == [4] * 8 + [3] * 24 + [1] * 31  # ranks 1 to 63; 0 is the root
+    # ranks 1 to 63; 0 is the root
+    assert [deepest[guess] for guess in guesses[:63]] == [4] * 8 + [3] * 24 + [1] * 31
     assert len(deepest) == 63
     assert {tree.source[child] for child in tree.children[0].values()} == {"last_logits"}
 
 
 def test_sampled_root_is_left_out_where_it_ranks() -> None:
     tree = grown(Context([0, 7], logits_in_order([4, 7, 5], 10)), 4, sources=["last_logits"])
-    assert nodes(tree)[1:] == [(4, 0, 1, "last_logits"), (5, 0, 1, "last_logits"), (0, 0, 1, "last_logits")]
+    assert nodes(tree)[1:] == [
+        (4, 0, 1, "last_logits"),
+        (5, 0, 1, "last_logits"),
+        (0, 0, 1, "last_logits"),
+    ]
 
 
 def test_no_more_logits_are_ranked_than_the_budget_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -320,7 +372,7 @@ def test_no_more_logits_are_ranked_than_the_budget_can_use(monkeypatch: pytest.M
     assert asked == [9, 17, 64]
 
 
-# --- make_policy ---------------------------------------------------------------------------------------------------------------------
+# --- make_policy ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -342,13 +394,21 @@ def test_make_policy(sources: tuple[str, ...], tree: str, kind: type[TreePolicy]
 @pytest.mark.parametrize(
     ("sources", "tree", "message"),
     [
-        (("ngram",), "oak", f"unknown tree 'oak'; known: none, chain, logitspec, {', '.join(DRAFTED)}, merged"),
+        (
+            ("ngram",),
+            "oak",
+            f"unknown tree 'oak'; known: none, chain, logitspec, {', '.join(DRAFTED)}, merged",
+        ),
         (("gram",), "chain", "unknown source 'gram'; known: ngram, last_logits, drafter"),
         ((), "chain", "tree 'chain' needs a source; give it ngram"),
         (("last_logits",), "chain", "tree 'chain' can't use source 'last_logits'; give it ngram"),
         ((), "logitspec", "tree 'logitspec' needs a source; give it ngram or last_logits"),
         (("drafter",), "greedy", "tree 'greedy' drafts with a model: name one with --drafter"),
-        (("ngram", "drafter"), "merged", "tree 'merged' drafts with a model: name one with --drafter"),
+        (
+            ("ngram", "drafter"),
+            "merged",
+            "tree 'merged' drafts with a model: name one with --drafter",
+        ),
         (("ngram",), "merged", "tree 'merged' needs the source 'drafter'"),
         (("ngram",), "none", "tree 'none' can't use source 'ngram'; give it no sources"),
     ],
@@ -367,12 +427,25 @@ def test_logitspec_without_sources() -> None:
 def test_sequences_of_one_policy_do_not_share_state() -> None:
     for name, sources in (("chain", ["ngram"]), ("logitspec", SOURCES)):
         policy = make_policy(sources, name)
-        first, second = (started(policy, Context(ids, logits_in_order([ids[-1], 5], 6))) for ids in ([1, 2, 1], [3, 4, 3]))
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second, first)] == [[1, 2], [3, 4], [1, 2]]
+        first, second = (
+            started(policy, Context(ids, logits_in_order([ids[-1], 5], 6)))
+            for ids in ([1, 2, 1], [3, 4, 3])
+        )
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second, first)] == [
+            [1, 2],
+            [3, 4],
+            [1, 2],
+        ]
         first.extend([2, 0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [[1, 2], [3, 4]]
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
+            [1, 2],
+            [3, 4],
+        ]
         first.extend([0, 1])
-        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [[1, 0], [3, 4]]
+        assert [tree_of(policy, context, 2, 9).token for context in (first, second)] == [
+            [1, 0],
+            [3, 4],
+        ]
 
 
 def test_how_long_the_text_repeats_itself_is_the_situation() -> None:
@@ -385,4 +458,6 @@ def test_how_long_the_text_repeats_itself_is_the_situation() -> None:
         ([*range(9), *range(9)], 4),
     ):
         assert policy.situation(started(policy, Context(ids, torch.zeros(1)))) == expected
-    assert make_policy(["last_logits"], "logitspec").situation(Context([1, 1, 1], torch.zeros(1))) == 0
+    assert (
+        make_policy(["last_logits"], "logitspec").situation(Context([1, 1, 1], torch.zeros(1))) == 0
+    )

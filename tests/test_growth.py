@@ -1,4 +1,5 @@
-"""Trees grown from a drafter: sampled output keeps the target's law, greedy output is plain decoding's, limits hold.
+"""Trees grown from a drafter: sampled output keeps the target's law, greedy output is plain
+decoding's, limits hold.
 
 pytest tests/test_growth.py
 """
@@ -40,8 +41,16 @@ from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 Change = Callable[[TokenTree], TokenTree]
 
 
-def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int, budget: int = 7, change: Change | None = None) -> float:
-    """Of the test that two sampled tokens after [0] have the target's law; `change` does something to each tree before verification."""
+def p_value(
+    policy: TreePolicy,
+    model: ToyModel,
+    temperature: float,
+    count: int,
+    budget: int = 7,
+    change: Change | None = None,
+) -> float:
+    """Of the test that two sampled tokens after [0] have the target's law; `change` does something
+    to each tree before verification."""
     target, _ = toy_laws(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
@@ -53,12 +62,16 @@ def p_value(policy: TreePolicy, model: ToyModel, temperature: float, count: int,
     return chi_square(counts, exact_law(target, model.vocab, 2))
 
 
-# --- sampling keeps the law ----------------------------------------------------------------------------------------------------------
+# --- sampling keeps the law -----------------------------------------------------------------------
 
 
 # The second chunk: draws are made as from wide laws.
-@pytest.mark.parametrize(("name", "temperature", "chunk"), spread(list(DRAFTED), [0.6, 1.0], [wide.CHUNK, 2]))
-def test_sampled_output_has_the_targets_law(name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "temperature", "chunk"), spread(list(DRAFTED), [0.6, 1.0], [wide.CHUNK, 2])
+)
+def test_sampled_output_has_the_targets_law(
+    name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(wide, "CHUNK", chunk)
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
     policy = policies(toy_laws(model, temperature)[1])[name]
@@ -66,12 +79,19 @@ def test_sampled_output_has_the_targets_law(name: str, temperature: float, chunk
 
 
 def keep_best(size: int) -> Change:
-    """Prune to the nodes of greatest value, which counts a node's own token: what no policy may do to draws."""
+    """Prune to the nodes of greatest value, which counts a node's own token: what no policy may do
+    to draws."""
 
     def prune(tree: TokenTree) -> TokenTree:
         kept, place = TokenTree(tree.token[0]), {0: 0}
         for node in sorted(sorted(range(1, len(tree)), key=lambda node: -tree.value[node])[:size]):
-            place[node] = kept.add(place[tree.parent[node]], tree.token[node], tree.source[node], tree.value[node], tree.law[node])
+            place[node] = kept.add(
+                place[tree.parent[node]],
+                tree.token[node],
+                tree.source[node],
+                tree.value[node],
+                tree.law[node],
+            )
         return kept
 
     return prune
@@ -81,12 +101,15 @@ def keep_best(size: int) -> Change:
 def test_pruning_draws_by_value_is_found_out(name: str) -> None:
     model = ToyModel(vocab=4, seed=0, noise=1.2)
     law = toy_laws(model)[1]
-    policy = Sequoia(KnownDrafter(law), (0.4, 0.3, 0.2)) if name == "sequoia" else policies(law)[name]
+    policy = (
+        Sequoia(KnownDrafter(law), (0.4, 0.3, 0.2)) if name == "sequoia" else policies(law)[name]
+    )
     assert p_value(policy, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
 
 
 class Opposed(ToyModel):
-    """What the drafter thinks likely is not: most draws are rejected, and it shows which were left out."""
+    """What the drafter thinks likely is not: most draws are rejected, and it shows which were left
+    out."""
 
     def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         law = torch.tensor([0.6, 0.25, 0.1, 0.05])
@@ -100,11 +123,19 @@ class Keen(Measured):
         return peak**4
 
 
-@pytest.mark.parametrize(("name", "worth", "count"), [("greedy", "peak", 2500), ("threshold", "worth", 600)])
-def test_choosing_a_slot_by_its_own_token_is_found_out(name: str, worth: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "worth", "count"), [("greedy", "peak", 2500), ("threshold", "worth", 600)]
+)
+def test_choosing_a_slot_by_its_own_token_is_found_out(
+    name: str, worth: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The worth that certain children have, for nodes that count as draws."""
     model = Opposed(vocab=4)
-    policy = DySpec(KnownDrafter(model.draft), Keen()) if name == "greedy" else policies(model.draft)[name]
+    policy = (
+        DySpec(KnownDrafter(model.draft), Keen())
+        if name == "greedy"
+        else policies(model.draft)[name]
+    )
     assert p_value(policy, model, 1.0, count=count, budget=6) > 1e-3
     monkeypatch.setattr(Draws, worth, lambda self, i: (self.draw(i) or (0, 0.0))[1])
     assert p_value(policy, model, 1.0, count=count, budget=6) < 1e-6
@@ -116,14 +147,16 @@ def test_reranked_candidates_are_no_draws() -> None:
     _, law = toy_laws(model)
 
     def claim(tree: TokenTree) -> TokenTree:
-        tree.law[1:] = [law([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))]
+        tree.law[1:] = [
+            law([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))
+        ]
         return tree
 
     policy = policies(law)["eagle2"]
     assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
-# --- greedy output -------------------------------------------------------------------------------------------------------------------
+# --- greedy output --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", DRAFTED)
@@ -154,22 +187,38 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
 def test_greedy_verification_follows_the_toy_target(seed: int, budget: int, name: str) -> None:
     model = ToyModel(5, seed, noise=0.5)
     tree = tree_of(policies(model.draft)[name], context_of([0], 0.0), budget, 8)
-    path, token = verify_equal(tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax()))
+    path, token = verify_equal(
+        tree, lambda node: int(model.target([0, *path_tokens(tree, node)]).argmax())
+    )
     text = [0, *(tree.token[node] for node in path[1:]), token]
     assert all(int(model.target(text[:i]).argmax()) == text[i] for i in range(1, len(text)))
 
 
-# --- limits --------------------------------------------------------------------------------------------------------------------------
+# --- limits ---------------------------------------------------------------------------------------
 
 
 def makers(drafter: KnownDrafter) -> Iterator[TreePolicy]:
     yield from (make(drafter) for make in DRAFTED.values())
-    yield from (Branches(drafter, 5), Threshold(drafter, 0.01), Eagle2(drafter, 2, 3), Sequoia(drafter, (0.2, 0.5, 0.1)))
+    yield from (
+        Branches(drafter, 5),
+        Threshold(drafter, 0.01),
+        Eagle2(drafter, 2, 3),
+        Sequoia(drafter, (0.2, 0.5, 0.1)),
+    )
 
 
 @examples(100, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(1, 8), st.floats(0, 0.8), st.integers(1, 40), st.integers(0, 9), st.sampled_from([0.0, 0.6, 1.0]))
-def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budget: int, max_depth: int, temperature: float) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(1, 8),
+    st.floats(0, 0.8),
+    st.integers(1, 40),
+    st.integers(0, 9),
+    st.sampled_from([0.0, 0.6, 1.0]),
+)
+def test_every_tree_keeps_the_contract(
+    seed: int, vocab: int, zeros: float, budget: int, max_depth: int, temperature: float
+) -> None:
     model = ToyModel(vocab, seed, zeros=zeros)
     drafter = KnownDrafter(lambda context: tempered(model.draft(context), temperature or 1.0))
     for policy in makers(drafter):
@@ -195,9 +244,12 @@ def test_every_tree_keeps_the_contract(seed: int, vocab: int, zeros: float, budg
 
 @examples(100, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_no_law_is_asked_that_cannot_be_used(seed: int, budget: int, max_depth: int, temperature: float) -> None:
-    """None at the depth limit, and none once the budget is spent. What is drawn of a law gives a node at least, and so does the likeliest
-    token where all are taken; whether it is likely enough shows only in the law."""
+def test_no_law_is_asked_that_cannot_be_used(
+    seed: int, budget: int, max_depth: int, temperature: float
+) -> None:
+    """None at the depth limit, and none once the budget is spent. What is drawn of a law gives a
+    node at least, and so does the likeliest token where all are taken; whether it is likely enough
+    shows only in the law."""
     model = ToyModel(6, seed, zeros=0.0)
     for name, policy in policies(model.draft).items():
         drafter = policy.drafter
@@ -211,39 +263,58 @@ def test_no_law_is_asked_that_cannot_be_used(seed: int, budget: int, max_depth: 
 
         drafter.answer = watched
         tree = tree_of(policy, context_of([0], temperature), budget, max_depth)
-        if name != "eagle2" and (temperature or name not in ("greedy", "greedy-printed", "threshold")):
+        if name != "eagle2" and (
+            temperature or name not in ("greedy", "greedy-printed", "threshold")
+        ):
             assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
-            assert name == "greedy" or len(set(sizes)) == len(sizes)  # a law may turn out to promise less than others
+            # a law may turn out to promise less than others
+            assert name == "greedy" or len(set(sizes)) == len(sizes)
 
 
-def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_stands_in_order_of_worth_and_smaller_budgets_give_its_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(best_first, "HOPE", 1.0)
     model = ToyModel(8, 3, zeros=0.0)
     policy = policies(model.draft)["greedy"]
     whole = tree_of(policy, context_of([0], 0.0), 40, 9)
     assert whole.value == sorted(whole.value, reverse=True)
     for budget in range(1, 40):
-        assert child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == child_ranks(whole)[:budget]
+        assert (
+            child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9))
+            == child_ranks(whole)[:budget]
+        )
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_nested_policies_give_the_beginning_of_a_larger_tree(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nested_policies_give_the_beginning_of_a_larger_tree(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(best_first, "HOPE", 1.0)  # nearly the beginning, where less is searched for
     begin_alike = []
     for seed in range(12):
         policy = policies(ToyModel(20, seed, zeros=0.0).draft)[name]
         whole = child_ranks(tree_of(policy, context_of([0], 0.0), 30, 9))
-        begin_alike += [child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == whole[:budget] for budget in range(1, 30)]
+        begin_alike += [
+            child_ranks(tree_of(policy, context_of([0], 0.0), budget, 9)) == whole[:budget]
+            for budget in range(1, 30)
+        ]
     assert all(begin_alike) == policy.nested
     assert Threshold(policy.drafter, 0.1).nested
 
 
 @pytest.mark.parametrize("name", ["greedy", "greedy-printed", "drafted-chain", "specinfer"])
 def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: str) -> None:
-    policy, generator = policies(ToyModel(3, 1, zeros=0.0).draft)[name], torch.Generator().manual_seed(0)
+    policy, generator = (
+        policies(ToyModel(3, 1, zeros=0.0).draft)[name],
+        torch.Generator().manual_seed(0),
+    )
 
     def counts(budget: int) -> Counter:
-        return Counter(tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4]) for _ in range(1000))
+        return Counter(
+            tuple(child_ranks(tree_of(policy, context_of([0], 1.0, generator), budget, 9))[:4])
+            for _ in range(1000)
+        )
 
     small, large = counts(4), counts(8)
     table = [[count[key] for key in small | large] for count in (small, large)]
@@ -251,10 +322,13 @@ def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: 
     assert policy.nested and len(table[0]) > 5
 
 
-# --- names ---------------------------------------------------------------------------------------------------------------------------
+# --- names ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["dyspec", "dyspec-printed", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"])
+@pytest.mark.parametrize(
+    "method",
+    ["dyspec", "dyspec-printed", "dyspec-threshold", "chain", "specinfer", "sequoia", "eagle2"],
+)
 def test_presets_draft_with_a_model(method: str) -> None:
     chosen = PRESETS[method]
     drafter = KnownDrafter(ToyModel().draft)

@@ -1,4 +1,5 @@
-"""Draws, and DySpec's trees against plain references of the paper's algorithms; what they ask of the drafter.
+"""Draws, and DySpec's trees against plain references of the paper's algorithms; what they ask of
+the drafter.
 
 pytest tests/test_growth_rules.py
 """
@@ -30,7 +31,7 @@ Slots = list[tuple[float, list[float], Path]]  # v, R, the path of the node
 seeds = st.integers(0, 10**6)
 
 
-# --- draws ---------------------------------------------------------------------------------------------------------------------------
+# --- draws ----------------------------------------------------------------------------------------
 
 
 def test_draws_are_without_replacement() -> None:
@@ -63,19 +64,32 @@ def test_draws_are_without_replacement() -> None:
 def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
     laws = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
     one, two = (drawn(Laws(laws), torch.Generator().manual_seed(5)) for _ in range(2))
-    assert [[d.draw(i) for i in range(50)] for d in one] == [[d.draw(i) for i in range(50)] for d in two]
-    assert all(sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None for d in one)
+    assert [[d.draw(i) for i in range(50)] for d in one] == [
+        [d.draw(i) for i in range(50)] for d in two
+    ]
+    assert all(
+        sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None
+        for d in one
+    )
     assert all(d.law is law or torch.equal(d.law, law) for d, law in zip(one, laws, strict=True))
 
 
 def test_ranked_children_are_certain_and_have_probability() -> None:
-    (draws,) = ranked(proposals(context_of([1], 0.0), Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9))
-    assert [draws.draw(i) for i in range(5)] == [(2, pytest.approx(0.6)), (3, pytest.approx(0.3)), (0, pytest.approx(0.1)), None, None]
+    (draws,) = ranked(
+        proposals(context_of([1], 0.0), Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
+    )
+    assert [draws.draw(i) for i in range(5)] == [
+        (2, pytest.approx(0.6)),
+        (3, pytest.approx(0.3)),
+        (0, pytest.approx(0.1)),
+        None,
+        None,
+    ]
     assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
     assert draws.law is None
 
 
-# --- DySpec, Alg. 1 ------------------------------------------------------------------------------------------------------------------
+# --- DySpec, Alg. 1 -------------------------------------------------------------------------------
 
 
 def strike_out(residual: list[float], token: int) -> list[float]:
@@ -87,9 +101,12 @@ def strike_out(residual: list[float], token: int) -> list[float]:
 def algorithm_1(
     law: LawOf, size: int, max_depth: int, choose: Callable[[Path, list[float]], list[int]]
 ) -> Iterator[tuple[float, tuple[Path, ...]]]:
-    """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try at a node with this R."""
+    """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try
+    at a node with this R."""
 
-    def go_on(chance: float, slots: Slots, nodes: tuple[Path, ...]) -> Iterator[tuple[float, tuple[Path, ...]]]:
+    def go_on(
+        chance: float, slots: Slots, nodes: tuple[Path, ...]
+    ) -> Iterator[tuple[float, tuple[Path, ...]]]:
         slots = [slot for slot in slots if sum(slot[1]) > 0]
         if not slots or len(nodes) == size:
             yield chance, nodes
@@ -110,24 +127,41 @@ def algorithm_1(
 @pytest.mark.parametrize(("seed", "max_depth"), [(0, 9), (1, 9), (2, 2)])
 def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> None:
     model = ToyModel(vocab=4, seed=seed)
-    policy, generator = DySpec(KnownDrafter(model.draft), Printed()), torch.Generator().manual_seed(seed)
-    any_token = algorithm_1(model.draft, 4, max_depth, lambda node, residual: [t for t, r in enumerate(residual) if r > 0])
+    policy, generator = (
+        DySpec(KnownDrafter(model.draft), Printed()),
+        torch.Generator().manual_seed(seed),
+    )
+    any_token = algorithm_1(
+        model.draft,
+        4,
+        max_depth,
+        lambda node, residual: [t for t, r in enumerate(residual) if r > 0],
+    )
     exact = {nodes: chance for chance, nodes in any_token}
     assert len(exact) > 30
-    counts = Counter(paths(tree_of(policy, context_of([0], 1.0, generator), 5, max_depth)) for _ in range(2500))
+    counts = Counter(
+        paths(tree_of(policy, context_of([0], 1.0, generator), 5, max_depth)) for _ in range(2500)
+    )
     assert chi_square(counts, exact) > 1e-3 / 3
 
 
 @examples(60, derandomize=True)
 @given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 12))
-def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int, max_depth: int) -> None:
+def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
+    seed: int, size: int, max_depth: int
+) -> None:
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
     model = ToyModel(vocab=6, seed=seed)
 
     def draw_from(laws: Laws, *_: object) -> list[Draws]:
         """Draws that depend on nothing but the law."""
-        seeded = (torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws.values)
-        return [drawn(Laws(law[None]), generator)[0] for law, generator in zip(laws.values, seeded, strict=True)]
+        seeded = (
+            torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws.values
+        )
+        return [
+            drawn(Laws(law[None]), generator)[0]
+            for law, generator in zip(laws.values, seeded, strict=True)
+        ]
 
     orders: dict[Path, list[int]] = {}
 
@@ -140,23 +174,32 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(seed: int, size: int
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("quickbeam.trees.drafted.drawn", draw_from)
-        tree = tree_of(DySpec(KnownDrafter(model.draft), Printed()), context_of([0], 1.0), size + 1, max_depth)
+        tree = tree_of(
+            DySpec(KnownDrafter(model.draft), Printed()), context_of([0], 1.0), size + 1, max_depth
+        )
     assert paths(tree) == expected
 
 
-# --- temperature 0 -------------------------------------------------------------------------------------------------------------------
+# --- temperature 0 --------------------------------------------------------------------------------
 
 
 def all_paths(law: LawOf, max_depth: int, least: float) -> list[tuple[float, Path]]:
     """Every path of at least this probability, the likeliest first."""
     found, layer = [], [(1.0, ())]
     for _ in range(max_depth):
-        layer = [(v * p, (*path, t)) for v, path in layer for t, p in enumerate(law([0, *path]).tolist()) if 0 < v * p >= least]
+        layer = [
+            (v * p, (*path, t))
+            for v, path in layer
+            for t, p in enumerate(law([0, *path]).tolist())
+            if 0 < v * p >= least
+        ]
         found += layer
     return sorted(found, key=lambda one: -one[0])
 
 
-def likeliest_paths(seed: int, size: int, max_depth: int, fraction: float, hope: float) -> tuple[Path, ...]:
+def likeliest_paths(
+    seed: int, size: int, max_depth: int, fraction: float, hope: float
+) -> tuple[Path, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(best_first, "FRACTION", fraction)
         patch.setattr(best_first, "HOPE", hope)
@@ -164,15 +207,24 @@ def likeliest_paths(seed: int, size: int, max_depth: int, fraction: float, hope:
         return paths(tree_of(policy, context_of([0], 0.0), size + 1, max_depth))
 
 
-searches = given(seed=seeds, size=st.integers(1, 40), max_depth=st.integers(1, 5), fraction=st.sampled_from([0.0, 0.1, 1.0]))
+searches = given(
+    seed=seeds,
+    size=st.integers(1, 40),
+    max_depth=st.integers(1, 5),
+    fraction=st.sampled_from([0.0, 0.1, 1.0]),
+)
 
 
 @examples(80, derandomize=True)
 @searches
-def test_at_temperature_0_greedy_takes_the_likeliest_paths(seed: int, size: int, max_depth: int, fraction: float) -> None:
+def test_at_temperature_0_greedy_takes_the_likeliest_paths(
+    seed: int, size: int, max_depth: int, fraction: float
+) -> None:
     """However many laws a call asks for."""
     likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
-    assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(path for _, path in likeliest)
+    assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(
+        path for _, path in likeliest
+    )
 
 
 @examples(80, derandomize=True)
@@ -185,16 +237,30 @@ def test_at_temperature_0_greedy_misses_paths_only_below_those_that_barely_got_i
     likeliest = [path for _, path in everything[:size]]
     found = likeliest_paths(seed, size, max_depth, fraction, 0.5)
     assert len(found) == len(likeliest)
-    assert [chance[path] for path in found] == sorted((chance[path] for path in found), reverse=True)
+    assert [chance[path] for path in found] == sorted(
+        (chance[path] for path in found), reverse=True
+    )
     for path in set(likeliest) - set(found):
-        assert any(0.5 * chance[path[:end]] <= (1 + 1e-6) * chance[likeliest[-1]] for end in range(1, len(path)))
+        assert any(
+            0.5 * chance[path[:end]] <= (1 + 1e-6) * chance[likeliest[-1]]
+            for end in range(1, len(path))
+        )
 
 
 @examples(80, derandomize=True)
-@given(seed=seeds, threshold=st.floats(0.005, 0.5), max_depth=st.integers(1, 6), budget=st.integers(2, 60))
-def test_at_temperature_0_threshold_takes_all_likely_paths(seed: int, threshold: float, max_depth: int, budget: int) -> None:
+@given(
+    seed=seeds,
+    threshold=st.floats(0.005, 0.5),
+    max_depth=st.integers(1, 6),
+    budget=st.integers(2, 60),
+)
+def test_at_temperature_0_threshold_takes_all_likely_paths(
+    seed: int, threshold: float, max_depth: int, budget: int
+) -> None:
     model = ToyModel(vocab=5, seed=seed)
-    tree = tree_of(Threshold(KnownDrafter(model.draft), threshold), context_of([0], 0.0), budget, max_depth)
+    tree = tree_of(
+        Threshold(KnownDrafter(model.draft), threshold), context_of([0], 0.0), budget, max_depth
+    )
     likely = all_paths(model.draft, max_depth, threshold)
     if len(likely) < budget:
         assert set(paths(tree)) == {path for _, path in likely}
@@ -202,18 +268,27 @@ def test_at_temperature_0_threshold_takes_all_likely_paths(seed: int, threshold:
         by_layer = sorted(likely, key=lambda one: (len(one[1]), -one[0]))
         whole = [one for one in by_layer if len(one[1]) < max(tree.depth)]
         assert {path for _, path in whole} <= set(paths(tree)) <= {path for _, path in likely}
-        rest = [path for _, path in by_layer if len(path) == max(tree.depth) and (len(path) == 1 or path[:-1] in paths(tree))]
+        rest = [
+            path
+            for _, path in by_layer
+            if len(path) == max(tree.depth) and (len(path) == 1 or path[:-1] in paths(tree))
+        ]
         assert paths(tree)[len(whole) :] == tuple(rest[: budget - 1 - len(whole)])
         assert len(tree) == budget
 
 
-# --- DySpec, Alg. 2 ------------------------------------------------------------------------------------------------------------------
+# --- DySpec, Alg. 2 -------------------------------------------------------------------------------
 
 
-def algorithm_2(law: LawOf, threshold: float, max_depth: int) -> Iterator[tuple[float, frozenset[tuple[Path, int]]]]:
-    """The paper's layers without a cap: each tree with its probability, nodes as paths with their place among siblings."""
+def algorithm_2(
+    law: LawOf, threshold: float, max_depth: int
+) -> Iterator[tuple[float, frozenset[tuple[Path, int]]]]:
+    """The paper's layers without a cap: each tree with its probability, nodes as paths with their
+    place among siblings."""
 
-    def fill(chance: float, queue: list[tuple[float, Path]], nodes: frozenset) -> Iterator[tuple[float, frozenset]]:
+    def fill(
+        chance: float, queue: list[tuple[float, Path]], nodes: frozenset
+    ) -> Iterator[tuple[float, frozenset]]:
         if not queue:
             yield chance, nodes
             return
@@ -229,7 +304,15 @@ def algorithm_2(law: LawOf, threshold: float, max_depth: int) -> Iterator[tuple[
             if d > 0:
                 child = (*node, token)
                 grown = [*rest, (v * d, child)]
-                yield from draw(chance * d, v * (1 - d), node, strike_out(residual, token), place + 1, grown, nodes | {(child, place)})
+                yield from draw(
+                    chance * d,
+                    v * (1 - d),
+                    node,
+                    strike_out(residual, token),
+                    place + 1,
+                    grown,
+                    nodes | {(child, place)},
+                )
 
     yield from fill(1.0, [(1.0, ())], frozenset())
 
@@ -237,7 +320,10 @@ def algorithm_2(law: LawOf, threshold: float, max_depth: int) -> Iterator[tuple[
 @pytest.mark.parametrize("seed", range(3))
 def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
     model = ToyModel(vocab=3, seed=seed)
-    policy, generator = Threshold(KnownDrafter(model.draft), 0.25), torch.Generator().manual_seed(seed)
+    policy, generator = (
+        Threshold(KnownDrafter(model.draft), 0.25),
+        torch.Generator().manual_seed(seed),
+    )
     exact: Counter = Counter()
     for chance, nodes in algorithm_2(model.draft, 0.25, 3):
         exact[nodes] += chance
@@ -245,7 +331,9 @@ def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
 
     def grown() -> frozenset[tuple[Path, int]]:
         tree = tree_of(policy, context_of([0], 1.0, generator), 100, 3)
-        return frozenset((tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:])
+        return frozenset(
+            (tuple(token for token, _ in path), path[-1][1]) for path in child_ranks(tree)[1:]
+        )
 
     assert chi_square(Counter(grown() for _ in range(2500)), exact) > 1e-3 / 3
 
@@ -257,7 +345,7 @@ def test_the_threshold_is_a_share_of_the_budget() -> None:
         assert paths(tree_of(Threshold(drafter), context_of([0], 0.0), budget, 20)) == paths(whole)
 
 
-# --- cost ----------------------------------------------------------------------------------------------------------------------------
+# --- cost -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])

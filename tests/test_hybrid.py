@@ -44,15 +44,25 @@ def priced(ids: list[int], prices: Prices) -> Context:
 
 
 @examples(80, derandomize=True)
-@given(st.integers(0, 10**6), st.integers(2, 8), st.integers(1, 40), st.integers(0, 9), st.lists(st.integers(0, 7), min_size=1))
-def test_every_tree_keeps_the_contract(seed: int, vocab: int, budget: int, max_depth: int, text: list[int]) -> None:
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 8),
+    st.integers(1, 40),
+    st.integers(0, 9),
+    st.lists(st.integers(0, 7), min_size=1),
+)
+def test_every_tree_keeps_the_contract(
+    seed: int, vocab: int, budget: int, max_depth: int, text: list[int]
+) -> None:
     model, ids = ToyModel(vocab, seed), [token % vocab for token in text]
     drafter = KnownDrafter(model.draft)
     policy = hybrid(drafter)
     policy.likeliest = Printed()
     tree = tree_of(policy, context_of(ids, 0.0), budget, max_depth)
     assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
-    assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(law is not None for law in tree.law)
+    assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(
+        law is not None for law in tree.law
+    )
     for node in range(1, len(tree)):
         assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
     for children, value in zip(tree.children, tree.value, strict=True):
@@ -65,7 +75,9 @@ def test_without_repeats_the_tree_is_the_drafters() -> None:
     both, alone = hybrid(zipf_drafter()), DySpec(zipf_drafter())
     for budget in (2, 9, 30):
         trees = [tree_of(policy, context_of(ids, 0.0), budget, 12) for policy in (both, alone)]
-        assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(trees[1].value)
+        assert paths(trees[0]) == paths(trees[1]) and trees[0].value == pytest.approx(
+            trees[1].value
+        )
 
 
 def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() -> None:
@@ -77,8 +89,13 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
     found = {token: tree.value[child] for token, child in tree.children[0].items()}
     both = 1 - (1 - 0.3) * (1 - chance)
     first = Likeliest.usual(0, 0.5)
-    assert found == pytest.approx({2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7})
-    assert tree.source[tree.children[0][2]] == "ngram" and tree.source[tree.children[0][1]] == "drafter"
+    assert found == pytest.approx(
+        {2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7}
+    )
+    assert (
+        tree.source[tree.children[0][2]] == "ngram"
+        and tree.source[tree.children[0][1]] == "drafter"
+    )
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
@@ -93,28 +110,41 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> No
 
 def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() -> None:
     drafter = zipf_drafter(20)
-    context = priced([5, 9, 2, 7, 1, 8, 3] * 4, NodePrices([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0]))
+    context = priced(
+        [5, 9, 2, 7, 1, 8, 3] * 4, NodePrices([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0])
+    )
     tree = tree_of(hybrid(drafter), context, 64, 12, call=5.0)
     assert drafter.rounds == 0 and len(tree) == 4
 
 
 def test_likely_paths_are_continued_from_the_text() -> None:
-    """The drafter is sure of one token; what followed it earlier hangs below it without a further call."""
+    """The drafter is sure of one token; what followed it earlier hangs below it without a further
+    call."""
     law = torch.full((30,), 0.001)
     law[4] = 1 - 0.029
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
     drafter = KnownDrafter(lambda context: law)
-    tree = tree_of(hybrid(drafter), priced([*text[:-1], 20, 1], NodePrices([1, 64], [0.0, 63 * 0.02])), 64, 9, call=0.75)
+    tree = tree_of(
+        hybrid(drafter),
+        priced([*text[:-1], 20, 1], NodePrices([1, 64], [0.0, 63 * 0.02])),
+        64,
+        9,
+        call=0.75,
+    )
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
 
 
 def test_how_often_the_text_repeats_itself_is_learned() -> None:
     repeats = Repeats()
-    assert [repeats.chance(length) for length in (1, 2, 3, 4, 8, 16, 99)] == pytest.approx([0.25, 0.45, 0.45, 0.65, 0.8, 0.9, 0.9])
+    assert [repeats.chance(length) for length in (1, 2, 3, 4, 8, 16, 99)] == pytest.approx(
+        [0.25, 0.45, 0.45, 0.65, 0.8, 0.9, 0.9]
+    )
     rng = random.Random(0)
     for _ in range(2000):
         repeats.observe(5, rng.random() < 0.1)
-    assert repeats.chance(4) == pytest.approx(0.1, abs=0.06) and repeats.chance(3) == pytest.approx(0.45)
+    assert repeats.chance(4) == pytest.approx(0.1, abs=0.06) and repeats.chance(3) == pytest.approx(
+        0.45
+    )
 
 
 def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() -> None:
@@ -132,7 +162,11 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
     following = {tuple(chain[:i]): chain[i] for i in range(3)}
     path, _ = verify_equal(tree, lambda node: following.get(tuple(path_tokens(tree, node)), 19))
     learn(tree, path)
-    assert len(path) == 4 and told[:3] == [(8, True), (9, True), (10, True)] and all(not right for _, right in told[3:])
+    assert (
+        len(path) == 4
+        and told[:3] == [(8, True), (9, True), (10, True)]
+        and all(not right for _, right in told[3:])
+    )
     own = [node for node in range(1, len(tree)) if tree.source[node] == "drafter"]
     assert promised == [(0, pytest.approx(sum(tree.value[node] for node in own)))] and len(own) > 1
     learn(tree.first(own[1]), [0])
@@ -148,13 +182,20 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     plain = answer(target, make_policy((), "none"), params, prompt).output.token_ids
 
     def law(context: list[int]) -> torch.Tensor:
-        if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(plain):
-            return torch.nn.functional.one_hot(torch.tensor(plain[len(context) - len(prompt)]), VOCAB) * 0.8 + 0.2 / VOCAB
+        if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(
+            plain
+        ):
+            return (
+                torch.nn.functional.one_hot(torch.tensor(plain[len(context) - len(prompt)]), VOCAB)
+                * 0.8
+                + 0.2 / VOCAB
+            )
         return model.draft(context)
 
     engine = Engine(target)
     engine._budget = Budget(CostModel({1: 1.0, 64: 2.0}), 64)  # where the budget is measured
-    engine._budget.cost.observe = engine._budget.observe = lambda *_: None  # the real times are others
+    # the real times are others
+    engine._budget.cost.observe = engine._budget.observe = lambda *_: None
     policy = hybrid(KnownDrafter(law))
     drafted = answer(target, policy, params, prompt, budget=budget, engine=engine)
     assert drafted.output.token_ids == plain
@@ -169,8 +210,14 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     both = LLM(toy_folder, dtype="float32", drafter=toy_folder)
     drafted = both.generate("abc abc", short)
     assert drafted.method == "auto" and drafted.token_ids == answer.token_ids
-    assert set(both.engine.budget.calls) == {Setting("auto", "full", None)}  # a smaller model has no router
-    assert both.generate("abc abc", SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)).method == "auto"
+    # a smaller model has no router
+    assert set(both.engine.budget.calls) == {Setting("auto", "full", None)}
+    assert (
+        both.generate(
+            "abc abc", SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
+        ).method
+        == "auto"
+    )
 
 
 def test_either_source_of_the_tree_can_be_left_out() -> None:
@@ -182,7 +229,9 @@ def test_either_source_of_the_tree_can_be_left_out() -> None:
 def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
     short, long = [1, 2, 3, 4, 1, 2], [5, 9, 2, 7, 1, 8, 3] * 3
     policy = hybrid(zipf_drafter(20))
-    assert [policy.situation(context_of(ids, 1.0).begin(policy.sources)) for ids in (short, long)] == [3, 4]
+    assert [
+        policy.situation(context_of(ids, 1.0).begin(policy.sources)) for ids in (short, long)
+    ] == [3, 4]
 
 
 def test_children_are_never_drawn() -> None:
@@ -192,7 +241,9 @@ def test_children_are_never_drawn() -> None:
 
 
 @pytest.mark.parametrize("prices", [None, NodePrices([1, 64], [0.0, 63 * 0.03])])
-def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(prices: Prices | None) -> None:
+def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
+    prices: Prices | None,
+) -> None:
     ids = [5, 9, 2, 7, 1, 8, 3] * 4
     law = torch.full((20,), 0.1 / 19)
     law[5] = 0.9  # what followed the text's end before
@@ -240,5 +291,9 @@ def test_sequences_grow_side_by_side_from_one_policy() -> None:
             for i, laws in zip(asked, drafter.answer([requests[i] for i in asked]), strict=True):
                 go_on(i, laws)
         for i, tree in enumerate(alone):
-            assert (found[i].token, found[i].parent, found[i].value) == (tree.token, tree.parent, tree.value)
+            assert (found[i].token, found[i].parent, found[i].value) == (
+                tree.token,
+                tree.parent,
+                tree.value,
+            )
         assert drafter.rounds < drafter.rows

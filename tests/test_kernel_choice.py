@@ -1,4 +1,5 @@
-"""Which kernels a process uses, where they are kept, and what is said of them. `pytest tests/test_kernel_choice.py`"""
+"""Which kernels a process uses, where they are kept, and what is said of them. `pytest
+tests/test_kernel_choice.py`"""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def compiled(name: str) -> Path:
     return path
 
 
-def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(monkeypatch, tmp_path):
+def test_libraries_are_kept_in_the_cache_folder_under_the_digest_of_their_sources(
+    monkeypatch, tmp_path
+):
     before = build.cached("avx2")
     assert before.parent == tmp_path / "cache" / "kernels" and build.digest("avx2") in before.name
     changed = tmp_path / "program.cpp"
@@ -58,16 +61,26 @@ def test_a_library_in_the_package_serves_its_own_sources_alone(monkeypatch, tmp_
     assert build.cached("avx2").parent == tmp_path / "lib"
 
 
-@pytest.mark.parametrize(("name", "value"), [("QUICKBEAM_KERNELS", "nativ"), ("QUICKBEAM_ISA", "sse")])
+@pytest.mark.parametrize(
+    ("name", "value"), [("QUICKBEAM_KERNELS", "nativ"), ("QUICKBEAM_ISA", "sse")]
+)
 def test_a_wish_that_is_not_known_is_bad_input(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     known = choice.WAYS if name == "QUICKBEAM_KERNELS" else build.SETS
     with pytest.raises(InvalidInput, match=rf"{name}='{value}': must be one of {', '.join(known)}"):
         choice.wish()
-    for command in (["--version"], *(["generate", "hi", "--dtype", dtype, "--device", "cpu"] for dtype in ("bfloat16", "float32"))):
+    for command in (
+        ["--version"],
+        *(
+            ["generate", "hi", "--dtype", dtype, "--device", "cpu"]
+            for dtype in ("bfloat16", "float32")
+        ),
+    ):
         result = CliRunner().invoke(app, command)
         assert (result.exit_code, result.stdout) == (2, "")
-        assert result.stderr.startswith(f"error: {name}='{value}'") and result.stderr.count("\n") == 1
+        assert (
+            result.stderr.startswith(f"error: {name}='{value}'") and result.stderr.count("\n") == 1
+        )
 
 
 def test_a_set_that_the_machine_lacks_is_bad_input(monkeypatch):
@@ -94,7 +107,9 @@ def test_the_outlook_says_what_will_be_used_and_compiles_nothing(monkeypatch, tm
     assert choice.outlook() == "PyTorch's (QUICKBEAM_KERNELS=eager)"
 
 
-def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_for_others_is_refused(monkeypatch):
+def test_without_a_compiler_there_are_pytorchs_kernels_and_a_wish_for_others_is_refused(
+    monkeypatch,
+):
     machine(monkeypatch, "avx2")
     monkeypatch.setenv("CXX", "/nonexistent")
     reason = "the C++ compiler CXX=/nonexistent is not there"
@@ -122,10 +137,17 @@ def test_version_says_which_kernels(monkeypatch):
 
 
 def test_version_answers_without_what_the_commands_import():
-    code = "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; main(); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from quickbeam.cli import main; sys.argv = ['quickbeam', '--version']; "
+        "main(); sys.exit('torch' in sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     first, second = done.stdout.splitlines()
-    assert (done.returncode, done.stderr, first) == (0, "", __version__) and second == f"kernels: {choice.outlook()}"
+    assert (done.returncode, done.stderr, first) == (
+        0,
+        "",
+        __version__,
+    ) and second == f"kernels: {choice.outlook()}"
 
 
 def test_other_formats_and_devices_use_pytorchs_kernels():
@@ -147,7 +169,10 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
     monkeypatch.setattr(build, "compile_to", compile_to)
     monkeypatch.setattr(library, "kernels", lambda: None)
     library.prepare(told.append)
-    assert made == ["avx512", "plain"] and told == ["compiling kernels for avx512", "compiling kernels for plain"]
+    assert made == ["avx512", "plain"] and told == [
+        "compiling kernels for avx512",
+        "compiling kernels for plain",
+    ]
     monkeypatch.setattr(build, "runs", lambda name: name == "plain")
     library.prepare(told.append)
     assert len(told) == 2
@@ -155,14 +180,20 @@ def test_preparing_tells_of_compiling_and_does_it_once(monkeypatch):
 
 @needs_kernels
 def test_building_says_what_is_where(tmp_path):
-    """With a stand-in for the compiler, which leaves empty files; what a real one makes is loaded by all tests of kernels."""
+    """With a stand-in for the compiler, which leaves empty files; what a real one makes is loaded
+    by all tests of kernels."""
     compiler = tmp_path / "compiler"
     compiler.write_text('#!/bin/sh\nwhile [ "$1" != -o ]; do shift; done\n: > "$2"\n')
     compiler.chmod(0o755)
 
     def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
         command = [sys.executable, "-m", "quickbeam.target.native.build", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CXX": str(compiler), **environment})
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "CXX": str(compiler), **environment},
+        )
         return done.returncode, done.stdout, done.stderr
 
     folder = tmp_path / "cache" / "kernels"
@@ -170,15 +201,25 @@ def test_building_says_what_is_where(tmp_path):
     assert run("plain") == (0, f"kernels: plain in {folder}\n", "")
     assert [path.name for path in folder.iterdir()] == [build.file_name("plain")]
     code, said, _ = run("avx2", "plain", CXX="/nonexistent")
-    assert code == 1 and said.splitlines()[1] == "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
+    assert code == 1 and said.splitlines()[1] == (
+        "kernels: avx2 not built: the C++ compiler CXX=/nonexistent is not there"
+    )
     code, said, _ = run(CXX="/nonexistent", QUICKBEAM_CACHE=str(tmp_path / "other"))
-    assert code == 0 and said.count("\n") == 1 and said.endswith("is not there; quickbeam uses PyTorch's\n")
+    assert (
+        code == 0
+        and said.count("\n") == 1
+        and said.endswith("is not there; quickbeam uses PyTorch's\n")
+    )
     assert run("plan")[::2] == (
         2,
-        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, plain, amx-emulated, or --all\n",
+        "error: unknown instruction set 'plan'; known: amx, avx512bf16, avx512vnni, avx512, avx2, "
+        "plain, amx-emulated, or --all\n",
     )
 
 
 def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
-    code = "import sys; from quickbeam.target.native import choice; sys.exit(bool({'torch', 'platformdirs', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys; from quickbeam.target.native import choice; sys.exit(bool({'torch', "
+        "'platformdirs', 'numpy'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -30,7 +30,11 @@ from quickbeam.trees.sequoia import GENERIC, Sequoia
 
 PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
-WITH_DRAFTER = [name for name, preset in PRESETS.items() if "drafter" in preset.sources and preset.vocab == "full"]
+WITH_DRAFTER = [
+    name
+    for name, preset in PRESETS.items()
+    if "drafter" in preset.sources and preset.vocab == "full"
+]
 A_FEW = few(WITH_DRAFTER, ["dyspec", "chain", "sequoia", "eagle2"])
 
 
@@ -48,7 +52,10 @@ def test_text_ids_and_several_prompts(llm: LLM) -> None:
     ids = llm.tokenizer("abc abc")["input_ids"]
     assert llm.generate(ids, SHORT).token_ids == one.token_ids
     both = llm.generate(["abc abc", "xyz"], SHORT)
-    assert [answer.token_ids for answer in both] == [one.token_ids, llm.generate("xyz", SHORT).token_ids]
+    assert [answer.token_ids for answer in both] == [
+        one.token_ids,
+        llm.generate("xyz", SHORT).token_ids,
+    ]
     assert one.text == llm.tokenizer.decode(one.token_ids, skip_special_tokens=True)
     assert one.finish_reason == "length" and one.statistics.new_tokens == 24
 
@@ -57,7 +64,11 @@ def test_text_ids_and_several_prompts(llm: LLM) -> None:
 def test_stream_is_the_answer_in_pieces(llm: LLM, method: str) -> None:
     stream = llm.stream("hello hello", SHORT, method=method)
     pieces = list(stream)
-    assert "".join(pieces) == stream.completion.text == llm.generate("hello hello", SHORT, method="ar").text
+    assert (
+        "".join(pieces)
+        == stream.completion.text
+        == llm.generate("hello hello", SHORT, method="ar").text
+    )
     assert stream.completion.method == method
 
 
@@ -73,7 +84,10 @@ def test_a_closed_stream_keeps_what_it_gave(llm: LLM) -> None:
 def test_json_record_has_every_field(llm: LLM) -> None:
     params = SamplingParams(max_tokens=5, logprobs=2, ignore_eos=True)
     record = json.loads(json.dumps(llm.chat(user("hi"), params, method="pld", budget=8).to_json()))
-    fields = "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens seconds prefill_seconds tokens_per_second"
+    fields = (
+        "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens "
+        "seconds prefill_seconds tokens_per_second"
+    )
     fields += " seed cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
     assert {*fields.split(), "sources", "logprobs"} == set(record)
     assert record["seed"] is None  # nothing was left to chance
@@ -89,10 +103,15 @@ def test_an_answer_without_a_seed_can_be_repeated(llm: LLM) -> None:
     for first in (one, other, *llm.generate("abc", replace(params, n=2))):
         for method in ("ar", "logitspec"):
             again = llm.generate("abc", replace(params, seed=first.seed), method=method)
-            assert again.token_ids == first.token_ids and again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
+            assert (
+                again.token_ids == first.token_ids
+                and again.seed == first.seed == json.loads(json.dumps(again.to_json()))["seed"]
+            )
 
 
-def test_a_conversation_keeps_its_common_prefix(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_conversation_keeps_its_common_prefix(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(
         "quickbeam.target.opening.Model", functools.partial(Model, chunk=8)
     )  # beginnings are shared in steps of as many tokens
@@ -103,16 +122,25 @@ def test_a_conversation_keeps_its_common_prefix(toy_folder: str, monkeypatch: py
     before, after = llm.encode_chat(opening), llm.encode_chat(again)
     common = next(i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b)
     second = llm.chat(again, SHORT)
-    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (0, common // 8 * 8) and common > 20
+    assert (first.statistics.cached_tokens, second.statistics.cached_tokens) == (
+        0,
+        common // 8 * 8,
+    ) and common > 20
     llm.reset()
     anew = llm.chat(again, SHORT)
     assert (anew.token_ids, anew.statistics.cached_tokens) == (second.token_ids, 0)
     other = user("tell me something else")  # another conversation, whose beginning is the same
-    beginning = next(i for i, (a, b) in enumerate(zip(llm.encode_chat(other), after, strict=False)) if a != b)
+    beginning = next(
+        i for i, (a, b) in enumerate(zip(llm.encode_chat(other), after, strict=False)) if a != b
+    )
     found = [llm.chat(other, SHORT), llm.chat(other, SHORT)]
-    assert [one.statistics.cached_tokens for one in found] == [beginning // 8 * 8, (len(llm.encode_chat(other)) - 1) // 8 * 8]
+    assert [one.statistics.cached_tokens for one in found] == [
+        beginning // 8 * 8,
+        (len(llm.encode_chat(other)) - 1) // 8 * 8,
+    ]
     llm.reset()
-    assert [one.token_ids for one in found] == [llm.chat(other, SHORT).token_ids] * 2  # no answer depends on what was asked before
+    # no answer depends on what was asked before
+    assert [one.token_ids for one in found] == [llm.chat(other, SHORT).token_ids] * 2
     unshared = LLM(toy_folder, dtype="float32", share_prefixes=False)
     assert [unshared.chat(other, SHORT).statistics.cached_tokens for _ in range(2)] == [0, 0]
 
@@ -122,7 +150,11 @@ def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
     budget, learned = llm.engine._budget, llm.engine.budget._expected[PLD]
     steps = sum(map(sum, learned._count.values()))
     llm.generate("aaaa", SHORT, method="pld", budget=0)
-    assert llm.engine._budget is budget and budget._expected[PLD] is learned and sum(map(sum, learned._count.values())) > steps > 0
+    assert (
+        llm.engine._budget is budget
+        and budget._expected[PLD] is learned
+        and sum(map(sum, learned._count.values())) > steps > 0
+    )
     llm.generate("aaaa", SHORT, method="ar", budget=0)
     assert not [key for key in budget._expected if key.method == "ar"]  # nothing to choose
 
@@ -130,7 +162,10 @@ def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
     plain = LLM(toy_folder, dtype="float32", fast=False)
     for prompt in ("abc abc abc", "one two one two", "q"):
-        assert plain.generate(prompt, SHORT, method="ar").token_ids == llm.generate(prompt, SHORT).token_ids
+        assert (
+            plain.generate(prompt, SHORT, method="ar").token_ids
+            == llm.generate(prompt, SHORT).token_ids
+        )
 
 
 @pytest.mark.parametrize(
@@ -159,9 +194,14 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("a", budget="auto")  # type: ignore[call-overload]
     with pytest.raises(InvalidInput, match="unknown method"):
         llm.generate("a", method="x")
-    with pytest.raises(InvalidInput, match=r"unknown option 'max_tokens'; give it in SamplingParams\(max_tokens=…\)"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"unknown option 'max_tokens'; give it in SamplingParams\(max_tokens=…\)",
+    ):
         llm.generate("a", max_tokens=3)
-    with pytest.raises(InvalidInput, match="unknown option 'nodes'; known: budget, vocab, shortlist"):
+    with pytest.raises(
+        InvalidInput, match="unknown option 'nodes'; known: budget, vocab, shortlist"
+    ):
         llm.chat(user("hi"), nodes=3)
     with pytest.raises(InvalidInput, match="exceed the model's context of 512"):
         llm.generate("a" * 500, SHORT)
@@ -179,10 +219,15 @@ def test_a_folder_without_a_model_is_named(tmp_path) -> None:
 
 @pytest.mark.parametrize(
     ("config", "words"),
-    [(T5Config(d_model=16, num_layers=1), "encoder-decoder"), (MambaConfig(hidden_size=16), "recurrent or hybrid")],
+    [
+        (T5Config(d_model=16, num_layers=1), "encoder-decoder"),
+        (MambaConfig(hidden_size=16), "recurrent or hybrid"),
+    ],
     ids=["t5", "mamba"],
 )
-def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(tmp_path, config, words: str) -> None:
+def test_what_cannot_take_a_draft_back_is_refused_before_its_weights_are_read(
+    tmp_path, config, words: str
+) -> None:
     config.save_pretrained(tmp_path)
     with pytest.raises(InvalidInput, match=words):
         LLM(str(tmp_path))
@@ -223,7 +268,10 @@ def test_answers_with_a_drafter_are_plain_and_seeds_repeat(drafted: LLM, method:
         assert answer.statistics.sources["drafter"].drafted > 0
     params = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True)
     coupled = drafted.generate("abc", params, method=method)
-    assert coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids and coupled.seed == 4
+    assert (
+        coupled.token_ids == drafted.generate("abc", params, method="ar").token_ids
+        and coupled.seed == 4
+    )
     params = replace(params, coupling="residual")
     first = drafted.generate("abc", params, method=method)
     drafted.generate("abcd", params, method=method)  # no answer depends on what was asked before
@@ -239,21 +287,34 @@ def test_a_measured_budget_counts_the_time_of_drafting(
     llm.generate("abc", SHORT, method=method)
     assert llm.engine._budget is None  # the preset's own
     monkeypatch.setattr(CostModel, "observe", lambda *_: None)
-    llm.engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}))  # drafts pay, whatever the machine does meanwhile
-    answer, setting = llm.generate("abc abc", SHORT, method=method, budget=0), Setting(method, "full", None)
+    # drafts pay, whatever the machine does meanwhile
+    llm.engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}))
+    answer, setting = (
+        llm.generate("abc abc", SHORT, method=method, budget=0),
+        Setting(method, "full", None),
+    )
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
     budget = llm.engine.budget
-    if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):  # unless they draw these heed prices
-        assert setting not in budget._expected and budget.calls[setting]._seen and budget.calls[setting].seconds(1) > 0
+    # unless they draw these heed prices
+    if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):
+        assert (
+            setting not in budget._expected
+            and budget.calls[setting]._seen
+            and budget.calls[setting].seconds(1) > 0
+        )
         drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
         llm.generate("abc abc", drawn, method=method, budget=0)
         setting = setting._replace(warmth=-3)
     assert budget._growing(setting, 1) == 0 < budget._growing(setting, 64)
 
 
-def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, drafter_folder: str) -> None:
+def test_what_is_learned_survives_an_answer_but_seeds_repeat(
+    toy_folder: str, drafter_folder: str
+) -> None:
     llm = LLM(toy_folder, "sequoia", dtype="float32", drafter=drafter_folder)
-    seeded = SamplingParams(max_tokens=24, temperature=1.0, seed=4, ignore_eos=True, coupling="residual")
+    seeded = SamplingParams(
+        max_tokens=24, temperature=1.0, seed=4, ignore_eos=True, coupling="residual"
+    )
     first = llm.generate("abc", seeded)
     assert llm._policies == {}
     plain = llm.generate("abc abc", SHORT, method="ar").token_ids
@@ -271,7 +332,9 @@ def test_what_is_learned_survives_an_answer_but_seeds_repeat(toy_folder: str, dr
 
 
 @pytest.mark.parametrize("method", A_FEW)
-def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(drafted: LLM, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_statistics_tell_the_drafters_calls_from_the_rest_of_drafting(
+    drafted: LLM, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter = drafted.prepare(method)
     inner, calls = LMDrafter.answer, []
 
@@ -298,7 +361,9 @@ def test_the_target_as_its_own_drafter_is_right(toy_folder: str) -> None:
     assert answer.statistics.steps <= 5 and answer.statistics.mean_accepted_tokens > nodes - 2
 
 
-def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(toy_folder: str, drafter_folder: str) -> None:
+def test_a_drafter_is_loaded_by_the_first_method_that_needs_it(
+    toy_folder: str, drafter_folder: str
+) -> None:
     llm = LLM(toy_folder, "pld", dtype="float32", drafter=drafter_folder)
     llm.generate("abc", SHORT, method="ar")
     assert llm._drafter is None and llm.prepare("pld") is None
@@ -323,7 +388,9 @@ def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
     assert drafter.model.pool.used == drafted.model.pool.used == 0
 
 
-def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = llm.generate("abc abc", SHORT, method="pld", budget=8).text
     bad, good = (llm.stream("abc abc", SHORT, method="pld", budget=8) for _ in range(2))
     said, forward = next(bad), llm.model.forward
@@ -331,7 +398,9 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm: LLM, m
     def failing(batch: Batch) -> list[Passed]:
         passed = forward(batch)
         return [
-            one._replace(logits=one.logits * math.nan, best=None) if part.cache is bad._sequence.cache else one
+            one._replace(logits=one.logits * math.nan, best=None)
+            if part.cache is bad._sequence.cache
+            else one
             for part, one in zip(batch.parts, passed, strict=True)
         ]
 
@@ -340,8 +409,14 @@ def test_a_sequence_whose_logits_are_nan_raises_and_the_others_go_on(llm: LLM, m
     for _ in range(2):
         with pytest.raises(QuickbeamError, match="NaN"):
             said += "".join(bad)
-    assert bad.over and bad.completion.finish_reason == "error" and expected.startswith(bad.completion.text)
-    assert bad.completion.text == said and llm.generate("abc abc", SHORT, method="ar").text == expected
+    assert (
+        bad.over
+        and bad.completion.finish_reason == "error"
+        and expected.startswith(bad.completion.text)
+    )
+    assert (
+        bad.completion.text == said and llm.generate("abc abc", SHORT, method="ar").text == expected
+    )
 
 
 def test_an_interrupt_ends_what_is_under_way(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -365,12 +440,18 @@ def test_an_interrupt_ends_what_is_under_way(llm: LLM, monkeypatch: pytest.Monke
             for piece in stream:
                 pieces.append(piece)
     completion = stream.completion
-    assert completion.finish_reason == "interrupted" and len(completion.token_ids) == 3 and list(stream) == []
+    assert (
+        completion.finish_reason == "interrupted"
+        and len(completion.token_ids) == 3
+        and list(stream) == []
+    )
     assert completion.text == "".join(pieces) and expected.startswith(completion.text)
     assert llm.generate("abc abc", SHORT).text == expected
 
 
-def test_drafters_that_cannot_be_used_are_named(toy_folder: str, drafter_folder: str, tmp_path: Path) -> None:
+def test_drafters_that_cannot_be_used_are_named(
+    toy_folder: str, drafter_folder: str, tmp_path: Path
+) -> None:
     with pytest.raises(InvalidInput, match="--drafter"):
         LLM("no/such/folder", "dyspec")  # before the model is looked for
     llm = LLM(toy_folder, dtype="float32")
@@ -380,9 +461,14 @@ def test_drafters_that_cannot_be_used_are_named(toy_folder: str, drafter_folder:
     other = Path(save_small(toy_folder, tmp_path / "other"))
     text = (other / "tokenizer.json").read_text()
     vocab = json.loads(text)
-    vocab["model"]["vocab"]["a"], vocab["model"]["vocab"]["b"] = vocab["model"]["vocab"]["b"], vocab["model"]["vocab"]["a"]
+    vocab["model"]["vocab"]["a"], vocab["model"]["vocab"]["b"] = (
+        vocab["model"]["vocab"]["b"],
+        vocab["model"]["vocab"]["a"],
+    )
     (other / "tokenizer.json").write_text(json.dumps(vocab))
-    with pytest.raises(InvalidInput, match=r"token \d+ is 'a' to the target and 'b' to the drafter"):
+    with pytest.raises(
+        InvalidInput, match=r"token \d+ is 'a' to the target and 'b' to the drafter"
+    ):
         LLM(toy_folder, "dyspec", dtype="float32", drafter=str(other))
     (tmp_path / "short").mkdir()
     short = save_small(toy_folder, tmp_path / "short", max_position_embeddings=64)
@@ -403,4 +489,6 @@ def test_an_observer_hears_of_every_step(drafted: LLM) -> None:
         accepted = [record.tree.token[node] for node in record.path[1:]]
         assert record.emitted == [*accepted, record.token][: len(record.emitted)]
         assert 0 < record.draft_seconds + record.verify_seconds < record.seconds
-    assert sum(record.draft_seconds for record in records) == pytest.approx(completion.statistics.draft_seconds)
+    assert sum(record.draft_seconds for record in records) == pytest.approx(
+        completion.statistics.draft_seconds
+    )

@@ -1,4 +1,5 @@
-"""A smaller language model as a drafter: its laws are those of plain runs, whatever was grown, accepted and begun anew.
+"""A smaller language model as a drafter: its laws are those of plain runs, whatever was grown,
+accepted and begun anew.
 
 pytest tests/test_lm_drafter.py
 """
@@ -34,12 +35,17 @@ from quickbeam.trees.perturbed import proposals
 NAMES = ("llama", "mistral-window", "gpt2")
 METHODS = few(
     (name for name, preset in PRESETS.items() if LMDrafter.name in preset.sources),
-    {(preset.sources, preset.tree): name for name, preset in reversed(PRESETS.items()) if LMDrafter.name in preset.sources}.values(),
+    {
+        (preset.sources, preset.tree): name
+        for name, preset in reversed(PRESETS.items())
+        if LMDrafter.name in preset.sources
+    }.values(),
 )  # one of each kind of tree always
 
 
 class DrafterChain(TreePolicy):
-    """A chain of the drafter's most probable tokens, or of its draws: the plainest use of its laws."""
+    """A chain of the drafter's most probable tokens, or of its draws: the plainest use of its
+    laws."""
 
     def __init__(self, drafter: LMDrafter) -> None:
         self.sources, self.drafter = (drafter,), drafter
@@ -50,7 +56,9 @@ class DrafterChain(TreePolicy):
             laws = yield DraftRequest(context, tree, [len(tree) - 1])
             assert laws is not None
             if context.draws:
-                tree.add(len(tree) - 1, draw(law := laws.dense(0), context.generator), "drafter", law=law)
+                tree.add(
+                    len(tree) - 1, draw(law := laws.dense(0), context.generator), "drafter", law=law
+                )
             else:
                 (((token, *_), _),) = proposals(context, laws, [tree.depth[-1]], 1)
                 tree.add(len(tree) - 1, token, "drafter")
@@ -71,23 +79,33 @@ def state_of(context: Context) -> LMState:
     return context.states[LMDrafter.name]
 
 
-def laws_of(drafter: LMDrafter, context: Context, tree: TokenTree, nodes: list[int]) -> torch.Tensor:
+def laws_of(
+    drafter: LMDrafter, context: Context, tree: TokenTree, nodes: list[int]
+) -> torch.Tensor:
     """`[len(nodes), vocab]`, from a call for this sequence alone."""
     return drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
 
 
 @torch.inference_mode()
-def expected(model, ids: list[int], tree: TokenTree, nodes: list[int], temperature: float) -> torch.Tensor:
-    """The laws after `nodes` as transformers gives them, each path run on its own, the prefix included."""
+def expected(
+    model, ids: list[int], tree: TokenTree, nodes: list[int], temperature: float
+) -> torch.Tensor:
+    """The laws after `nodes` as transformers gives them, each path run on its own, the prefix
+    included."""
     paths = [ids[:-1] + [tree.token[i] for i in tree.path(node)] for node in nodes]
-    return torch.stack([model(torch.tensor([path]), use_cache=False).logits[0, -1] / temperature for path in paths]).softmax(-1)
+    return torch.stack(
+        [model(torch.tensor([path]), use_cache=False).logits[0, -1] / temperature for path in paths]
+    ).softmax(-1)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @examples(12)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
-def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: random.Random, temperature: float) -> None:
-    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a draft; requests one after another."""
+def test_laws_are_those_of_a_plain_run_of_every_path(
+    pairs, name: str, rng: random.Random, temperature: float
+) -> None:
+    """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
+    draft; requests one after another."""
     drafter, model = pairs[name]
     pages = drafter.model.pool.used
     context = begin(drafter, [rng.randrange(VOCAB) for _ in range(rng.randint(1, 20))], temperature)
@@ -96,41 +114,58 @@ def test_laws_are_those_of_a_plain_run_of_every_path(pairs, name: str, rng: rand
         for _ in range(rng.randint(0, 4)):
             ready: list[int] = []
             for node in range(len(tree)):
-                if node not in asked and (node == 0 or (tree.parent[node] in (*asked, *ready) and rng.random() < 0.7)):
+                if node not in asked and (
+                    node == 0 or (tree.parent[node] in (*asked, *ready) and rng.random() < 0.7)
+                ):
                     ready.append(node)
             if ready:
                 laws = laws_of(drafter, context, tree, ready)
-                torch.testing.assert_close(laws, expected(model, context.ids, tree, ready, temperature or 1.0), atol=1e-5, rtol=1e-3)
+                torch.testing.assert_close(
+                    laws,
+                    expected(model, context.ids, tree, ready, temperature or 1.0),
+                    atol=1e-5,
+                    rtol=1e-3,
+                )
                 asked += ready
             for _ in range(rng.randint(1, 4)):
                 parent, token = rng.randrange(len(tree)), rng.randrange(VOCAB)
                 if tree.child(parent, token) is None:
                     tree.add(parent, token, "random")
         path = tree.path(rng.randrange(len(tree)))
-        last = rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]])  # a token that a child holds, too: rounding may reject it first
+        # a token that a child holds, too: rounding may reject it first
+        last = rng.choice([rng.randrange(VOCAB), *tree.children[path[-1]]])
         context.extend([*(tree.token[node] for node in path[1:]), last])
         if rng.random() < 0.25:  # another request
             state_of(context).release()
             kept = context.ids[: rng.randint(0, len(context.ids))]
-            context = begin(drafter, [*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))], temperature)
+            context = begin(
+                drafter,
+                [*kept, *(rng.randrange(VOCAB) for _ in range(rng.randint(1, 5)))],
+                temperature,
+            )
     state_of(context).release()
     assert drafter.model.pool.used == pages
 
 
 def passes_of(drafter: LMDrafter, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """What the drafter's model is made to run from here on: (read, tokens computed) and (draft, nodes computed)."""
+    """What the drafter's model is made to run from here on: (read, tokens computed) and (draft,
+    nodes computed)."""
     passes: list[tuple[str, int]] = []
     forward = drafter.model.forward
 
     def counted(batch: Batch) -> list[Passed]:
-        passes.extend(("draft" if isinstance(part, Draft) else "read", part.rows) for part in batch.parts)
+        passes.extend(
+            ("draft" if isinstance(part, Draft) else "read", part.rows) for part in batch.parts
+        )
         return forward(batch)
 
     monkeypatch.setattr(drafter.model, "forward", counted)
     return passes
 
 
-def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [5, 6, 7, 8])
@@ -140,25 +175,35 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(monkeypatch: py
     laws_of(drafter, context, tree, nodes[:2])
     laws_of(drafter, context, tree, nodes[2:3])
     assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
-    context.extend([20, 22, 23, 50])  # the last node accepted was a leaf: it is run together with the new root
+    # the last node accepted was a leaf: it is run together with the new root
+    context.extend([20, 22, 23, 50])
     tree = TokenTree(50)
     law = laws_of(drafter, context, tree, [0])
-    assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len([5, 6, 7, 8, 20, 22])
-    torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+    assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len(
+        [5, 6, 7, 8, 20, 22]
+    )
+    torch.testing.assert_close(
+        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+    )
     again = laws_of(drafter, context, tree, [0])  # a second tree on the same text
     assert passes[4:] == [("draft", 1)]
     torch.testing.assert_close(again, law, atol=1e-6, rtol=1e-4)
 
 
-def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
     laws_of(drafter, context, TokenTree(2), [0])
     context.extend([3] * (GAP + 1))
     law = laws_of(drafter, context, tree := TokenTree(3), [0])
-    assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]  # what the last tree computed stays
-    torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+    # what the last tree computed stays
+    assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]
+    torch.testing.assert_close(
+        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+    )
     drafter.read([state_of(context)])
     context.extend([4] * GAP)
     drafter.read([state_of(context)], GAP + 1)
@@ -166,7 +211,9 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(monkeypatch: 
     drafter.read([state_of(context)])
     law = laws_of(drafter, context, tree := TokenTree(4), [0])
     assert passes[3:] == [("read", GAP), ("draft", 1)]
-    torch.testing.assert_close(law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+    torch.testing.assert_close(
+        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+    )
 
 
 def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,8 +221,13 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(drafter.model, "chunk", 50)
     passes = passes_of(drafter, monkeypatch)
     law = laws_of(drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0])
-    assert passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)] and state_of(context).calls == 1
-    torch.testing.assert_close(law, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3)
+    assert (
+        passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
+        and state_of(context).calls == 1
+    )
+    torch.testing.assert_close(
+        law, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+    )
 
 
 def test_nodes_are_asked_for_from_the_root_down() -> None:
@@ -195,9 +247,14 @@ def test_nodes_are_asked_for_from_the_root_down() -> None:
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
 def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, asked: int) -> None:
     drafter = LMDrafter(tiny("llama"), asked)
-    context = begin(drafter, [1, 2, asked - 1])  # where the target is wider, a token that the drafter has never heard of
+    # where the target is wider, a token that the drafter has never heard of
+    context = begin(drafter, [1, 2, asked - 1])
     law = laws_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
-    assert law.shape == (asked,) and law.dtype == torch.float32 and float(law.sum()) == pytest.approx(1)
+    assert (
+        law.shape == (asked,)
+        and law.dtype == torch.float32
+        and float(law.sum()) == pytest.approx(1)
+    )
     assert not law[own:].any()
     if asked <= own:
         full = expected(tiny("llama"), context.ids, tree, [0], 1.0)[0, :asked]
@@ -210,37 +267,72 @@ def broken() -> LMDrafter:
     return LMDrafter(model, VOCAB)
 
 
-def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
     law = laws_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
     assert law.max() == 1 and law.count_nonzero() == 1 and not caplog.records
     drafter = broken()
-    assert torch.equal(laws_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB))
+    assert torch.equal(
+        laws_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB)
+    )
     assert "not finite (NaN)" in caplog.text
 
 
 def test_a_request_beyond_the_drafters_context_is_refused(target: Model) -> None:
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
     drafter.check_length(500, 12)
-    with pytest.raises(InvalidInput, match=r"500 tokens and max_tokens=13 exceed the drafter's context of 512.*at most 12 tokens"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"500 tokens and max_tokens=13 exceed the drafter's context of 512"
+        r".*at most 12 tokens",
+    ):
         drafter.check_length(500, 13)
     with pytest.raises(InvalidInput, match="exceed the drafter's context"):
         answer(target, DrafterChain(drafter), SamplingParams(max_tokens=13), [1] * 500)
 
 
 def tokenizer(*tokens: str | None) -> SimpleNamespace:
-    return SimpleNamespace(get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token is not None})
+    return SimpleNamespace(
+        get_vocab=lambda: {token: i for i, token in enumerate(tokens) if token is not None}
+    )
 
 
 @pytest.mark.parametrize(
     ("target", "drafter", "sizes", "words"),
     [
-        (("a", "b", "c"), ("a", "x", "y"), (3, 3), "token 1 is 'b' to the target and 'x' to the drafter"),
+        (
+            ("a", "b", "c"),
+            ("a", "x", "y"),
+            (3, 3),
+            "token 1 is 'b' to the target and 'x' to the drafter",
+        ),
         (("a", "b"), ("b", "a"), (2, 2), "token 0 is 'a' to the target and 'b' to the drafter"),
-        (("a", "b", "c"), ("a", "b"), (3, 2), "token 2 is 'c' to the target and no token to the drafter"),
-        (("a", "b"), ("a", "b", "c"), (2, 4), "token 2 is no token to the target and 'c' to the drafter"),
-        (("a", None, "c"), ("a", "b", "c"), (3, 3), "token 1 is no token to the target and 'b' to the drafter"),
-        (("a", "b", "c"), ("a", None, "c"), (3, 3), "token 1 is 'b' to the target and no token to the drafter"),
+        (
+            ("a", "b", "c"),
+            ("a", "b"),
+            (3, 2),
+            "token 2 is 'c' to the target and no token to the drafter",
+        ),
+        (
+            ("a", "b"),
+            ("a", "b", "c"),
+            (2, 4),
+            "token 2 is no token to the target and 'c' to the drafter",
+        ),
+        (
+            ("a", None, "c"),
+            ("a", "b", "c"),
+            (3, 3),
+            "token 1 is no token to the target and 'b' to the drafter",
+        ),
+        (
+            ("a", "b", "c"),
+            ("a", None, "c"),
+            (3, 3),
+            "token 1 is 'b' to the target and no token to the drafter",
+        ),
     ],
 )
 def test_other_vocabularies_are_refused(target, drafter, sizes, words: str) -> None:
@@ -269,7 +361,9 @@ def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
 @pytest.mark.parametrize("method", METHODS)
 @examples(5)
 @given(data=st.data())
-def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Model, pairs, method: str, data: st.DataObject) -> None:
+def test_greedy_answers_are_plain_decodings_whatever_the_drafter(
+    target: Model, pairs, method: str, data: st.DataObject
+) -> None:
     params = SamplingParams(
         max_tokens=data.draw(st.integers(1, 40)),
         repetition_penalty=data.draw(st.sampled_from([1.0, 1.3])),
@@ -279,11 +373,23 @@ def test_greedy_answers_are_plain_decodings_whatever_the_drafter(target: Model, 
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     drafter = pairs[data.draw(st.sampled_from(NAMES))][0]
     plain = answer(target, NoDraft(), params, prompt)
-    drafted = answer(target, policy_of(method, drafter), params, prompt, budget=data.draw(st.sampled_from([1, 2, 7, 30])))
+    drafted = answer(
+        target,
+        policy_of(method, drafter),
+        params,
+        prompt,
+        budget=data.draw(st.sampled_from([1, 2, 7, 30])),
+    )
     assert drafted.output.token_ids == plain.output.token_ids
-    assert (drafted.output.text, drafted.output.finish_reason) == (plain.output.text, plain.output.finish_reason)
+    assert (drafted.output.text, drafted.output.finish_reason) == (
+        plain.output.text,
+        plain.output.finish_reason,
+    )
     stats = drafted.statistics
-    assert sum(source.accepted for source in stats.sources.values()) + stats.steps + 1 >= stats.new_tokens
+    assert (
+        sum(source.accepted for source in stats.sources.values()) + stats.steps + 1
+        >= stats.new_tokens
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -292,7 +398,12 @@ def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: 
 
     def tell(seed: int, before: list[int] | None = None) -> tuple[list[int], int]:
         if before:
-            answer(target, policy_of(method, drafter), SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True), before)
+            answer(
+                target,
+                policy_of(method, drafter),
+                SamplingParams(max_tokens=9, temperature=1.0, ignore_eos=True),
+                before,
+            )
         params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
         sequence = answer(target, policy_of(method, drafter), params, [3, 3], budget=12)
         return sequence.output.token_ids, sequence.statistics.sources["drafter"].drafted
@@ -301,11 +412,20 @@ def test_a_seed_repeats_the_answer_and_its_drafts(target: Model, pairs, method: 
     assert tell(-5) == tell(-5) != tell(2**64 - 1)
 
 
-@pytest.mark.parametrize(("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")])
-def test_a_drafter_equal_to_the_target_is_nearly_always_right(target: Model, temperature: float, coupling: str) -> None:
-    params = SamplingParams(max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling)
-    sequence = answer(target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6)
-    assert sequence.statistics.mean_accepted_tokens > 5.5  # of 6: five drafted tokens and the target's own
+@pytest.mark.parametrize(
+    ("temperature", "coupling"), [(0.0, "coupled"), (1.0, "coupled"), (1.0, "residual")]
+)
+def test_a_drafter_equal_to_the_target_is_nearly_always_right(
+    target: Model, temperature: float, coupling: str
+) -> None:
+    params = SamplingParams(
+        max_tokens=61, temperature=temperature, seed=2, ignore_eos=True, coupling=coupling
+    )
+    sequence = answer(
+        target, DrafterChain(LMDrafter(tiny("llama", seed=3), VOCAB)), params, [4, 5, 6], budget=6
+    )
+    # of 6: five drafted tokens and the target's own
+    assert sequence.statistics.mean_accepted_tokens > 5.5
     assert sequence.statistics.steps <= 11
 
 
@@ -318,10 +438,14 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
     plain = answer(target, NoDraft(), params, [4, 5, 6])
     drafted = answer(target, policy_of(method, broken()), params, [4, 5, 6])
     assert drafted.output.token_ids == plain.output.token_ids
-    assert drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+    assert (
+        drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+    )
 
 
-def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
+    target: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
     fresh = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)

@@ -1,4 +1,5 @@
-"""What is loaded is the whole model as transformers computes it, or is refused in words. `pytest tests/test_loading.py`"""
+"""What is loaded is the whole model as transformers computes it, or is refused in words. `pytest
+tests/test_loading.py`"""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ LONGROPE = {
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
-def load(folder: Path, dtype: torch.dtype | None = torch.float32, **options: Any) -> PreTrainedModel:
+def load(
+    folder: Path, dtype: torch.dtype | None = torch.float32, **options: Any
+) -> PreTrainedModel:
     return load_model(str(folder), dtype, CPU, **options)[0]
 
 
@@ -56,10 +59,13 @@ def configure(folder: Path, **fields: Any) -> None:
 
 
 def write(folder: Path, **fields: Any) -> Path:
-    """Change the configuration, and give the folder random weights for it, by which attention decides."""
+    """Change the configuration, and give the folder random weights for it, by which attention
+    decides."""
     configure(folder, **fields)
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.from_pretrained(folder), dtype=torch.float32
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -71,16 +77,29 @@ def write(folder: Path, **fields: Any) -> Path:
 def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     """Write tensors into the checkpoint, or take away those that are None."""
     state = load_file(folder / "model.safetensors") | change
-    save_file({name: tensor for name, tensor in state.items() if tensor is not None}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: tensor for name, tensor in state.items() if tensor is not None},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 @pytest.mark.parametrize("fast", [True, False])
-@pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)])
-def test_angles_that_follow_the_length_are_those_of_transformers(folder: Path, rope: dict[str, Any], length: int, fast: bool) -> None:
+@pytest.mark.parametrize(
+    ("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)]
+)
+def test_angles_that_follow_the_length_are_those_of_transformers(
+    folder: Path, rope: dict[str, Any], length: int, fast: bool
+) -> None:
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    options = {"do_sample": False, "max_new_tokens": CONTEXT - len(prompt), "repetition_penalty": 1.0, "eos_token_id": None}
+    options = {
+        "do_sample": False,
+        "max_new_tokens": CONTEXT - len(prompt),
+        "repetition_penalty": 1.0,
+        "eos_token_id": None,
+    }
     expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
     llm = LLM(str(folder), "pld", dtype="float32", fast=fast)
     params = SamplingParams(max_tokens=CONTEXT - len(prompt), ignore_eos=True)
@@ -91,14 +110,18 @@ def test_angles_that_follow_the_length_are_those_of_transformers(folder: Path, r
 
 
 @pytest.mark.parametrize(("rope", "length"), [(LONGROPE, 4 * CONTEXT), (DYNAMIC, CONTEXT)])
-def test_angles_do_not_depend_on_what_runs_beside(folder: Path, rope: dict[str, Any], length: int) -> None:
+def test_angles_do_not_depend_on_what_runs_beside(
+    folder: Path, rope: dict[str, Any], length: int
+) -> None:
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).model.rotary_emb
     rotary = load(folder).model.rotary_emb
     few, many = torch.arange(CONTEXT)[None], torch.arange(3 * CONTEXT)[None]
     expected = plain(torch.empty(1), few)
     for cosine, sine in (rotary(torch.empty(1), many), rotary(torch.empty(1), few)):
-        assert torch.equal(cosine[:, :CONTEXT], expected[0]) and torch.equal(sine[:, :CONTEXT], expected[1])
+        assert torch.equal(cosine[:, :CONTEXT], expected[0]) and torch.equal(
+            sine[:, :CONTEXT], expected[1]
+        )
     assert FusedLlama.fits(load(folder, torch.bfloat16))
 
 
@@ -120,7 +143,9 @@ def test_lean_forwards_take_plain_embeddings_and_classes_of_transformers_only() 
     model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
     assert not LeanModel.fits(model) and not FusedLlama.fits(model)
     model = tiny("llama")
-    model.__class__ = type("LlamaForCausalLM", (type(model),), {"__module__": "came_with_the_model"})
+    model.__class__ = type(
+        "LlamaForCausalLM", (type(model),), {"__module__": "came_with_the_model"}
+    )
     assert not LeanModel.fits(model) and not FusedLlama.fits(model)
 
 
@@ -134,11 +159,15 @@ def test_quantised_weights_that_are_no_parameters_are_not_known() -> None:
 
 def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "is_peft_available", lambda: False)
-    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/model"}))
+    (folder / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": "somebody/model"})
+    )
     for kept in (True, False):  # the model beside its adapter, and the adapter alone
         if not kept:
             (folder / "config.json").unlink()
-        with pytest.raises(InvalidInput, match=r"adapter.*somebody/model.*pip install peft, or merge"):
+        with pytest.raises(
+            InvalidInput, match=r"adapter.*somebody/model.*pip install peft, or merge"
+        ):
             load(folder)
 
 
@@ -148,7 +177,9 @@ def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> Non
     write(folder, tie_word_embeddings=False)
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     whole = [] if beside else ["lm_head"]
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=whole, init_lora_weights=False)
+    settings = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], modules_to_save=whole, init_lora_weights=False
+    )
     adapted = peft.get_peft_model(base, settings).eval()
     ids = torch.tensor([[3, 1, 4, 1, 5]])
     with torch.inference_mode():
@@ -161,28 +192,49 @@ def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> Non
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them")
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes reads them"
+)
 def test_quantised_weights_without_their_library_are_refused(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
-    with pytest.raises(InvalidInput, match=r"quantised \(bitsandbytes\).*missing here: .*pip install -U bitsandbytes.*unquantised"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"quantised \(bitsandbytes\).*missing here: "
+        r".*pip install -U bitsandbytes.*unquantised",
+    ):
         load(folder)
 
 
 @pytest.fixture
 def with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model that comes with Python code, which leaves `ran` beside the folder when it runs."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", list(sys.path))
-    imports = f"from pathlib import Path\nfrom transformers import LlamaConfig, LlamaForCausalLM\nPath({str(tmp_path / 'ran')!r}).touch()\n"
-    (folder / "configuration_odd.py").write_text(imports + "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n")
-    code = imports + "from .configuration_odd import OddConfig\nclass OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n"
+    imports = (
+        "from pathlib import Path\nfrom transformers import LlamaConfig, "
+        f"LlamaForCausalLM\nPath({str(tmp_path / 'ran')!r}).touch()\n"
+    )
+    (folder / "configuration_odd.py").write_text(
+        imports + "class OddConfig(LlamaConfig):\n    model_type = 'odd'\n"
+    )
+    code = imports + (
+        "from .configuration_odd import OddConfig\nclass "
+        "OddForCausalLM(LlamaForCausalLM):\n    config_class = OddConfig\n"
+    )
     (folder / "modeling_odd.py").write_text(code)
-    places = {"AutoConfig": "configuration_odd.OddConfig", "AutoModelForCausalLM": "modeling_odd.OddForCausalLM"}
+    places = {
+        "AutoConfig": "configuration_odd.OddConfig",
+        "AutoModelForCausalLM": "modeling_odd.OddForCausalLM",
+    }
     configure(folder, model_type="odd", architectures=["OddForCausalLM"], auto_map=places)
     return folder
 
 
-def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_runs_only_where_that_is_asked_for(
+    with_code: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # the lines of a chat are no consent
     with pytest.raises(InvalidInput, match="--trust-remote-code") as caught:
         load(with_code)
@@ -191,7 +243,9 @@ def test_code_of_a_model_runs_only_where_that_is_asked_for(with_code: Path, tmp_
     assert type(model).__name__ == "OddForCausalLM" and (tmp_path / "ran").exists()
 
 
-def test_a_drafter_is_trusted_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_drafter_is_trusted_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     seen = []
 
     def stand_in(*arguments: Any, **options: Any) -> None:
@@ -239,20 +293,32 @@ def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
 def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:
     write(folder, tie_word_embeddings=False)
     weights(folder, {"lm_head.weight": None})
-    with pytest.raises(InvalidInput, match=r"lack lm_head.weight: download it again.*tie_word_embeddings: true"):
+    with pytest.raises(
+        InvalidInput, match=r"lack lm_head.weight: download it again.*tie_word_embeddings: true"
+    ):
         load(folder)
     configure(folder, tie_word_embeddings=True)
     assert load(folder).lm_head.weight is not None
-    weights(folder, {f"model.layers.1.self_attn.{part}_proj.weight": None for part in "qkvo"} | {"model.norm.weight": None})
-    with pytest.raises(InvalidInput, match=r"lack model.layers.1.self_attn.k_proj.weight.* and 1 more") as caught:
+    weights(
+        folder,
+        {f"model.layers.1.self_attn.{part}_proj.weight": None for part in "qkvo"}
+        | {"model.norm.weight": None},
+    )
+    with pytest.raises(
+        InvalidInput, match=r"lack model.layers.1.self_attn.k_proj.weight.* and 1 more"
+    ) as caught:
         load(folder)
-    assert str(caught.value).startswith(f"can't load {str(folder)!r}") and "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"can't load {str(folder)!r}") and "\n" not in str(
+        caught.value
+    )
 
 
 def test_a_checkpoint_of_other_shapes_is_refused(folder: Path) -> None:
     write(folder)
     weights(folder, {"model.norm.weight": torch.ones(3)})
-    with pytest.raises(InvalidInput, match=r"model.norm.weight has shape \[3\], expected \[32\] by config.json"):
+    with pytest.raises(
+        InvalidInput, match=r"model.norm.weight has shape \[3\], expected \[32\] by config.json"
+    ):
         load(folder)
 
 

@@ -1,4 +1,5 @@
-"""Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or set back around it.
+"""Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or set
+back around it.
 
 pytest tests/test_many.py
 """
@@ -42,9 +43,24 @@ from quickbeam.trees.hybrid import Hybrid
 from quickbeam.trees.logitspec import LogitSpec
 from quickbeam.trees.prompt_lookup import PromptLookup
 
-LAYOUTS = ("llama", "mistral-window", "qwen2-window", "qwen3", "gemma2-softcap-window", "phi3", "gpt2", "gpt-neox")
-SAMPLING = ({}, {}, {"temperature": 0.7}, {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1})
-WAYS = ("native", "exact", "float32")  # bfloat16 by the kernels, bfloat16 by PyTorch's operators, float32
+LAYOUTS = (
+    "llama",
+    "mistral-window",
+    "qwen2-window",
+    "qwen3",
+    "gemma2-softcap-window",
+    "phi3",
+    "gpt2",
+    "gpt-neox",
+)
+SAMPLING = (
+    {},
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05, "repetition_penalty": 1.1},
+)
+# bfloat16 by the kernels, bfloat16 by PyTorch's operators, float32
+WAYS = ("native", "exact", "float32")
 
 
 class World:
@@ -74,7 +90,9 @@ class World:
 
     def _alone(self, prompt: tuple[int, ...], tokens: int, **sampling) -> list[int]:
         params = SamplingParams(max_tokens=tokens, ignore_eos=True, **sampling)
-        return answer(self.model, NoDraft(), params, prompt, engine=Engine(self.model, share=False), budget=1).output.token_ids
+        return answer(
+            self.model, NoDraft(), params, prompt, engine=Engine(self.model, share=False), budget=1
+        ).output.token_ids
 
     def engine(self, **options) -> Engine:
         """One whose costs are made up, so that trees don't depend on the machine."""
@@ -103,15 +121,24 @@ def text(chance: random.Random, beginnings: list[list[int]]) -> list[int]:
     ids = list(chance.choice(beginnings)) if chance.random() < 0.7 else []
     phrase = [chance.randrange(3, VOCAB) for _ in range(chance.randint(2, 9))]
     while len(ids) < 2 or chance.random() < 0.6:
-        ids += phrase if chance.random() < 0.5 else [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 40))]
+        ids += (
+            phrase
+            if chance.random() < 0.5
+            else [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 40))]
+        )
     return ids[:200]
 
 
 def play(world: World, seed: int, requests: int = 10) -> Engine:
-    """Random requests arrive at random steps, some leave; every answer must be the one given alone, and everything is given back."""
+    """Random requests arrive at random steps, some leave; every answer must be the one given alone,
+    and everything is given back."""
     chance = random.Random(seed)
     beginnings = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (30, 70, 140)]
-    engine = world.engine(most=chance.choice((1, 2, 3, 8)), pages=chance.choice((None, 6, 9, 14)), share=chance.random() < 0.8)
+    engine = world.engine(
+        most=chance.choice((1, 2, 3, 8)),
+        pages=chance.choice((None, 6, 9, 14)),
+        share=chance.random() < 0.8,
+    )
     policies = world.policies()
     open_ones: list[tuple[SequenceState, tuple[int, ...], dict]] = []
     every = list(open_ones)
@@ -123,7 +150,11 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
             params = SamplingParams(max_tokens=chance.randint(1, 40), ignore_eos=True, **sampling)
             budget = None if chance.random() < 0.5 else chance.choice((1, 2, 7, 16))
             for _ in range(chance.choice((1, 1, 1, 2))):
-                one = engine.add(request(world.model, policies[name], params, prompt, budget=budget, setting=name))
+                one = engine.add(
+                    request(
+                        world.model, policies[name], params, prompt, budget=budget, setting=name
+                    )
+                )
                 open_ones.append((one, tuple(prompt), sampling))
                 every.append(open_ones[-1])
         if open_ones and chance.random() < 0.06:
@@ -146,7 +177,12 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
     ("layout", "way"),
     few(
         itertools.product(LAYOUTS, WAYS),
-        [*((layout, "native") for layout in LAYOUTS), ("llama", "exact"), ("gemma2-softcap-window", "exact"), ("gpt2", "float32")],
+        [
+            *((layout, "native") for layout in LAYOUTS),
+            ("llama", "exact"),
+            ("gemma2-softcap-window", "exact"),
+            ("gpt2", "float32"),
+        ],
     ),
 )
 def test_answers_are_those_given_alone(world, layout, way):
@@ -174,7 +210,11 @@ def test_a_step_that_mixes_sequences_up_is_noticed(world, monkeypatch):
     monkeypatch.setattr(PagedStore, "_shared", lambda self: [])
     prompt = [7 + i % 50 for i in range(70)]
     engine = here.engine(share=False)
-    first = engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), prompt, budget=1))
+    first = engine.add(
+        request(
+            here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), prompt, budget=1
+        )
+    )
     while not first.started:
         engine.step()
     fork = first.cache.fork()
@@ -197,7 +237,9 @@ def test_sequences_are_set_back_and_go_on(world):
     prompts = [tuple((i * 7 + k) % 90 + 3 for k in range(100)) for i in range(4)]
     engine = here.engine(pages=7)
     params = SamplingParams(max_tokens=120, ignore_eos=True)
-    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    ones = [
+        engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts
+    ]
     run(engine, *ones)
     assert sum(one.statistics.set_back for one in ones) > 0
     assert ones[0].statistics.set_back == 0  # whoever came first is never set back
@@ -212,10 +254,15 @@ def test_nobody_starves(world):
     engine = here.engine(most=2, share=False)
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     order: list[int] = []
-    ones = [engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(6)]
+    ones = [
+        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
+        for i in range(6)
+    ]
     for late in range(40):
         if late < 20:
-            ones.append(engine.add(request(here.model, NoDraft(), params, [9, 9, late + 3], budget=1)))
+            ones.append(
+                engine.add(request(here.model, NoDraft(), params, [9, 9, late + 3], budget=1))
+            )
         engine.step()
         order += [i for i, one in enumerate(ones) if one.started and i not in order]
     run(engine, *ones)
@@ -226,11 +273,25 @@ def test_a_long_prompt_does_not_hold_up_the_others(world):
     """While it is read, every step still gives each running answer a token."""
     here = world("llama", "native")
     engine = here.engine(share=False)
-    first = engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), [5, 6, 7], budget=1))
+    first = engine.add(
+        request(
+            here.model,
+            NoDraft(),
+            SamplingParams(max_tokens=60, ignore_eos=True),
+            [5, 6, 7],
+            budget=1,
+        )
+    )
     while not first.started:
         engine.step()
     long = engine.add(
-        request(here.model, NoDraft(), SamplingParams(max_tokens=2, ignore_eos=True), [3 + i % 90 for i in range(1500)], budget=1)
+        request(
+            here.model,
+            NoDraft(),
+            SamplingParams(max_tokens=2, ignore_eos=True),
+            [3 + i % 90 for i in range(1500)],
+            budget=1,
+        )
     )
     steps = 0
     while not long.started:
@@ -246,7 +307,10 @@ def test_nan_in_one_sequence_ends_that_one_alone(world):
     here = world("llama", "native")
     engine = here.engine(share=False)
     params = SamplingParams(max_tokens=20, ignore_eos=True)
-    good, bad = (engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in ([5, 6, 7], [8, 9, 10]))
+    good, bad = (
+        engine.add(request(here.model, NoDraft(), params, prompt, budget=1))
+        for prompt in ([5, 6, 7], [8, 9, 10])
+    )
     while not (good.started and bad.started):
         engine.step()
     forward = here.model.forward
@@ -254,7 +318,10 @@ def test_nan_in_one_sequence_ends_that_one_alone(world):
     def broken(batch):
         passed = forward(batch)
         return [
-            one._replace(logits=torch.full_like(one.logits, float("nan")), best=None if one.best is None else [-1] * len(one.best))
+            one._replace(
+                logits=torch.full_like(one.logits, float("nan")),
+                best=None if one.best is None else [-1] * len(one.best),
+            )
             if part.cache is bad.cache
             else one
             for part, one in zip(batch.parts, passed, strict=True)
@@ -275,7 +342,10 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
     engine = here.engine(share=False)
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     policy = here.policies()["dyspec"]
-    ones = [engine.add(request(here.model, policy, params, prompt, budget=8)) for prompt in ([5, 6, 7], [8, 9, 10])]
+    ones = [
+        engine.add(request(here.model, policy, params, prompt, budget=8))
+        for prompt in ([5, 6, 7], [8, 9, 10])
+    ]
     answered = here.drafter.answer
 
     def broken(wishes):
@@ -291,8 +361,16 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
 
 def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
     here = world("llama", "native")
-    monkeypatch.setattr("quickbeam.draft.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat))
-    found = answer(here.model, here.policies()["dyspec"], SamplingParams(max_tokens=12, ignore_eos=True), [5, 6, 7], budget=8)
+    monkeypatch.setattr(
+        "quickbeam.draft.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat)
+    )
+    found = answer(
+        here.model,
+        here.policies()["dyspec"],
+        SamplingParams(max_tokens=12, ignore_eos=True),
+        [5, 6, 7],
+        budget=8,
+    )
     assert found.output.token_ids == here.alone((5, 6, 7), 12)
     assert found.statistics.mean_accepted_tokens == 1.0
 
@@ -305,7 +383,9 @@ def test_a_known_beginning_is_not_computed_again(world, way):
     prompt = tuple(3 + (i * i) % 90 for i in range(2 * size + 10))
     params = SamplingParams(max_tokens=6, ignore_eos=True)
     first = answer(here.model, here.policies()["hybrid"], params, prompt, engine=engine)
-    again = answer(here.model, here.policies()["hybrid"], params, (*prompt[:-3], 5, 6), engine=engine)
+    again = answer(
+        here.model, here.policies()["hybrid"], params, (*prompt[:-3], 5, 6), engine=engine
+    )
     assert first.statistics.cached_tokens == 0
     assert again.statistics.cached_tokens == 2 * size
     assert again.output.token_ids == here.alone((*prompt[:-3], 5, 6), 6)
@@ -332,17 +412,25 @@ def test_too_much_for_the_memory_is_refused_at_once(world):
     here = world("llama", "native")
     engine = here.engine(pages=2)
     with pytest.raises(InvalidInput, match="kv-memory"):
-        engine.add(request(here.model, NoDraft(), SamplingParams(max_tokens=200), [5] * 100, budget=1))
+        engine.add(
+            request(here.model, NoDraft(), SamplingParams(max_tokens=200), [5] * 100, budget=1)
+        )
 
 
 def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
     here = world("llama", "native")
     engine = here.engine()
     params = SamplingParams(max_tokens=30, ignore_eos=True)
-    ones = [engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(3)]
+    ones = [
+        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
+        for i in range(3)
+    ]
     for _ in range(5):
         engine.step()
-    forward, here.model.forward = here.model.forward, lambda batch: (_ for _ in ()).throw(KeyboardInterrupt)
+    forward, here.model.forward = (
+        here.model.forward,
+        lambda batch: (_ for _ in ()).throw(KeyboardInterrupt),
+    )
     try:
         with pytest.raises(KeyboardInterrupt):
             engine.step()
@@ -351,7 +439,10 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
         del here.model.forward
     for i, one in enumerate(ones):
         assert one.output.finish_reason == "interrupted"
-        assert one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)] and len(one.output.token_ids) > 2
+        assert (
+            one.output.token_ids == here.alone((5, 6, 7 + i), 30)[: len(one.output.token_ids)]
+            and len(one.output.token_ids) > 2
+        )
     found = answer(here.model, NoDraft(), params, [5, 6, 7], engine=engine, budget=1)
     assert found.output.token_ids == here.alone((5, 6, 7), 30)
     engine.close()
@@ -361,12 +452,26 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
 def test_sampled_answers_with_a_seed_are_those_given_alone(world):
     """With every policy."""
     here = world("llama", "native")
-    params = [SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True) for seed in range(6)]
-    alone = [answer(here.model, NoDraft(), one, [5, 6, 7], budget=1).output.token_ids for one in params]
+    params = [
+        SamplingParams(max_tokens=20, temperature=0.9, top_p=0.9, seed=seed, ignore_eos=True)
+        for seed in range(6)
+    ]
+    alone = [
+        answer(here.model, NoDraft(), one, [5, 6, 7], budget=1).output.token_ids for one in params
+    ]
     engine = here.engine()
     names = here.policies()
     ones = [
-        engine.add(request(here.model, here.policies()[name], one, [5, 6, 7], budget=None if name != "ar" else 1, setting=name))
+        engine.add(
+            request(
+                here.model,
+                here.policies()[name],
+                one,
+                [5, 6, 7],
+                budget=None if name != "ar" else 1,
+                setting=name,
+            )
+        )
         for name, one in zip(names, params, strict=True)
     ]
     run(engine, *ones)
@@ -375,18 +480,23 @@ def test_sampled_answers_with_a_seed_are_those_given_alone(world):
 
 
 def test_a_full_batch_goes_down_to_plain_decoding(world):
-    """Where a further row costs about as much as all before it, trees are their roots; alone the same request gets a tree."""
+    """Where a further row costs about as much as all before it, trees are their roots; alone the
+    same request gets a tree."""
     here = world("llama", "native")
     prompt = [5, 6, 7, 8] * 12
 
     def nodes(others: int) -> float:
         engine = Engine(here.model)
         engine._budget = Budget(CostModel({1: 1.0, 4: 1.01, 64: 61.0}))
-        engine._budget.cost.observe = engine._budget.observe = lambda *_: None  # the real times are others
+        # the real times are others
+        engine._budget.cost.observe = engine._budget.observe = lambda *_: None
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         policy = here.policies()["logitspec"]
         prompts = [[*prompt, 9 + i] for i in range(1 + others)]
-        ones = [engine.add(request(here.model, policy, params, one, budget=None, setting="logitspec")) for one in prompts]
+        ones = [
+            engine.add(request(here.model, policy, params, one, budget=None, setting="logitspec"))
+            for one in prompts
+        ]
         run(engine, *ones)
         engine.close()
         return sum(one.statistics.nodes for one in ones) / sum(one.statistics.steps for one in ones)
@@ -405,7 +515,11 @@ def test_memory_stays_flat(world):
         prompt = [chance.randrange(3, VOCAB) for _ in range(chance.randint(1, 90))]
         params = SamplingParams(max_tokens=3, ignore_eos=True)
         name = ("ar", "pld", "hybrid")[number % 3]
-        open_ones.append(engine.add(request(here.model, policies[name], params, prompt, budget=None, setting=name)))
+        open_ones.append(
+            engine.add(
+                request(here.model, policies[name], params, prompt, budget=None, setting=name)
+            )
+        )
         while len(open_ones) >= 16:
             engine.step()
             open_ones = [one for one in open_ones if not one.over]
@@ -426,7 +540,8 @@ class Waits:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_whoever_is_admitted_came_first(seed):
-    """The queue's order is that of arrival, whoever was added, taken, added again or removed before. Against a sorted list."""
+    """The queue's order is that of arrival, whoever was added, taken, added again or removed
+    before. Against a sorted list."""
     chance, queue = random.Random(seed), Queue()
     away, there = [Waits(arrival) for arrival in range(30)], []
     for _ in range(400):
@@ -441,7 +556,9 @@ def test_whoever_is_admitted_came_first(seed):
             there.remove(one)
             away.append(one)
         assert list(queue) == sorted(there, key=lambda one: one.arrival)
-        assert len(queue) == len(there) and (not there or queue.first() is min(there, key=lambda one: one.arrival))
+        assert len(queue) == len(there) and (
+            not there or queue.first() is min(there, key=lambda one: one.arrival)
+        )
     for one in there:
         queue.remove(one)
     assert not queue and not queue._order
@@ -449,12 +566,19 @@ def test_whoever_is_admitted_came_first(seed):
 
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
-    """Those that stay begin in order of arrival and answer as alone, some of them set back meanwhile."""
+    """Those that stay begin in order of arrival and answer as alone, some of them set back
+    meanwhile."""
     here = world("llama", "native")
-    engine, chance, before = here.engine(most=3, share=False, pages=pages), random.Random(0), here.model.pool.used
+    engine, chance, before = (
+        here.engine(most=3, share=False, pages=pages),
+        random.Random(0),
+        here.model.pool.used,
+    )
     params = SamplingParams(max_tokens=100, ignore_eos=True)
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(60)) for i in range(24)]
-    ones = [engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    ones = [
+        engine.add(request(here.model, NoDraft(), params, prompt, budget=1)) for prompt in prompts
+    ]
     order: list[int] = []
     left = [5]
     engine.drop(ones[5])  # before a step saw it
@@ -467,7 +591,9 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
             assert ones[left[-1]].output.finish_reason == "interrupted"
         engine.step()
         order += [i for i, one in enumerate(ones) if one.started and i not in order]
-        assert [one.arrival for one in engine.scheduler.waiting] == sorted(one.arrival for one in engine.scheduler.waiting)
+        assert [one.arrival for one in engine.scheduler.waiting] == sorted(
+            one.arrival for one in engine.scheduler.waiting
+        )
     assert len(left) > 4 and order == sorted(order)
     assert pages is None or sum(one.statistics.set_back for one in ones) > 0
     for i, one in enumerate(ones):
@@ -478,11 +604,15 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
 
 
 def test_one_dropped_while_a_step_is_under_way_is_over_with_the_next(world):
-    """A finalizer may run in the midst of a step; whoever it drops may not have been seen by one."""
+    """A finalizer may run in the midst of a step; whoever it drops may not have been seen by
+    one."""
     here = world("llama", "native")
     engine = here.engine(share=False)
     params = SamplingParams(max_tokens=5, ignore_eos=True)
-    kept, dropped, late = (engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1)) for i in range(3))
+    kept, dropped, late = (
+        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
+        for i in range(3)
+    )
     with engine.lock:
         engine.drop(dropped)
         assert not dropped.over
@@ -495,7 +625,11 @@ def test_one_dropped_while_a_step_is_under_way_is_over_with_the_next(world):
     engine.cancel(unseen)
     assert unseen not in [*engine.scheduler.waiting, *engine.scheduler.active]
     run(engine, kept)
-    assert not engine.busy and kept.output.token_ids == here.alone((5, 6, 7), 5) and late.output.token_ids != []
+    assert (
+        not engine.busy
+        and kept.output.token_ids == here.alone((5, 6, 7), 5)
+        and late.output.token_ids != []
+    )
 
 
 def storage(tensor: torch.Tensor) -> int:
@@ -504,7 +638,8 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
-    """Slices of what all rows gave would keep all of it: hidden states that the drafter has not read, logits of one set back."""
+    """Slices of what all rows gave would keep all of it: hidden states that the drafter has not
+    read, logits of one set back."""
     here = world("llama", "native")
     engine, kept, waited = here.engine(pages=7, share=False), 0, 0
     params = SamplingParams(max_tokens=120, ignore_eos=True)
@@ -530,7 +665,11 @@ def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
 
 def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, monkeypatch):
     here = world("llama", "native")
-    engine, policies, before = Engine(here.model, share=False), here.policies(), here.model.pool.used
+    engine, policies, before = (
+        Engine(here.model, share=False),
+        here.policies(),
+        here.model.pool.used,
+    )
 
     def broken(*_):
         raise RuntimeError("no clock")
@@ -538,7 +677,9 @@ def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, m
     monkeypatch.setattr(CostModel, "measure", broken)
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     fixed, drafted, looked_up = (
-        engine.add(request(here.model, policies[name], params, [5, 6, 7], budget=budget, setting=name))
+        engine.add(
+            request(here.model, policies[name], params, [5, 6, 7], budget=budget, setting=name)
+        )
         for name, budget in (("pld", 4), ("dyspec", None), ("pld", None))
     )
     run(engine, fixed, drafted, looked_up)

@@ -1,4 +1,5 @@
-"""Models that are larger than the memory for their weights: the bits of the same model in memory, whatever is read from disk.
+"""Models that are larger than the memory for their weights: the bits of the same model in memory,
+whatever is read from disk.
 
 pytest tests/test_memory.py
 """
@@ -84,17 +85,27 @@ def alike(one: Target, other: Target, widths: tuple[int, ...] = WIDTHS) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", ["llama", "llama-multi-head", "qwen2", "qwen3", "mistral-window"])  # tied, with biases, norms, windows
-def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(folder: Callable[[str], str], layout: str, kind: str) -> None:
+# tied, with biases, norms, windows
+@pytest.mark.parametrize(
+    "layout", ["llama", "llama-multi-head", "qwen2", "qwen3", "mistral-window"]
+)
+def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
+    folder: Callable[[str], str], layout: str, kind: str
+) -> None:
     disk = on_disk(folder(layout), limits(folder(layout), kind)[3], kind)
-    assert disk.model.streamed is not None and disk.model.streamed.streamed_bytes > 0 < disk.model.streamed.resident_bytes
+    assert (
+        disk.model.streamed is not None
+        and disk.model.streamed.streamed_bytes > 0 < disk.model.streamed.resident_bytes
+    )
     alike(Target(Model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
     disk.model.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("isa", SETS)
-def test_every_instruction_set_reads_from_disk(folder: Callable[[str], str], isa: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_instruction_set_reads_from_disk(
+    folder: Callable[[str], str], isa: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     library.load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
@@ -106,7 +117,9 @@ def test_every_instruction_set_reads_from_disk(folder: Callable[[str], str], isa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_division_of_the_memory_gives_the_same_bits(folder: Callable[[str], str], kind: str) -> None:
+def test_every_division_of_the_memory_gives_the_same_bits(
+    folder: Callable[[str], str], kind: str
+) -> None:
     memory = Target(Model(tiny("llama-multi-head", torch.bfloat16, wide=True), weights=kind))
     resident = []
     for limit in limits(folder("llama-multi-head"), kind):
@@ -126,7 +139,9 @@ def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str],
     alone = Model(tiny("qwen2", torch.bfloat16, wide=True))
     for model in (alone, disk):
         caches = [model.pool.new() for _ in range(3)]
-        model.forward(Batch([Chain(cache, ids(1100 + i)[: 600 + i]) for i, cache in enumerate(caches)]))
+        model.forward(
+            Batch([Chain(cache, ids(1100 + i)[: 600 + i]) for i, cache in enumerate(caches)])
+        )
         for i, cache in enumerate(caches):
             cache.commit(range(600 + i))
         passed = model.forward(Batch([Draft(cache, bush(9 + i)) for i, cache in enumerate(caches)]))
@@ -146,10 +161,14 @@ def test_hidden_states_are_the_same(folder: Callable[[str], str]) -> None:
     assert torch.equal(memory.take_hidden(), disk.take_hidden())
     x = torch.randn(3, 128).bfloat16()
     assert torch.equal(memory.model.head(x), disk.model.head(x))  # what a feature drafter shares
-    assert torch.equal(memory.model.embedding(torch.arange(97)), disk.model.embedding(torch.arange(97)))
+    assert torch.equal(
+        memory.model.embedding(torch.arange(97)), disk.model.embedding(torch.arange(97))
+    )
 
 
-def test_slow_reads_are_waited_for(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_reads_are_waited_for(
+    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     read, turn = File.read, iter(range(10**9))
 
@@ -163,9 +182,14 @@ def test_slow_reads_are_waited_for(folder: Callable[[str], str], monkeypatch: py
     disk.model.close()
 
 
-def test_a_buffer_that_is_given_back_too_early_shows(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_buffer_that_is_given_back_too_early_shows(
+    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The wrong version that the tests above must catch."""
-    memory, disk = Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+    memory, disk = (
+        Target(Model(tiny("qwen2", torch.bfloat16, wide=True))),
+        on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
+    )
     take = WeightStream.take
 
     def early(self: WeightStream, number: int) -> int:
@@ -174,7 +198,9 @@ def test_a_buffer_that_is_given_back_too_early_shows(folder: Callable[[str], str
         work = self._work
         assert work is not None
         with work.changed:
-            work.changed.wait_for(lambda: self._taken - 1 + len(self._room) in work.ready, timeout=10)
+            work.changed.wait_for(
+                lambda: self._taken - 1 + len(self._room) in work.ready, timeout=10
+            )
         return address
 
     monkeypatch.setattr(WeightStream, "take", early)
@@ -182,8 +208,13 @@ def test_a_buffer_that_is_given_back_too_early_shows(folder: Callable[[str], str
         alike(memory, disk, (1,))
 
 
-def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    memory, disk = Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
+def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(
+    folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory, disk = (
+        Target(Model(tiny("qwen2", torch.bfloat16, wide=True))),
+        on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
+    )
     take = WeightStream.take
 
     def interrupted(self: WeightStream, number: int) -> int:
@@ -200,7 +231,10 @@ def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(folder: Callable[
 
 
 def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
-    first, second = on_disk(folder("qwen2"), limits(folder("qwen2"))[0]), on_disk(folder("llama"), limits(folder("llama"))[0])
+    first, second = (
+        on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
+        on_disk(folder("llama"), limits(folder("llama"))[0]),
+    )
     memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True)))
     second.prefill(ids(20))
     alike(memory, first, (1,))
@@ -212,7 +246,10 @@ def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
     alike(memory, first, (1,))  # it begins anew
     del first
     deadline = time.monotonic() + 10
-    while any(thread.name == "weights" for thread in threading.enumerate()) and time.monotonic() < deadline:
+    while (
+        any(thread.name == "weights" for thread in threading.enumerate())
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     assert not any(thread.name == "weights" for thread in threading.enumerate())
 
@@ -232,7 +269,9 @@ def test_a_forked_process_reads_for_itself(folder: Callable[[str], str]) -> None
 
 
 @pytest.mark.parametrize("what", ["cut", "changed", "failing"])
-def test_a_file_that_goes_wrong_is_an_error_that_names_it(folder: Callable[[str], str], what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_goes_wrong_is_an_error_that_names_it(
+    folder: Callable[[str], str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[0])
     disk.prefill(ids(20))
     assert disk.model.streamed is not None
@@ -260,22 +299,37 @@ def test_a_file_that_goes_wrong_is_an_error_that_names_it(folder: Callable[[str]
     disk.model.close()
 
 
-def test_answers_are_the_same_by_every_method_and_after_an_error(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    params = [SamplingParams(max_tokens=20, ignore_eos=True), SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True)]
+def test_answers_are_the_same_by_every_method_and_after_an_error(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True),
+        SamplingParams(max_tokens=20, temperature=0.9, seed=5, ignore_eos=True),
+    ]
     plain, disk = LLM(toy_folder, "ar"), LLM(toy_folder, "ar", memory=TIGHT)
-    assert disk.model.streamed is not None and "MB a pass from disk" in disk.describe() and disk.kernels == plain.kernels
+    assert (
+        disk.model.streamed is not None
+        and "MB a pass from disk" in disk.describe()
+        and disk.kernels == plain.kernels
+    )
     for one in params:
         expected = [found.token_ids for found in plain.generate(PROMPTS, one, progress=False)]
         for method in ("ar", "pld", "logitspec"):
             disk.reset()
-            assert [found.token_ids for found in disk.generate(PROMPTS, one, method=method, budget=0, progress=False)] == expected, method
+            assert [
+                found.token_ids
+                for found in disk.generate(PROMPTS, one, method=method, budget=0, progress=False)
+            ] == expected, method
     path = disk.model.streamed._source.path
     kept = path.stat()
     os.utime(path, ns=(1, 1))
     with pytest.raises(QuickbeamError, match=path.name):
         disk.generate(PROMPTS[0], params[0])
     os.utime(path, ns=(kept.st_atime_ns, kept.st_mtime_ns))
-    assert disk.generate(PROMPTS[0], params[0]).token_ids == plain.generate(PROMPTS[0], params[0]).token_ids
+    assert (
+        disk.generate(PROMPTS[0], params[0]).token_ids
+        == plain.generate(PROMPTS[0], params[0]).token_ids
+    )
     disk.close()
 
 
@@ -285,7 +339,11 @@ def test_a_model_drafts_for_one_on_disk(toy_folder: str) -> None:
     with LLM(toy_folder, "dyspec", memory=TIGHT, drafter=toy_folder, draft_weights="int8") as llm:
         found = llm.generate(PROMPTS[0], params, budget=16)
         assert isinstance(llm._drafter, LMDrafter) and llm._drafter.model.weights == "int8"
-        assert llm._drafter.model.streamed is not None and llm._drafter.model.streamed.streamed_bytes == 0  # loaded without the checkpoint
+        # loaded without the checkpoint
+        assert (
+            llm._drafter.model.streamed is not None
+            and llm._drafter.model.streamed.streamed_bytes == 0
+        )
     assert found.token_ids == expected and found.statistics.mean_accepted_tokens > 2
 
 
@@ -295,7 +353,9 @@ def test_what_fits_is_loaded_as_ever(toy_folder: str, cache: Path) -> None:
     assert not list(cache.glob("weights/*"))
 
 
-def test_what_cannot_be_read_while_computing_is_refused(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_while_computing_is_refused(
+    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     least = opened(toy_folder, TIGHT).source.least
     with pytest.raises(InvalidInput, match="at least 1MB"):
         LLM(toy_folder, "ar", memory=least - 1)
@@ -319,7 +379,9 @@ def test_what_cannot_be_read_while_computing_is_refused(toy_folder: str, tmp_pat
         LLM(toy_folder, "ar", memory=TIGHT)
 
 
-def test_tensors_that_are_missing_or_of_another_shape_are_named(tmp_path: Path, toy_folder: str) -> None:
+def test_tensors_that_are_missing_or_of_another_shape_are_named(
+    tmp_path: Path, toy_folder: str
+) -> None:
     other = saved("llama", tmp_path / "narrow", toy_folder, intermediate_size=64)
     with pytest.raises(InvalidInput, match="expected"):
         open_streamed(other, 120_000, "bfloat16")
@@ -341,18 +403,33 @@ def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder: str) -
 
     plan = dear.prices("one", "m", Load({"one": 100}))
     assert plan.nodes == MOST_DEAR and plan.prices is not None
-    assert plan.prices.node(100) == 0 < plan.prices.node(200) < plan.prices.node(400) or plan.prices.node(400) > 0
+    assert (
+        plan.prices.node(100) == 0 < plan.prices.node(200) < plan.prices.node(400)
+        or plan.prices.node(400) > 0
+    )
     llm.close()
 
 
 def test_the_likeliest_tokens_are_the_first_of_equals() -> None:
-    rows = torch.tensor([[1.0, 3, 3, 2], [float("nan"), 1, 2, 3], [0, float("inf"), 1, 2], [-5, -4, -3, -4]])
+    rows = torch.tensor(
+        [[1.0, 3, 3, 2], [float("nan"), 1, 2, 3], [0, float("inf"), 1, 2], [-5, -4, -3, -4]]
+    )
     assert likeliest(rows) == [1, -1, -1, 2] and likeliest(rows[:0]) == []
 
 
 def test_on_the_command_line(toy_folder: str) -> None:
     run = CliRunner().invoke
-    told = ["generate", "abcabc", "--model", toy_folder, "--method", "ar", "--max-tokens", "5", "--raw"]
+    told = [
+        "generate",
+        "abcabc",
+        "--model",
+        toy_folder,
+        "--method",
+        "ar",
+        "--max-tokens",
+        "5",
+        "--raw",
+    ]
     plain = run(app, told)
     disk = run(app, [*told, "--memory", str(TIGHT)])
     assert disk.exit_code == 0 and disk.stdout == plain.stdout
@@ -365,7 +442,20 @@ def test_on_the_command_line(toy_folder: str) -> None:
     "command",
     [
         ["passes", "--widths", "1,4", "--repeats", "1", "--context", "8"],
-        ["weights", "--weights", "bfloat16,int8", "--widths", "1", "--repeats", "1", "--limit", "1", "--max-tokens", "4", "--raw"],
+        [
+            "weights",
+            "--weights",
+            "bfloat16,int8",
+            "--widths",
+            "1",
+            "--repeats",
+            "1",
+            "--limit",
+            "1",
+            "--max-tokens",
+            "4",
+            "--raw",
+        ],
         ["--methods", "ar,logitspec", "--limit", "1", "--max-tokens", "4"],
     ],
     ids=lambda command: command[0].strip("-"),
@@ -374,9 +464,13 @@ def test_measures_tell_what_is_read(toy_folder: str, command: list[str], tmp_pat
     text = tmp_path / "text.txt"
     text.write_text("a few words to read " * 4)
     more = ["--text", str(text)] if command[0] == "weights" else []
-    found = CliRunner().invoke(app, ["bench", *command, *more, "--model", toy_folder, "--memory", "20000"])
+    found = CliRunner().invoke(
+        app, ["bench", *command, *more, "--model", toy_folder, "--memory", "20000"]
+    )
     assert found.exit_code == 0, found.output
-    assert "MB a pass from disk at" in " ".join(found.stdout.split()) and "peak memory" in " ".join(found.stdout.split())
+    assert "MB a pass from disk at" in " ".join(found.stdout.split()) and "peak memory" in " ".join(
+        found.stdout.split()
+    )
 
 
 LOADING = """
@@ -397,13 +491,24 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str
 
     model = tiny("llama", torch.bfloat16)
     config = model.config
-    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size = 1024, 4096, 8, 30_000
+    config.hidden_size, config.intermediate_size, config.num_hidden_layers, config.vocab_size = (
+        1024,
+        4096,
+        8,
+        30_000,
+    )
     config.save_pretrained(tmp_path)
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        shapes = {name: one.shape for name, one in AutoModelForCausalLM.from_config(config).named_parameters()}
-    save_file({name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+        shapes = {
+            name: one.shape
+            for name, one in AutoModelForCausalLM.from_config(config).named_parameters()
+        }
+    save_file(
+        {name: torch.full(shape, 0.01, dtype=torch.bfloat16) for name, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((Path(toy_folder) / name).read_bytes())
     size = (tmp_path / "model.safetensors").stat().st_size
@@ -411,7 +516,15 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str
 
     def peak(folder: str, memory: str) -> int:
         told = [sys.executable, "-c", LOADING, folder, memory]
-        return int(subprocess.run(told, check=True, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}).stdout)
+        return int(
+            subprocess.run(
+                told,
+                check=True,
+                capture_output=True,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            ).stdout
+        )
 
     python, limit = peak(toy_folder, ""), 80_000_000
     for _ in range(2):  # the first packs the weights

@@ -1,4 +1,5 @@
-"""Bit-identity of the native kernels: what a row gives depends on what it sees alone. On every instruction set that the machine runs.
+"""Bit-identity of the native kernels: what a row gives depends on what it sees alone. On every
+instruction set that the machine runs.
 
 pytest tests/test_native_bits.py
 """
@@ -31,7 +32,8 @@ WIDEST = 128
 
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[Callable[[int], None]]:
-    """One thread, unless a test sets another number: work this small is slower on several, far slower on a busy machine."""
+    """One thread, unless a test sets another number: work this small is slower on several, far
+    slower on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield torch.set_num_threads
@@ -41,11 +43,18 @@ def threads() -> Iterator[Callable[[int], None]]:
 # --- products ---
 
 
-def kernels_product(kernels: Kernels, inputs: int, outputs: int, epilogue: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def kernels_product(
+    kernels: Kernels, inputs: int, outputs: int, epilogue: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     gated = epilogue == library.GATED
-    weights, program = [number(outputs, inputs, seed=i) for i in range(1, 2 + gated)], Program(kernels)
-    packed = Packed(kernels, weights, number(outputs * (1 + gated), like=torch.float32, seed=3), gated=gated)
+    weights, program = (
+        [number(outputs, inputs, seed=i) for i in range(1, 2 + gated)],
+        Program(kernels),
+    )
+    packed = Packed(
+        kernels, weights, number(outputs * (1 + gated), like=torch.float32, seed=3), gated=gated
+    )
     program.linear(packed, program.given("x", inputs), program.given("y", outputs, True), epilogue)
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +66,8 @@ def kernels_product(kernels: Kernels, inputs: int, outputs: int, epilogue: int) 
 
 
 def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], inputs: int) -> int:
-    """Run any rows side by side, 1 to 128 of them in any order; count those that give other bits than alone."""
+    """Run any rows side by side, 1 to 128 of them in any order; count those that give other bits
+    than alone."""
     x, rng, wrong = number(WIDEST, inputs), random.Random(0), 0
     alone = torch.cat([product(x[i : i + 1]) for i in range(WIDEST)])
     for width in range(1, WIDEST + 1):
@@ -69,14 +79,25 @@ def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], 
 @every_set
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
 @pytest.mark.parametrize(("inputs", "outputs"), [(34, 40), (64, 100), (96, 16), (160, 217)])
-def test_rows_of_a_product_do_not_depend_on_others(isa: str, inputs: int, outputs: int, epilogue: int) -> None:
-    assert rows_that_depend_on_others(kernels_product(load(isa), inputs, outputs, epilogue), inputs) == 0
+def test_rows_of_a_product_do_not_depend_on_others(
+    isa: str, inputs: int, outputs: int, epilogue: int
+) -> None:
+    assert (
+        rows_that_depend_on_others(kernels_product(load(isa), inputs, outputs, epilogue), inputs)
+        == 0
+    )
 
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_products_and_norms_do_not_depend_on_threads(isa: str, count: int, threads: Callable[[int], None]) -> None:
-    product, x, wide = kernels_product(load(isa), 96, 217, library.STORE), number(40, 96), kernels_product(load(isa), 96, 50, library.GATED)
+def test_products_and_norms_do_not_depend_on_threads(
+    isa: str, count: int, threads: Callable[[int], None]
+) -> None:
+    product, x, wide = (
+        kernels_product(load(isa), 96, 217, library.STORE),
+        number(40, 96),
+        kernels_product(load(isa), 96, 50, library.GATED),
+    )
     threads(1)
     alone = product(x), wide(x), product(x[:1])
     threads(count)
@@ -88,12 +109,17 @@ def test_a_product_that_depends_on_other_rows_is_seen(isa: str) -> None:
     right = kernels_product(load(isa), 64, 40, library.STORE)
 
     def touched(x: torch.Tensor) -> torch.Tensor:
-        return right(x) + 2.0**-20 * x.float().sum(0, keepdim=True).mean().expand(len(x), 40) * (len(x) > 16)
+        return right(x) + 2.0**-20 * x.float().sum(0, keepdim=True).mean().expand(len(x), 40) * (
+            len(x) > 16
+        )
 
     def mistaken(x: torch.Tensor) -> torch.Tensor:
         return right(x.roll(1, 0))
 
-    assert rows_that_depend_on_others(touched, 64) > 1000 and rows_that_depend_on_others(mistaken, 64) > 1000
+    assert (
+        rows_that_depend_on_others(touched, 64) > 1000
+        and rows_that_depend_on_others(mistaken, 64) > 1000
+    )
 
 
 # --- attention ---
@@ -111,7 +137,11 @@ class Tokens:
         return Tokens(self.query[rows], self.key[rows], self.value[rows])
 
     def __add__(self, more: Tokens) -> Tokens:
-        return Tokens(torch.cat([self.query, more.query]), torch.cat([self.key, more.key]), torch.cat([self.value, more.value]))
+        return Tokens(
+            torch.cat([self.query, more.query]),
+            torch.cat([self.key, more.key]),
+            torch.cat([self.value, more.value]),
+        )
 
 
 class Part(NamedTuple):
@@ -125,7 +155,11 @@ class Part(NamedTuple):
 
 
 def tokens_of(n: int, heads: int, shape: KVShape, seed: int) -> Tokens:
-    dims = ((heads, shape.key_dim), (shape.kv_heads, shape.key_dim), (shape.kv_heads, shape.value_dim))
+    dims = (
+        (heads, shape.key_dim),
+        (shape.kv_heads, shape.key_dim),
+        (shape.kv_heads, shape.value_dim),
+    )
     return Tokens(*(number(n, *dim, seed=3 * seed + i) for i, dim in enumerate(dims)))
 
 
@@ -137,24 +171,50 @@ def chain(store: PagedStore, tokens: Tokens) -> Part:
 
 
 def forward(kernels: Kernels, parts: Sequence[Part], **variations: Any) -> list[torch.Tensor]:
-    """Keys and values to their pages, then attention, of all parts in one call; `[n, heads, value_dim]` of each."""
-    shape, (n, heads, dim) = parts[0].store.shapes[0], torch.cat([part.tokens.query for part in parts]).shape
+    """Keys and values to their pages, then attention, of all parts in one call; `[n, heads,
+    value_dim]` of each."""
+    shape, (n, heads, dim) = (
+        parts[0].store.shapes[0],
+        torch.cat([part.tokens.query for part in parts]).shape,
+    )
     program = Program(kernels)
     names = [program.given(name, 0) for name in ("query", "key", "value", "sorted")]
-    strides = {"key_stride": dim, "key_head": n * dim, "value_stride": shape.value_dim, "value_head": n * shape.value_dim}
+    strides = {
+        "key_stride": dim,
+        "key_head": n * dim,
+        "value_stride": shape.value_dim,
+        "value_head": n * shape.value_dim,
+    }
     program.split(*names, heads, shape, 0, {**strides, "query_stride": heads * dim})
     program.attend(names[3], program.given("out", 0), heads, shape, 0, dim**-0.5, **variations)
-    query, key, value = (torch.cat([getattr(part.tokens, name) for part in parts]) for name in ("query", "key", "value"))
+    query, key, value = (
+        torch.cat([getattr(part.tokens, name) for part in parts])
+        for name in ("query", "key", "value")
+    )
     out = torch.zeros(n, heads, shape.value_dim, dtype=torch.bfloat16)
-    given = {"query": query, "key": key.transpose(0, 1).contiguous(), "value": value.transpose(0, 1).contiguous(), "out": out}
-    orders, prefix, paths = ([each for part in parts for each in getattr(part, name)] for name in ("orders", "prefix", "paths"))
+    given = {
+        "query": query,
+        "key": key.transpose(0, 1).contiguous(),
+        "value": value.transpose(0, 1).contiguous(),
+        "out": out,
+    }
+    orders, prefix, paths = (
+        [each for part in parts for each in getattr(part, name)]
+        for name in ("orders", "prefix", "paths")
+    )
     spans = [(len(part.orders), part.store.table) for part in parts]
-    program.run(Rows([0] * n, [0] * n, orders, prefix, paths if any(paths) else (), spans), {**given, "sorted": torch.empty_like(query)})
+    program.run(
+        Rows([0] * n, [0] * n, orders, prefix, paths if any(paths) else (), spans),
+        {**given, "sorted": torch.empty_like(query)},
+    )
     return list(out.split([len(part.orders) for part in parts]))
 
 
-def scattered(rng: random.Random, store: PagedStore, tokens: Tokens, noise: Tokens) -> tuple[Part, list[int]]:
-    """A tree on whose deepest path `tokens` stand, among random siblings and nephews; the nodes of that path."""
+def scattered(
+    rng: random.Random, store: PagedStore, tokens: Tokens, noise: Tokens
+) -> tuple[Part, list[int]]:
+    """A tree on whose deepest path `tokens` stand, among random siblings and nephews; the nodes of
+    that path."""
     start, right, paths = store.length, list[int](), list[list[int]]()
     left = len(noise.query)
     picks: list[tuple[bool, int]] = []  # (one of the tokens, which)
@@ -185,8 +245,8 @@ def rows_that_attend_otherwise(
     twist: Callable[[Part], Part] = lambda part: part,
     **variations: Any,
 ) -> int:
-    """Commit 40 tokens behind `length` others one by one; then scattered over trees, with other sequences in the batch, in pages that
-    move. Count rows with other bits."""
+    """Commit 40 tokens behind `length` others one by one; then scattered over trees, with other
+    sequences in the batch, in pages that move. Count rows with other bits."""
     rng, more, pool = random.Random(seed), 40, PagePool([shape], kernels)
     tokens, wrong = tokens_of(length + more, heads, shape, seed), 0
 
@@ -204,7 +264,12 @@ def rows_that_attend_otherwise(
     expected = torch.cat(alone)
 
     together = begun()
-    wrong += int((forward(kernels, [chain(together, tokens[length:])], **variations)[0] != expected).flatten(1).any(1).sum())
+    wrong += int(
+        (forward(kernels, [chain(together, tokens[length:])], **variations)[0] != expected)
+        .flatten(1)
+        .any(1)
+        .sum()
+    )
 
     store, done = begun(), 0
     while done < more:
@@ -217,7 +282,9 @@ def rows_that_attend_otherwise(
             for _ in range(rng.randrange(3)):
                 other = pool.new()
                 other.length = rng.randrange(150)
-                rows = chain(other, tokens_of(rng.randint(1, 20), heads, shape, rng.randrange(1 << 20)))
+                rows = chain(
+                    other, tokens_of(rng.randint(1, 20), heads, shape, rng.randrange(1 << 20))
+                )
                 batch.insert(0 if front else len(batch), rows)
                 place += front
         got = forward(kernels, batch, **variations)[place][path]
@@ -238,7 +305,9 @@ SHAPES = {
 @every_set
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(isa: str, shape: str, window: int | None) -> None:
+def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(
+    isa: str, shape: str, window: int | None
+) -> None:
     heads, kept = SHAPES[shape]
     for seed, length in enumerate((0, 1, 63, 130, 601)):
         assert rows_that_attend_otherwise(load(isa), heads, kept, length, seed, window=window) == 0
@@ -248,13 +317,19 @@ def test_attention_does_not_depend_on_the_tree_the_batch_and_the_pages(isa: str,
 def test_variations_of_attention_keep_the_bits(isa: str) -> None:
     heads, kept = SHAPES["grouped"]
     sinks = number(heads, like=torch.float32)
-    for variations in ({"softcap": 20.0}, {"sinks": sinks}, {"softcap": 5.0, "window": 7, "sinks": sinks}):
+    for variations in (
+        {"softcap": 20.0},
+        {"sinks": sinks},
+        {"softcap": 5.0, "window": 7, "sinks": sinks},
+    ):
         assert rows_that_attend_otherwise(load(isa), heads, kept, 90, 1, **variations) == 0
 
 
 @every_set
 @pytest.mark.parametrize("count", [2, 3])
-def test_attention_does_not_depend_on_threads(isa: str, count: int, threads: Callable[[int], None]) -> None:
+def test_attention_does_not_depend_on_threads(
+    isa: str, count: int, threads: Callable[[int], None]
+) -> None:
     kernels, (heads, shape) = load(isa), SHAPES["grouped"]
     store, tokens, outs = PagePool([shape], kernels).new(), tokens_of(300, heads, shape, 0), []
     for used in (1, count):
@@ -263,7 +338,9 @@ def test_attention_does_not_depend_on_threads(isa: str, count: int, threads: Cal
         first = forward(kernels, [chain(store, tokens[:250])], window=100)[0]
         store.length = 250
         part, _ = scattered(random.Random(0), store, tokens[250:], tokens_of(60, heads, shape, 1))
-        outs.append([first, *forward(kernels, [part]), *forward(kernels, [chain(store, tokens[250:251])])])
+        outs.append(
+            [first, *forward(kernels, [part]), *forward(kernels, [chain(store, tokens[250:251])])]
+        )
     assert all(map(torch.equal, *outs))
     assert rows_that_attend_otherwise(kernels, heads, shape, 70, 2) == 0
 
@@ -278,7 +355,13 @@ def test_attention_that_depends_on_the_tree_is_seen(isa: str) -> None:
 
     swapped = paths_by(lambda path: [path[1], path[0], *path[2:]] if len(path) > 2 else path)
     shorter = paths_by(lambda path: path[1:] if len(path) > 2 else path)
-    wider = paths_by(lambda path: path if path[-1] - path[0] < len(path) else list(range(path[-1] - len(path) + 1, path[-1] + 1)))
+    wider = paths_by(
+        lambda path: (
+            path
+            if path[-1] - path[0] < len(path)
+            else list(range(path[-1] - len(path) + 1, path[-1] + 1))
+        )
+    )
     for twist in (swapped, shorter, wider):
         assert rows_that_attend_otherwise(load(isa), heads, kept, 63, 0, twist) > 5
 
@@ -304,7 +387,9 @@ def text(n: int, seed: int = 0) -> list[int]:
 
 @every_set
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa: str, name: str, native: Callable[[str], None]) -> None:
+def test_a_tree_gives_the_bits_of_one_token_at_a_time(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     target = Target(tiny(name, torch.bfloat16), exact=True)
     assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
@@ -318,14 +403,21 @@ def test_a_tree_gives_the_bits_of_one_token_at_a_time(isa: str, name: str, nativ
 @every_set
 @pytest.mark.parametrize("wide", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_many_trees_give_the_bits_of_one_token_at_a_time(isa: str, name: str, wide: bool, native: Callable[[str], None]) -> None:
+def test_many_trees_give_the_bits_of_one_token_at_a_time(
+    isa: str, name: str, wide: bool, native: Callable[[str], None]
+) -> None:
     native(isa)
     target = Target(tiny(name, torch.bfloat16, wide=wide), exact=True)
     ids = text(300, 1)
     for begin in (1, 100, 200):
         prompt, tokens = ids[:begin], ids[begin : begin + 80]
         expected = one_at_a_time(target, prompt, tokens)
-        assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(4)] == [0, 0, 0, 0]
+        assert [rows_that_differ(target, prompt, tokens, expected, seed) for seed in range(4)] == [
+            0,
+            0,
+            0,
+            0,
+        ]
 
 
 @best_set
@@ -338,18 +430,40 @@ def test_trees_whose_paths_are_mixed_up_are_seen(
     expected = one_at_a_time(target, ids[:60], ids[60:])
     init = Rows.__init__
 
-    def mixed(self: Rows, tokens: Any, positions: Any, orders: Any = (), prefix: Any = (), paths: Any = (), *rest: Any) -> None:
-        init(self, tokens, positions, orders, prefix, [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths], *rest)
+    def mixed(
+        self: Rows,
+        tokens: Any,
+        positions: Any,
+        orders: Any = (),
+        prefix: Any = (),
+        paths: Any = (),
+        *rest: Any,
+    ) -> None:
+        init(
+            self,
+            tokens,
+            positions,
+            orders,
+            prefix,
+            [[path[1], path[0], *path[2:]] if len(path) > 2 else path for path in paths],
+            *rest,
+        )
 
     monkeypatch.setattr(Rows, "__init__", mixed)
-    assert sum(rows_that_differ(target, ids[:60], ids[60:], expected, seed) for seed in range(2)) > 5
+    assert (
+        sum(rows_that_differ(target, ids[:60], ids[60:], expected, seed) for seed in range(2)) > 5
+    )
 
 
-def widest_tree(tokens: Sequence[int], nodes: int, rng: random.Random) -> tuple[TokenTree, list[int]]:
+def widest_tree(
+    tokens: Sequence[int], nodes: int, rng: random.Random
+) -> tuple[TokenTree, list[int]]:
     """`tokens` on a path of a tree of `nodes` nodes, the others anywhere; and that path."""
     tree, path = TokenTree(tokens[0]), [0]
     while len(tree) < nodes:
-        if len(path) < len(tokens) and (rng.random() < len(tokens) / nodes or nodes - len(tree) <= len(tokens) - len(path)):
+        if len(path) < len(tokens) and (
+            rng.random() < len(tokens) / nodes or nodes - len(tree) <= len(tokens) - len(path)
+        ):
             if tree.child(path[-1], tokens[len(path)]) is None:
                 path.append(tree.add(path[-1], tokens[len(path)], "text"))
             continue
@@ -362,9 +476,15 @@ def widest_tree(tokens: Sequence[int], nodes: int, rng: random.Random) -> tuple[
 
 @every_set
 @pytest.mark.parametrize("name", ["llama", "gemma2-softcap-window"])
-def test_widths_up_to_128_give_the_same_bits(isa: str, name: str, native: Callable[[str], None]) -> None:
+def test_widths_up_to_128_give_the_same_bits(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
-    target, ids, rng = Target(tiny(name, torch.bfloat16, wide=True), exact=True), text(70), random.Random(0)
+    target, ids, rng = (
+        Target(tiny(name, torch.bfloat16, wide=True), exact=True),
+        text(70),
+        random.Random(0),
+    )
     prompt, tokens = ids[:58], ids[58:]
     expected = one_at_a_time(target, prompt, tokens)
     target.reset()
@@ -374,8 +494,12 @@ def test_widths_up_to_128_give_the_same_bits(isa: str, name: str, native: Callab
         assert torch.equal(target.verify(tree)[path], expected), nodes
 
 
-@pytest.mark.parametrize(("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"]))
-def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa: str, name: str, native: Callable[[str], None]) -> None:
+@pytest.mark.parametrize(
+    ("isa", "name"), spread(SETS, ["llama", "qwen3", "mistral-window", "gemma3-window", "gpt2"])
+)
+def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(
+    isa: str, name: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     ids, found = text(150), []
     for chunk in (512, 64, 37, 5):
@@ -383,20 +507,31 @@ def test_prompts_in_chunks_and_kept_prefixes_give_the_same_bits(isa: str, name: 
         target.model.watch([1, 3])
         logits = target.prefill(ids)
         assert isinstance(target.store, PagedStore)
-        kept = [tensor for layer in range(len(target.store.shapes)) for tensor in target.store.read(layer)]
+        kept = [
+            tensor
+            for layer in range(len(target.store.shapes))
+            for tensor in target.store.read(layer)
+        ]
         found.append([logits, target.take_hidden(), *kept])
         for keep in (64, 101, 149):
             target.prefill([*ids[:keep], *text(9, keep)], keep)
             assert torch.equal(target.prefill(ids, keep), logits)
             assert all(
-                torch.equal(a, b) for a, b in zip(kept, [t for i in range(len(kept) // 2) for t in target.store.read(i)], strict=True)
+                torch.equal(a, b)
+                for a, b in zip(
+                    kept,
+                    [t for i in range(len(kept) // 2) for t in target.store.read(i)],
+                    strict=True,
+                )
             )
     for other in found[1:]:
         assert all(map(torch.equal, found[0], other))
 
 
 @every_set
-def test_a_model_does_not_depend_on_threads(isa: str, native: Callable[[str], None], threads: Callable[[int], None]) -> None:
+def test_a_model_does_not_depend_on_threads(
+    isa: str, native: Callable[[str], None], threads: Callable[[int], None]
+) -> None:
     native(isa)
     ids, found = text(100), []
     target = Target(tiny("llama", torch.bfloat16, wide=True))
@@ -425,13 +560,17 @@ def test_long_contexts_give_the_same_bits(isa: str, native: Callable[[str], None
 @pytest.mark.long
 @every_set
 @pytest.mark.parametrize("length", [1023, 2500, 4000])
-def test_contexts_to_4000_give_the_same_bits(isa: str, length: int, native: Callable[[str], None]) -> None:
+def test_contexts_to_4000_give_the_same_bits(
+    isa: str, length: int, native: Callable[[str], None]
+) -> None:
     native(isa)
     assert bits_hold_behind(Target(tiny("llama", torch.bfloat16), exact=True), length)
 
 
 @every_set
-def test_a_tree_verified_in_parts_gives_the_same_bits(isa: str, native: Callable[[str], None]) -> None:
+def test_a_tree_verified_in_parts_gives_the_same_bits(
+    isa: str, native: Callable[[str], None]
+) -> None:
     """`verify(tree, base)`: nodes that follow in a second call, and in a third."""
     native(isa)
     target, ids = Target(tiny("llama", torch.bfloat16)), text(60)

@@ -1,5 +1,5 @@
-"""How the native kernels are compiled, found again and refused, and what a target does without them. Here compilers run; the rules of the
-choice are in `test_kernel_choice.py`.
+"""How the native kernels are compiled, found again and refused, and what a target does without
+them. Here compilers run; the rules of the choice are in `test_kernel_choice.py`.
 
 pytest tests/test_native_build.py
 """
@@ -62,13 +62,22 @@ def compiler_that(folder: Path, does: str) -> str:
     return str(path)
 
 
-def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_compiler_that_is_missing_or_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     to = tmp_path / "made" / "plain.so"
     monkeypatch.setenv("CXX", "/nonexistent")
     with pytest.raises(build.CannotBuild, match="/nonexistent"):
         build.compile_to(to, "plain")
-    monkeypatch.setenv("CXX", failing := compiler_that(tmp_path, "echo 'program.cpp:1: error: no such thing' >&2; exit 3"))
-    with pytest.raises(build.CannotBuild, match=f"{failing} failed: program.cpp:1: error: no such thing"):
+    monkeypatch.setenv(
+        "CXX",
+        failing := compiler_that(
+            tmp_path, "echo 'program.cpp:1: error: no such thing' >&2; exit 3"
+        ),
+    )
+    with pytest.raises(
+        build.CannotBuild, match=f"{failing} failed: program.cpp:1: error: no such thing"
+    ):
         build.compile_to(to, "plain")
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "echo 'out of memory' >&2; exit 1"))
     with pytest.raises(build.CannotBuild, match="failed: out of memory"):
@@ -80,7 +89,9 @@ def test_a_compiler_that_is_missing_or_fails_is_named(monkeypatch: pytest.Monkey
         build.compile_to(to, "plain")
 
 
-def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CXX", compiler_that(tmp_path, "exit 1"))
     monkeypatch.setattr(build, "cached", lambda name: tmp_path / "file" / "below" / f"{name}.so")
@@ -89,13 +100,19 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("isa", SETS)
-def test_a_target_takes_the_set_that_is_asked_for(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_target_takes_the_set_that_is_asked_for(
+    isa: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
     found = library.kernels()
     assert found is not None and found.name == isa and found.page == 64
     assert library.describe() == f"native ({isa})"
     target = Target(tiny("llama", torch.bfloat16))
-    assert isinstance(target.store, PagedStore) and target.store.kernels is found and isinstance(target.model.head, NativeLinear)
+    assert (
+        isinstance(target.store, PagedStore)
+        and target.store.kernels is found
+        and isinstance(target.model.head, NativeLinear)
+    )
 
 
 def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,24 +123,37 @@ def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert library.kernels() is None and "QUICKBEAM_KERNELS=eager" in library.describe()
     assert isinstance(Target(tiny("llama", torch.bfloat16)).store, KVStore)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "fast")
-    with pytest.raises(InvalidInput, match="QUICKBEAM_KERNELS='fast': must be one of auto, native, eager"):
+    with pytest.raises(
+        InvalidInput, match="QUICKBEAM_KERNELS='fast': must be one of auto, native, eager"
+    ):
         library.kernels()
     monkeypatch.setenv("QUICKBEAM_KERNELS", "auto")
     monkeypatch.setenv("QUICKBEAM_ISA", "neon")
     with pytest.raises(
-        InvalidInput, match="QUICKBEAM_ISA='neon': must be one of amx, avx512bf16, avx512vnni, avx512, avx2, plain, amx-emulated"
+        InvalidInput,
+        match="QUICKBEAM_ISA='neon': must be one of amx, avx512bf16, avx512vnni, "
+        "avx512, avx2, plain, amx-emulated",
     ):
         library.kernels()
 
 
-@pytest.mark.parametrize("missing", [name for name in [*build.SETS, build.EMULATED] if name not in SETS])
-def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "missing", [name for name in [*build.SETS, build.EMULATED] if name not in SETS]
+)
+def test_a_set_that_the_machine_lacks_is_refused_with_those_it_has(
+    missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_ISA", missing)
-    with pytest.raises(InvalidInput, match=f"QUICKBEAM_ISA={missing}: this machine runs {', '.join(build.machine_sets())}"):
+    with pytest.raises(
+        InvalidInput,
+        match=f"QUICKBEAM_ISA={missing}: this machine runs {', '.join(build.machine_sets())}",
+    ):
         library.kernels()
 
 
-def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
+def test_without_a_compiler_a_target_runs_on_pytorchs_operators(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path
+) -> None:
     monkeypatch.setenv("CXX", "/nonexistent")
     assert library.kernels() is None
     assert "/nonexistent" in library.describe()
@@ -133,11 +163,16 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(monkeypatch: pyt
     for name, wish in (("QUICKBEAM_KERNELS", "native"), ("QUICKBEAM_ISA", "plain")):
         with monkeypatch.context() as patch:
             patch.setenv(name, wish)
-            with pytest.raises(InvalidInput, match=r"native kernels can't be had: .*/nonexistent.*; leave QUICKBEAM_KERNELS and"):
+            with pytest.raises(
+                InvalidInput,
+                match=r"native kernels can't be had: .*/nonexistent.*; leave QUICKBEAM_KERNELS and",
+            ):
                 Target(tiny("llama", torch.bfloat16))
 
 
-def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
+def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path
+) -> None:
     asked = []
 
     def compile_to(path: Path, name: str) -> None:
@@ -153,7 +188,11 @@ def test_where_the_best_set_cannot_be_compiled_the_next_is_taken(monkeypatch: py
 def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, no_cache: Path) -> None:
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0"))
     told, run, commands = list[str](), subprocess.run, []
-    monkeypatch.setattr(build.subprocess, "run", lambda command, **rest: (commands.append(command), run(command, **rest))[1])
+    monkeypatch.setattr(
+        build.subprocess,
+        "run",
+        lambda command, **rest: (commands.append(command), run(command, **rest))[1],
+    )
     path = build.build("plain", told.append)
     assert path == no_cache / "plain.so" and told == ["compiling kernels for plain"] and commands
     assert list(no_cache.iterdir()) == [path]
@@ -163,11 +202,19 @@ def test_a_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch, no_cache: P
 
 
 @needs_compiler
-def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch: pytest.MonkeyPatch, no_cache: Path, tmp_path: Path) -> None:
+def test_a_library_of_another_version_or_none_at_all_is_refused(
+    monkeypatch: pytest.MonkeyPatch, no_cache: Path, tmp_path: Path
+) -> None:
     def library_with(version: int, size: int) -> Path:
         source, made = tmp_path / "other.cpp", tmp_path / f"{version}-{size}.so"
-        body = f'extern "C" long qb_version() {{ return {version}; }} extern "C" long qb_size_of_op() {{ return {size}; }}'
-        source.write_text(body + 'extern "C" long qb_page() { return 64; } extern "C" long qb_allowed() { return 0; }')
+        body = (
+            f'extern "C" long qb_version() {{ return {version}; }} extern "C" long '
+            f"qb_size_of_op() {{ return {size}; }}"
+        )
+        source.write_text(
+            body + 'extern "C" long qb_page() { return 64; } extern "C" long '
+            "qb_allowed() { return 0; }"
+        )
         subprocess.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(made)], check=True)
         return made
 
@@ -182,7 +229,9 @@ def test_a_library_of_another_version_or_none_at_all_is_refused(monkeypatch: pyt
     with pytest.raises(build.CannotBuild, match=r"plain\.so can't be loaded"):
         library.load("plain")
     monkeypatch.setenv("QUICKBEAM_ISA", "plain")
-    with pytest.raises(InvalidInput, match=r"native kernels can't be had: .*plain\.so can't be loaded"):
+    with pytest.raises(
+        InvalidInput, match=r"native kernels can't be had: .*plain\.so can't be loaded"
+    ):
         library.kernels()
 
 
@@ -213,21 +262,47 @@ program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch
 @needs_compiler
 @pytest.mark.parametrize("isa", SETS)
 def test_kernels_touch_nothing_beyond_their_buffers(isa: str, tmp_path: Path) -> None:
-    """All tests of the kernels again, on a library that stops at the first access beyond a buffer and the first undefined operation."""
+    """All tests of the kernels again, on a library that stops at the first access beyond a buffer
+    and the first undefined operation."""
     names = ("libasan.so", "libstdc++.so")  # the second, too, has to be there before Python
-    runtime = [subprocess.run([*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip() for name in names]
+    runtime = [
+        subprocess.run(
+            [*COMPILER, f"-print-file-name={name}"], capture_output=True, text=True
+        ).stdout.strip()
+        for name in names
+    ]
     if not all(Path(path).is_absolute() for path in runtime):
         pytest.skip(f"{COMPILER[0]} has no libasan")
     made, here = tmp_path / f"{isa}.so", Path(__file__).parent
-    build.compile_to(made, isa, ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"])
-    settings = {"LD_PRELOAD": ":".join(runtime), "ASAN_OPTIONS": "detect_leaks=0", "PYTHONMALLOC": "malloc", "OMP_NUM_THREADS": "1"}
-    environment = {**os.environ, **settings, "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")])}
+    build.compile_to(
+        made, isa, ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
+    )
+    settings = {
+        "LD_PRELOAD": ":".join(runtime),
+        "ASAN_OPTIONS": "detect_leaks=0",
+        "PYTHONMALLOC": "malloc",
+        "OMP_NUM_THREADS": "1",
+    }
+    environment = {
+        **os.environ,
+        **settings,
+        "PYTHONPATH": os.pathsep.join([str(here), os.environ.get("PYTHONPATH", "")]),
+    }
 
     def run(code: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-c", SANITIZED + code, isa, str(made), str(here / "test_native_kernels.py")]
+        command = [
+            sys.executable,
+            "-c",
+            SANITIZED + code,
+            isa,
+            str(made),
+            str(here / "test_native_kernels.py"),
+        ]
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 
     seen = run(BEYOND)
     assert seen.returncode and "heap-buffer-overflow" in seen.stderr, seen.stderr[-3000:]
     done = run(TESTS)
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.returncode == 0 and " passed" in done.stdout, (
+        done.stdout[-3000:] + done.stderr[-6000:]
+    )

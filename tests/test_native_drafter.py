@@ -42,7 +42,8 @@ SINGLE, HALF = 2.0**-23, 2.0**-8
 
 @pytest.fixture
 def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Makes targets and drafters use the kernels of an instruction set, or PyTorch's operators ("eager")."""
+    """Makes targets and drafters use the kernels of an instruction set, or PyTorch's operators
+    ("eager")."""
 
     def take(isa: str) -> None:
         if isa == "eager":
@@ -57,7 +58,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def distance(pair: Pair) -> float:
-    """Mean total variation between a drafter's laws and those of the equations, over trees in an answer."""
+    """Mean total variation between a drafter's laws and those of the equations, over trees in an
+    answer."""
     rng, far = random.Random(5), []
     for length in (1, 7, 30, 66):
         ids = [rng.randrange(VOCAB) for _ in range(length + 1)]
@@ -66,7 +68,9 @@ def distance(pair: Pair) -> float:
             tree = grown(rng, text.context.ids[-1], 7)
             for nodes in rounds(tree):
                 laws = text.laws(tree, nodes)
-                far += ((laws - pair.expected(text.context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2).tolist()
+                far += (
+                    (laws - pair.expected(text.context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2
+                ).tolist()
             text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         text.release()
     return sum(far) / len(far)
@@ -91,7 +95,9 @@ def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
 
 
 @every_set
-def test_every_set_computes_the_same_laws_up_to_rounding(isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_set_computes_the_same_laws_up_to_rounding(
+    isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quickbeam.draft.eagle_native.rows_format", lambda weight: BFLOAT16)
     native("eager")
     usual = distance(Pair("ours", torch.bfloat16, fast=True))
@@ -101,7 +107,9 @@ def test_every_set_computes_the_same_laws_up_to_rounding(isa: str, native: Calla
 
 
 @best_set
-def test_a_drafter_that_computes_something_else_is_seen(isa: str, native: Callable[[str], None]) -> None:
+def test_a_drafter_that_computes_something_else_is_seen(
+    isa: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     pair = Pair("attention", torch.bfloat16)
     before = distance(pair)
@@ -111,7 +119,9 @@ def test_a_drafter_that_computes_something_else_is_seen(isa: str, native: Callab
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "input", "ours", "own-head"])
-def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(isa: str, kind: str, native: Callable[[str], None]) -> None:
+def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(
+    isa: str, kind: str, native: Callable[[str], None]
+) -> None:
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(0)
     ids = [rng.randrange(VOCAB) for _ in range(70)]
@@ -119,7 +129,11 @@ def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(isa: str, kind: 
 
     def laws_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
         """Each in a tree of its own, as a node is asked for once in a tree."""
-        return {node: law for nodes in calls for node, law in zip(nodes, text.laws(asked, nodes), strict=True)}
+        return {
+            node: law
+            for nodes in calls
+            for node, law in zip(nodes, text.laws(asked, nodes), strict=True)
+        }
 
     together = laws_of(rounds(tree), tree)
     one_by_one = laws_of([[node] for node in range(len(tree))], copy_of(tree))
@@ -142,7 +156,9 @@ def copy_of(tree: TokenTree) -> TokenTree:
 
 
 @every_set
-def test_chunks_of_the_certain_text_give_the_same_laws(isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_of_the_certain_text_give_the_same_laws(
+    isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     native(isa)
     pair, laws = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
@@ -158,25 +174,45 @@ def test_chunks_of_the_certain_text_give_the_same_laws(isa: str, native: Callabl
 
 @st.composite
 def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:
-    vocab, size, d = draw(st.integers(1, 200)), draw(st.integers(1, 50)), 2 * draw(st.integers(1, 40))
+    vocab, size, d = (
+        draw(st.integers(1, 200)),
+        draw(st.integers(1, 50)),
+        2 * draw(st.integers(1, 40)),
+    )
     seed = draw(st.integers(0, 99))
-    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[: draw(st.integers(0, vocab))]
+    order = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[
+        : draw(st.integers(0, vocab))
+    ]
     layout = Layout(order, draw(st.integers(0, len(order))), size, vocab)
-    clusters = sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
-    return number(vocab, d, seed=seed), number(draw(st.integers(1, 20)), d, seed=seed + 1), layout, clusters
+    clusters = (
+        sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
+    )
+    return (
+        number(vocab, d, seed=seed),
+        number(draw(st.integers(1, 20)), d, seed=seed + 1),
+        layout,
+        clusters,
+    )
 
 
 @every_set
 @examples(60, derandomize=True)
 @given(heads())
-def test_blocks_give_what_the_plain_head_does(isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]) -> None:
-    """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens, nothing at all."""
+def test_blocks_give_what_the_plain_head_does(
+    isa: str, case: tuple[torch.Tensor, torch.Tensor, Layout, list[int]]
+) -> None:
+    """Sizes that are no multiples of 16, a last cluster that is shorter, no frequent tokens,
+    nothing at all."""
     weight, h, layout, clusters = case
     blocks = NativeBlocks(weight, layout, load(isa), BFLOAT16)
     logits, tokens = blocks(h, torch.tensor(clusters, dtype=torch.int64))
     assert logits.shape == (len(h), len(tokens)) and logits.dtype is torch.float32
-    plain = BlockHead(weight.float(), layout, backend="plain")(h.float(), torch.tensor(clusters, dtype=torch.int64))
-    allowed = (weight.shape[1] + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
+    plain = BlockHead(weight.float(), layout, backend="plain")(
+        h.float(), torch.tensor(clusters, dtype=torch.int64)
+    )
+    allowed = (
+        (weight.shape[1] + 4) * SINGLE * float((h.abs().double() @ weight.abs().double().T).max())
+    )
     got = spread(type(plain)(logits, tokens), layout.vocab)
     torch.testing.assert_close(got, spread(plain, layout.vocab), rtol=1e-6, atol=allowed)
     torch.testing.assert_close(got, expected(weight, h, layout, clusters), rtol=1e-6, atol=allowed)
@@ -216,11 +252,17 @@ def test_rows_that_are_not_finite_stay_as_they_are(isa: str) -> None:
     weight[7, 3], weight[9, 0] = float("nan"), float("inf")
     blocks = NativeBlocks(weight, Layout.by_frequency(torch.arange(40), 40, 40), load(isa))
     logits, _ = blocks(h, torch.empty(0, dtype=torch.int64))
-    assert rows_format(weight) == BFLOAT16 and bool(logits[:, 7].isnan().all()) and bool(logits[:, 10:40].isfinite().all())
+    assert (
+        rows_format(weight) == BFLOAT16
+        and bool(logits[:, 7].isnan().all())
+        and bool(logits[:, 10:40].isfinite().all())
+    )
     rows = NativeRows(weight, load(isa), INT8)  # asked for by name
     rows.reserve(16)
     rows.write(0, torch.arange(6, 12))
-    assert bool(rows.logits(h, 6)[:, [1, 3]].isnan().all()) and bool(rows.logits(h, 6)[:, [0, 2, 4, 5]].isfinite().all())
+    assert bool(rows.logits(h, 6)[:, [1, 3]].isnan().all()) and bool(
+        rows.logits(h, 6)[:, [0, 2, 4, 5]].isfinite().all()
+    )
 
 
 @best_set
@@ -230,20 +272,32 @@ def test_blocks_take_paddings_no_rows_and_strided_rows(isa: str) -> None:
     wide = number(6, 40, seed=1)
     chosen = torch.tensor([0, 2])
     logits, tokens = blocks(wide[:, :16], chosen)
-    padded = blocks(wide[:, :16].contiguous(), torch.tensor([0, 2, -1, -1]))  # -1 counts for nothing (`BlockHead`)
+    # -1 counts for nothing (`BlockHead`)
+    padded = blocks(wide[:, :16].contiguous(), torch.tensor([0, 2, -1, -1]))
     assert torch.equal(padded[0], logits) and torch.equal(padded[1], tokens)
-    assert torch.equal(blocks(wide[::2, ::2][:, :16], chosen)[0], blocks(wide[::2, ::2][:, :16].contiguous(), chosen)[0])
+    assert torch.equal(
+        blocks(wide[::2, ::2][:, :16], chosen)[0],
+        blocks(wide[::2, ::2][:, :16].contiguous(), chosen)[0],
+    )
     assert blocks(wide[:0, :16], chosen)[0].shape == (0, len(tokens))
 
 
 @every_set
 @examples(40, derandomize=True)
-@given(rng=st.randoms(use_true_random=False), window=st.integers(1, 60), d=st.integers(1, 40).map(lambda half: 2 * half))
-def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.Random, window: int, d: int) -> None:
+@given(
+    rng=st.randoms(use_true_random=False),
+    window=st.integers(1, 60),
+    d=st.integers(1, 40).map(lambda half: 2 * half),
+)
+def test_tokens_of_the_context_have_the_rows_of_the_head(
+    isa: str, rng: random.Random, window: int, d: int
+) -> None:
     """A window that is rebuilt, a buffer that grows, tokens seen again, tokens that are skipped."""
     weight, skip = number(100, d), torch.tensor([token % 7 == 0 for token in range(100)])
     contexts = [ContextTokens(weight, window, skip) for _ in range(2)]
-    for context, rows in zip(contexts, (NativeRows(weight, load(isa), BFLOAT16), PlainRows(weight)), strict=True):
+    for context, rows in zip(
+        contexts, (NativeRows(weight, load(isa), BFLOAT16), PlainRows(weight)), strict=True
+    ):
         context.rows = rows
     h = number(rng.randint(1, 20), d, seed=1)
     right = h.double() @ weight.double().T
@@ -264,14 +318,28 @@ def test_tokens_of_the_context_have_the_rows_of_the_head(isa: str, rng: random.R
 
 
 @best_set
-def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: Callable[[str], None]) -> None:
+def test_a_head_and_a_context_take_the_kernels_by_themselves(
+    isa: str, native: Callable[[str], None]
+) -> None:
     weight, layout = number(60, 16), Layout(torch.arange(60), 20, 20, 60)
     native(isa)
-    assert isinstance(ContextTokens(weight).rows, NativeRows) and BlockHead(weight, layout).backend == "native"
-    assert isinstance(ContextTokens(weight.float()).rows, PlainRows) and BlockHead(weight.float(), layout).backend == "packed"
-    assert isinstance(ContextTokens(weight[:, :15]).rows, PlainRows) and BlockHead(weight[:, :15], layout).backend == "packed"
+    assert (
+        isinstance(ContextTokens(weight).rows, NativeRows)
+        and BlockHead(weight, layout).backend == "native"
+    )
+    assert (
+        isinstance(ContextTokens(weight.float()).rows, PlainRows)
+        and BlockHead(weight.float(), layout).backend == "packed"
+    )
+    assert (
+        isinstance(ContextTokens(weight[:, :15]).rows, PlainRows)
+        and BlockHead(weight[:, :15], layout).backend == "packed"
+    )
     native("eager")
-    assert isinstance(ContextTokens(weight).rows, PlainRows) and BlockHead(weight, layout).backend == "packed"
+    assert (
+        isinstance(ContextTokens(weight).rows, PlainRows)
+        and BlockHead(weight, layout).backend == "packed"
+    )
 
 
 # --- the router ---
@@ -280,38 +348,59 @@ def test_a_head_and_a_context_take_the_kernels_by_themselves(isa: str, native: C
 @every_set
 @examples(40, derandomize=True)
 @given(
-    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)).filter(lambda sizes: sum(sizes) % 2 == 0),
+    sizes=st.tuples(st.integers(1, 40), st.integers(1, 40)).filter(
+        lambda sizes: sum(sizes) % 2 == 0
+    ),
     width=st.integers(1, 70),
     clusters=st.integers(1, 70),
     n=st.integers(1, 20),
     seed=st.integers(0, 99),
 )
-def test_the_router_scores_clusters(isa: str, sizes: tuple[int, int], width: int, clusters: int, n: int, seed: int) -> None:
-    """Widths that are odd and numbers of clusters that are no multiples of 16; scores of the rows that are wanted."""
+def test_the_router_scores_clusters(
+    isa: str, sizes: tuple[int, int], width: int, clusters: int, n: int, seed: int
+) -> None:
+    """Widths that are odd and numbers of clusters that are no multiples of 16; scores of the rows
+    that are wanted."""
     kernels, rng = load(isa), random.Random(seed)
     torch.manual_seed(seed)
     router = Router(RouterConfig(*sizes, width, clusters)).requires_grad_(False)
     for parameter in router.parameters():
         parameter.copy_(parameter.to(torch.bfloat16))
-    hidden, embedded = number(n, sizes[0], like=torch.float32, seed=seed), number(n, sizes[1], seed=seed + 1)
+    hidden, embedded = (
+        number(n, sizes[0], like=torch.float32, seed=seed),
+        number(n, sizes[1], seed=seed + 1),
+    )
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, n))]
     made, program = NativeRouter(router, kernels), Program(kernels)
     named = program.given("hidden", sizes[0], True), program.given("embedded", sizes[1])
     made.add(program, *named, program.given("routed", made.clusters, True))
     scores = torch.full((len(wanted), clusters), torch.nan)
-    program.run(Rows([0] * n, [0] * n, wanted=wanted), {"hidden": hidden, "embedded": embedded, "routed": scores})
-    x = torch.cat([reference.norm(part[wanted], None, EPS) for part in (hidden, embedded)], -1).to(torch.bfloat16)
+    program.run(
+        Rows([0] * n, [0] * n, wanted=wanted),
+        {"hidden": hidden, "embedded": embedded, "routed": scores},
+    )
+    x = torch.cat([reference.norm(part[wanted], None, EPS) for part in (hidden, embedded)], -1).to(
+        torch.bfloat16
+    )
     middle = reference.activate(x, router.up.weight, router.up.bias)
     right = reference.linear(middle.to(torch.bfloat16), router.down.weight, router.down.bias)
-    allowed = HALF * reference.linear(middle.abs(), router.down.weight.abs(), router.down.bias.abs())  # one bit of what is between
+    # one bit of what is between
+    allowed = HALF * reference.linear(
+        middle.abs(), router.down.weight.abs(), router.down.bias.abs()
+    )
     assert bool(((scores.double() - right).abs() <= allowed + 1e-6).all())
-    torch.testing.assert_close(scores, router(hidden[wanted], embedded[wanted].float()), rtol=0.05, atol=0.05)
+    torch.testing.assert_close(
+        scores, router(hidden[wanted], embedded[wanted].float()), rtol=0.05, atol=0.05
+    )
 
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_routed_drafter_gives_the_laws_of_its_shortlist(isa: str, kind: str, native: Callable[[str], None]) -> None:
-    """With a router, clusters and the context: the full law on the tokens that are scored, whatever is asked for together."""
+def test_a_routed_drafter_gives_the_laws_of_its_shortlist(
+    isa: str, kind: str, native: Callable[[str], None]
+) -> None:
+    """With a router, clusters and the context: the full law on the tokens that are scored, whatever
+    is asked for together."""
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(3)
     torch.manual_seed(0)
@@ -323,24 +412,40 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(isa: str, kind: str, n
     laws: dict[bool, list[torch.Tensor]] = {}
     for short in (False, True):
         context = partial(ContextTokens, weight, 40)
-        shortlist = Shortlist(weight, layout, router=router, schedule=Schedule(2, 1, deepest=5), context=context) if short else None
-        assert shortlist is None or (shortlist.native_router is not None and shortlist.head.backend == "native")
+        shortlist = (
+            Shortlist(
+                weight, layout, router=router, schedule=Schedule(2, 1, deepest=5), context=context
+            )
+            if short
+            else None
+        )
+        assert shortlist is None or (
+            shortlist.native_router is not None and shortlist.head.backend == "native"
+        )
         text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), copy_of(tree)
         laws[short] = [law for nodes in rounds(tree) for law in text.laws(asked, nodes)]
     for whole, part in zip(laws[False], laws[True], strict=True):
         held = part > 0
         assert 20 <= int(held.sum()) < VOCAB
-        torch.testing.assert_close(part[held], (whole / whole[held].sum())[held], rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(
+            part[held], (whole / whole[held].sum())[held], rtol=1e-3, atol=1e-5
+        )
 
 
 def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operators() -> None:
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
-        assert EagleDrafter(head_of(config, model), Model(tiny("llama", torch.bfloat16)))._native is None
+        assert (
+            EagleDrafter(head_of(config, model), Model(tiny("llama", torch.bfloat16)))._native
+            is None
+        )
 
 
 @best_set
-@pytest.mark.parametrize("config", [replace(WIDE, layers=(1, 2, 3)), replace(WIDE, layers=(3,), join="input", final_norm=False)])
+@pytest.mark.parametrize(
+    "config",
+    [replace(WIDE, layers=(1, 2, 3)), replace(WIDE, layers=(3,), join="input", final_norm=False)],
+)
 def test_an_embedding_that_scales_is_not_passed_over(
     isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -359,7 +464,11 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
     for fast in (False, True):
         model = tiny("llama", torch.bfloat16)
         model.lm_head = torch.nn.Linear(32, VOCAB, dtype=torch.bfloat16)
-        feature, weight, bias = number(5, 32), model.lm_head.weight.detach().clone(), model.lm_head.bias.detach().float().clone()
+        feature, weight, bias = (
+            number(5, 32),
+            model.lm_head.weight.detach().clone(),
+            model.lm_head.bias.detach().float().clone(),
+        )
         target = Model(model, fast=fast)
         drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
         assert drafter._native is not None

@@ -1,4 +1,5 @@
-"""Every operation of the native kernels against its plain reference, on every instruction set that the machine runs.
+"""Every operation of the native kernels against its plain reference, on every instruction set that
+the machine runs.
 
 pytest tests/test_native_kernels.py
 """
@@ -14,7 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from kernels import attend, chain_rows, every_set, filled, load, number, plain_rows, random_paths, relocated
+from kernels import (
+    attend,
+    chain_rows,
+    every_set,
+    filled,
+    load,
+    number,
+    plain_rows,
+    random_paths,
+    relocated,
+)
 from quickbeam.target.native import library, reference
 from quickbeam.target.native.operands import BLOCK, KVShape, Packed, Rows
 from quickbeam.target.native.program import Program
@@ -25,7 +36,13 @@ SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat1
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 50, 64, 65, 100, 128]
 INPUTS = [2, 4, 6, 30, 32, 34, 64, 66, 96, 128, 160, 254]
 OUTPUTS = [1, 2, 7, 8, 15, 16, 17, 24, 31, 32, 40, 48, 63, 100, 130, 257]
-EPILOGUES = {"store": library.STORE, "add": library.ADD, "gated": library.GATED, "activate": library.ACTIVATE, "best": library.BEST}
+EPILOGUES = {
+    "store": library.STORE,
+    "add": library.ADD,
+    "gated": library.GATED,
+    "activate": library.ACTIVATE,
+    "best": library.BEST,
+}
 cases = examples(40, derandomize=True)
 
 
@@ -36,7 +53,10 @@ def within(got: torch.Tensor, wanted: torch.Tensor, allowed: torch.Tensor) -> No
         allowed = allowed + HALF * wanted.abs()
     wrong = ~((got.double() - wanted).abs() <= allowed)  # NaN is wrong
     where = tuple(wrong.nonzero()[0]) if wrong.any() else None
-    assert where is None, f"{int(wrong.sum())} wrong; at {[int(i) for i in where]} {got[where]} for {wanted[where]}, ±{allowed[where]}"
+    assert where is None, (
+        f"{int(wrong.sum())} wrong; at {[int(i) for i in where]} {got[where]} "
+        f"for {wanted[where]}, ±{allowed[where]}"
+    )
 
 
 class Framed:
@@ -56,7 +76,9 @@ class Framed:
         """What is in the columns; fails where anything around them has changed."""
         inner = self.whole[:-1, self.column : self.column + self.width].clone()
         self.whole[:-1, self.column : self.column + self.width] = self.around
-        assert torch.equal(self.whole.nan_to_num(7.0), torch.full_like(self.whole, self.around).nan_to_num(7.0))
+        assert torch.equal(
+            self.whole.nan_to_num(7.0), torch.full_like(self.whole, self.around).nan_to_num(7.0)
+        )
         return inner
 
 
@@ -80,7 +102,17 @@ def sums_of(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) ->
     seed=st.integers(0, 99),
 )
 def test_a_product_and_what_comes_after_it(
-    isa: str, epilogue: str, n: int, inputs: int, outputs: int, float32: bool, biased: bool, gathered: bool, of: int, column: int, seed: int
+    isa: str,
+    epilogue: str,
+    n: int,
+    inputs: int,
+    outputs: int,
+    float32: bool,
+    biased: bool,
+    gathered: bool,
+    of: int,
+    column: int,
+    seed: int,
 ) -> None:
     kernels, what = load(isa), EPILOGUES[epilogue]
     gated, float32 = epilogue == "gated", float32 or epilogue == "add"
@@ -102,7 +134,8 @@ def test_a_product_and_what_comes_after_it(
         gathered=gathered,
         best=place if epilogue == "best" else None,
     )
-    rows = plain_rows(n + 2, range(n)) if gathered else plain_rows(n)  # where rows were gathered, others there are count for nothing
+    # where rows were gathered, others there are count for nothing
+    rows = plain_rows(n + 2, range(n)) if gathered else plain_rows(n)
     program.run(rows, {"x": source.whole, "y": target.whole, "best": best})
     got = target.read()
     halves = [None, None] if bias is None else bias.chunk(len(weights))
@@ -112,7 +145,11 @@ def test_a_product_and_what_comes_after_it(
         wanted = reference.gated(x, *weights, bias)
         up = reference.linear(x, weights[1], halves[1])
         gate = reference.activate(x, weights[0], halves[0])
-        allowed = 1.1 * allowed * up.abs() + rounding * sums_of(x, weights[1], halves[1]) * gate.abs() + 4 * SINGLE * wanted.abs()
+        allowed = (
+            1.1 * allowed * up.abs()
+            + rounding * sums_of(x, weights[1], halves[1]) * gate.abs()
+            + 4 * SINGLE * wanted.abs()
+        )
     elif epilogue == "add":
         wanted = reference.add(before, x, weights[0], bias)
         allowed = allowed + SINGLE * (wanted.abs() + before.double().abs())
@@ -125,16 +162,27 @@ def test_a_product_and_what_comes_after_it(
     if epilogue == "best":
         if float32:
             assert torch.equal(best[:n], reference.best(got))
-        assert bool((wanted.gather(1, best[:n, None]) >= wanted.amax(1, True) - 2 * allowed.amax(1, True)).all()) and best[n] == 77
+        assert (
+            bool(
+                (
+                    wanted.gather(1, best[:n, None])
+                    >= wanted.amax(1, True) - 2 * allowed.amax(1, True)
+                ).all()
+            )
+            and best[n] == 77
+        )
 
 
 @every_set
 @pytest.mark.parametrize("inputs", [64, 66])
 def test_a_wrong_product_is_seen(isa: str, inputs: int) -> None:
-    """The comparison above can fail: with the neighbour's row, and with one weight that is a little off."""
+    """The comparison above can fail: with the neighbour's row, and with one weight that is a little
+    off."""
     kernels, x, weight = load(isa), number(5, inputs), number(40, inputs, seed=1)
     program, y = Program(kernels), torch.empty(5, 40)
-    program.linear(Packed(kernels, [weight]), program.given("x", inputs), program.given("y", 40, True))
+    program.linear(
+        Packed(kernels, [weight]), program.given("x", inputs), program.given("y", 40, True)
+    )
     program.run(plain_rows(5), {"x": x, "y": y})
     allowed = (inputs + 4) * SINGLE * sums_of(x, weight, None)
     within(y, reference.linear(x, weight), allowed)
@@ -154,7 +202,10 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, n: int, inputs: int, outp
     bad = {row: rng.choice([NAN, INF, -INF]) for row in range(0, n, 3)}
     program, whole, y = Program(kernels), torch.empty(n, outputs), torch.empty(n, outputs)
     best = torch.empty(n, dtype=torch.int64)
-    named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+    named = [
+        program.given(name, width, name == "y")
+        for name, width in (("x", inputs), ("y", outputs), ("best", 1))
+    ]
     program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
     program.run(plain_rows(n), {"x": x, "y": whole, "best": best})
     assert torch.equal(best, reference.best(whole)) and bool((best >= 0).all())
@@ -162,13 +213,17 @@ def test_what_is_not_finite_stays_in_its_row(isa: str, n: int, inputs: int, outp
         x[row, rng.randrange(inputs)] = value
     program.run(plain_rows(n), {"x": x, "y": y, "best": best})
     fine = [row for row in range(n) if row not in bad]
-    assert torch.equal(y[fine], whole[fine]) and torch.equal(best[fine], reference.best(whole)[fine])
+    assert torch.equal(y[fine], whole[fine]) and torch.equal(
+        best[fine], reference.best(whole)[fine]
+    )
     assert not bool(y[list(bad)].isfinite().any()) and best[list(bad)].tolist() == [-1] * len(bad)
 
 
 @every_set
 @pytest.mark.parametrize("outputs", [5, 16, 40, 300])
-def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(isa: str, outputs: int) -> None:
+def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
+    isa: str, outputs: int
+) -> None:
     kernels, rng, inputs = load(isa), random.Random(outputs), 64
     logits = number(64, outputs)
     for row in range(40):  # two or three equal ones, some of them all equal
@@ -181,7 +236,8 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
         for value in values:
             logits[row, rng.randrange(outputs)] = value
     logits[45], logits[46, outputs - 1], logits[47, 0] = -INF, NAN, NAN
-    # A product with a row of the identity is a column of the weight; a bias brings in what is not finite.
+    # A product with a row of the identity is a column of the weight; a bias brings in what is not
+    # finite.
     y, best = torch.empty(1, outputs), torch.empty(1, dtype=torch.int64)
     one = torch.zeros(1, inputs, dtype=torch.bfloat16)
     one[0, 0] = 1
@@ -190,7 +246,10 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
         weight = torch.zeros(outputs, inputs, dtype=torch.bfloat16)
         weight[:, 0] = wanted.masked_fill(~finite, 0)
         program = Program(kernels)
-        named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+        named = [
+            program.given(name, width, name == "y")
+            for name, width in (("x", inputs), ("y", outputs), ("best", 1))
+        ]
         bias = torch.zeros(outputs).masked_scatter_(~finite, wanted[~finite])
         program.linear(Packed(kernels, [weight], bias), *named[:2], library.BEST, best=named[2])
         program.run(plain_rows(1), {"x": one, "y": y, "best": best})
@@ -203,11 +262,17 @@ def test_the_best_is_the_first_of_equal_ones_and_minus_one_where_logits_are_bad(
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_the_best_of_all_threads_is_the_first(isa: str, threads: int) -> None:
     kernels, n, inputs, outputs = load(isa), 6, 32, 200
-    x, weight = torch.ones(n, inputs, dtype=torch.bfloat16), torch.ones(outputs, inputs, dtype=torch.bfloat16)
+    x, weight = (
+        torch.ones(n, inputs, dtype=torch.bfloat16),
+        torch.ones(outputs, inputs, dtype=torch.bfloat16),
+    )
     weight[[37, 99, 180]] = 2.0
     x[4, 0], x[5, 0] = NAN, INF
     program, y, best = Program(kernels), torch.empty(n, outputs), torch.empty(n, dtype=torch.int64)
-    named = [program.given(name, width, name == "y") for name, width in (("x", inputs), ("y", outputs), ("best", 1))]
+    named = [
+        program.given(name, width, name == "y")
+        for name, width in (("x", inputs), ("y", outputs), ("best", 1))
+    ]
     program.linear(Packed(kernels, [weight]), *named[:2], library.BEST, best=named[2])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -231,18 +296,36 @@ def test_the_best_of_all_threads_is_the_first(isa: str, threads: int) -> None:
     seed=st.integers(0, 99),
 )
 def test_a_norm(
-    isa: str, n: int, width: int, weighted: bool, floats: tuple[bool, bool], gather: bool, of: int, column: int, seed: int
+    isa: str,
+    n: int,
+    width: int,
+    weighted: bool,
+    floats: tuple[bool, bool],
+    gather: bool,
+    of: int,
+    column: int,
+    seed: int,
 ) -> None:
     kernels, rng = load(isa), random.Random(seed)
-    x = number(n, width, like=torch.float32 if floats[0] else torch.bfloat16, seed=seed) * 10.0 ** rng.randint(-4, 4)
+    x = number(
+        n, width, like=torch.float32 if floats[0] else torch.bfloat16, seed=seed
+    ) * 10.0 ** rng.randint(-4, 4)
     weight = number(width, seed=seed + 1) if weighted else None
     wanted = [rng.randrange(n) for _ in range(rng.randint(1, 5))] if gather else range(n)
     source, target = (
         Framed(x, of, 2, NAN),
-        Framed(torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]), column, 2, 9.0),
+        Framed(
+            torch.zeros(len(wanted), width, dtype=(torch.bfloat16, torch.float32)[floats[1]]),
+            column,
+            2,
+            9.0,
+        ),
     )
     program = Program(kernels)
-    named = program.given("x", source.stride, floats[0]), program.given("y", target.stride, floats[1])
+    named = (
+        program.given("x", source.stride, floats[0]),
+        program.given("y", target.stride, floats[1]),
+    )
     program.norm(*named, weight, 1e-5, width=width, of=of, column=column, gather=gather)
     program.run(plain_rows(n, wanted if gather else ()), {"x": source.whole, "y": target.whole})
     right = reference.norm(x[list(wanted)], weight, 1e-5)
@@ -261,15 +344,31 @@ def test_a_norm_keeps_what_is_not_finite_in_its_row(isa: str) -> None:
 
 @every_set
 @cases
-@given(n=st.sampled_from(WIDTHS), width=st.integers(1, 70), float32=st.booleans(), column=st.integers(0, 20), seed=st.integers(0, 99))
+@given(
+    n=st.sampled_from(WIDTHS),
+    width=st.integers(1, 70),
+    float32=st.booleans(),
+    column=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
 def test_embeddings(isa: str, n: int, width: int, float32: bool, column: int, seed: int) -> None:
     kernels, rng = load(isa), random.Random(seed)
-    weight, tokens, scale = number(50, width, seed=seed), [rng.randrange(50) for _ in range(n)], rng.choice([1.0, 5.5])
-    target = Framed(torch.zeros(n, width, dtype=torch.float32 if float32 else torch.bfloat16), column, 2, 9.0)
+    weight, tokens, scale = (
+        number(50, width, seed=seed),
+        [rng.randrange(50) for _ in range(n)],
+        rng.choice([1.0, 5.5]),
+    )
+    target = Framed(
+        torch.zeros(n, width, dtype=torch.float32 if float32 else torch.bfloat16), column, 2, 9.0
+    )
     program = Program(kernels)
-    program.embed(weight, program.given("y", target.stride, float32), column, scale if float32 else 1.0)
+    program.embed(
+        weight, program.given("y", target.stride, float32), column, scale if float32 else 1.0
+    )
     program.run(Rows(tokens, [0] * n), {"y": target.whole})
-    assert torch.equal(target.read().double(), reference.embed(weight, tokens, scale if float32 else 1.0))
+    assert torch.equal(
+        target.read().double(), reference.embed(weight, tokens, scale if float32 else 1.0)
+    )
 
 
 @every_set
@@ -282,16 +381,26 @@ def test_embeddings(isa: str, n: int, width: int, float32: bool, column: int, se
     of=st.integers(0, 20),
     column=st.integers(0, 20),
 )
-def test_copies(isa: str, n: int, width: int, floats: tuple[bool, bool], add: bool, of: int, column: int) -> None:
+def test_copies(
+    isa: str, n: int, width: int, floats: tuple[bool, bool], add: bool, of: int, column: int
+) -> None:
     kernels, types = load(isa), (torch.bfloat16, torch.float32)
     to_float = floats[1] or add
-    x, before = number(n, width, like=types[floats[0]]), number(n, width, like=types[to_float], seed=1)
+    x, before = (
+        number(n, width, like=types[floats[0]]),
+        number(n, width, like=types[to_float], seed=1),
+    )
     source, target = Framed(x, of, 2, NAN), Framed(before, column, 2, 9.0)
     program = Program(kernels)
-    named = program.given("x", source.stride, floats[0]), program.given("y", target.stride, to_float)
+    named = (
+        program.given("x", source.stride, floats[0]),
+        program.given("y", target.stride, to_float),
+    )
     program.copy(*named, width=width, of=of, column=column, add=add)
     program.run(plain_rows(n), {"x": source.whole, "y": target.whole})
-    assert torch.equal(target.read(), reference.copy(x, before if add else None).to(types[to_float]))
+    assert torch.equal(
+        target.read(), reference.copy(x, before if add else None).to(types[to_float])
+    )
 
 
 @every_set
@@ -303,34 +412,66 @@ def test_copies(isa: str, n: int, width: int, floats: tuple[bool, bool], add: bo
     biased=st.booleans(),
     float32=st.booleans(),
 )
-def test_chosen_blocks(isa: str, n: int, inputs: int, blocks: list[int], biased: bool, float32: bool) -> None:
+def test_chosen_blocks(
+    isa: str, n: int, inputs: int, blocks: list[int], biased: bool, float32: bool
+) -> None:
     import numpy as np
 
     kernels, x, weight = load(isa), number(n, inputs), number(12 * BLOCK, inputs, seed=1)
     bias = number(12 * BLOCK, like=torch.float32, seed=2) if biased else None
-    program, y = Program(kernels), torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16)
-    program.chosen(Packed(kernels, [weight], bias), program.given("x", inputs), program.given("y", 0, float32))
+    program, y = (
+        Program(kernels),
+        torch.empty(n, len(blocks) * BLOCK, dtype=torch.float32 if float32 else torch.bfloat16),
+    )
+    program.chosen(
+        Packed(kernels, [weight], bias), program.given("x", inputs), program.given("y", 0, float32)
+    )
     program.set(0, target_stride=y.shape[1])
     program.run(plain_rows(n), {"x": x, "y": y}, blocks=np.array(blocks, dtype=np.int64))
-    allowed = (inputs + 4) * SINGLE * reference.chosen(x.abs(), weight.abs(), None if bias is None else bias.abs(), blocks, BLOCK)
+    allowed = (
+        (inputs + 4)
+        * SINGLE
+        * reference.chosen(
+            x.abs(), weight.abs(), None if bias is None else bias.abs(), blocks, BLOCK
+        )
+    )
     within(y, reference.chosen(x, weight, bias, blocks, BLOCK), allowed)
 
 
 @every_set
 @cases
-@given(outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3), inputs=st.integers(1, 300).map(lambda half: 2 * half))
+@given(
+    outputs=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    inputs=st.integers(1, 300).map(lambda half: 2 * half),
+)
 def test_packed_weights_come_back(isa: str, outputs: list[int], inputs: int) -> None:
     kernels, weights = load(isa), [number(n, inputs, seed=i) for i, n in enumerate(outputs)]
     packed = Packed(kernels, weights)
-    assert torch.equal(packed.rows(), torch.cat(weights)) and packed.data.numel() == Packed.size(weights)
+    assert torch.equal(packed.rows(), torch.cat(weights)) and packed.data.numel() == Packed.size(
+        weights
+    )
     lanes = packed.data.view(-1, inputs // 2, BLOCK, 2)
-    assert not lanes.transpose(1, 2).reshape(-1, inputs)[sum(outputs) :].any()  # what fills the last block up
+    # what fills the last block up
+    assert not lanes.transpose(1, 2).reshape(-1, inputs)[sum(outputs) :].any()
     with pytest.raises(ValueError, match="must be even"):
         Packed(kernels, [number(3, inputs + 1)])
 
 
 HEADS = [(1, 1), (2, 1), (4, 2), (3, 3), (8, 2), (9, 1), (30, 1)]
-DIMS = [(2, 2), (6, 6), (8, 8), (20, 20), (64, 64), (80, 80), (128, 128), (24, 5), (2, 33), (32, 16), (96, 72), (64, 128)]
+DIMS = [
+    (2, 2),
+    (6, 6),
+    (8, 8),
+    (20, 20),
+    (64, 64),
+    (80, 80),
+    (128, 128),
+    (24, 5),
+    (2, 33),
+    (32, 16),
+    (96, 72),
+    (64, 128),
+]
 
 
 @every_set
@@ -364,14 +505,32 @@ def test_heads_are_normed_turned_and_kept(
     source, layer = Framed(x, of, 2, NAN), rng.randrange(2)
     query = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     program = Program(kernels)
-    program.heads(program.given("x", 0, True), program.given("query", 0), all_heads, shape, stores[0].offsets[layer], norms, 1e-5)
+    program.heads(
+        program.given("x", 0, True),
+        program.given("query", 0),
+        all_heads,
+        shape,
+        stores[0].offsets[layer],
+        norms,
+        1e-5,
+    )
     program.set(0, source_stride=source.stride, source_offset=of)
     spans = [(first, stores[0].table), (n - first, stores[1].table)]
-    program.run(Rows([0] * n, positions, orders, [0] * n, (), spans), {"x": source.whole, "query": query}, (angle.cos(), angle.sin()))
-    right = reference.heads(x, all_heads, kv_heads, angle.cos()[positions], angle.sin()[positions], norms, 1e-5)
+    program.run(
+        Rows([0] * n, positions, orders, [0] * n, (), spans),
+        {"x": source.whole, "query": query},
+        (angle.cos(), angle.sin()),
+    )
+    right = reference.heads(
+        x, all_heads, kv_heads, angle.cos()[positions], angle.sin()[positions], norms, 1e-5
+    )
     rounding = 32 * SINGLE * max(8.0, float(right[0].abs().max()), float(right[1].abs().max()))
     sorted_queries = reference.sort_queries(right[0], kv_heads)
-    within(query.view(sorted_queries.shape), sorted_queries, torch.full((1,), rounding).expand(sorted_queries.shape))
+    within(
+        query.view(sorted_queries.shape),
+        sorted_queries,
+        torch.full((1,), rounding).expand(sorted_queries.shape),
+    )
     kept = [store.read(layer, store.capacity) for store in stores]
     other = [store.read(1 - layer, store.capacity) for store in stores]
     for row, order in enumerate(orders):
@@ -379,16 +538,28 @@ def test_heads_are_normed_turned_and_kept(
         within(key[:, order], right[1][row], torch.full((kv_heads, dim), rounding))
         assert torch.equal(value[:, order], right[2][row].to(torch.bfloat16))
         key[:, order], value[:, order] = 0, 0
-    assert not any(tensor.any() for pair in [*kept, *other] for tensor in pair)  # nothing went elsewhere
+    # nothing went elsewhere
+    assert not any(tensor.any() for pair in [*kept, *other] for tensor in pair)
 
 
 @every_set
 @cases
-@given(n=st.sampled_from(WIDTHS), heads=st.sampled_from(HEADS), dims=st.sampled_from(DIMS), start=st.integers(0, 100))
-def test_heads_that_come_apart_are_kept(isa: str, n: int, heads: tuple[int, int], dims: tuple[int, int], start: int) -> None:
+@given(
+    n=st.sampled_from(WIDTHS),
+    heads=st.sampled_from(HEADS),
+    dims=st.sampled_from(DIMS),
+    start=st.integers(0, 100),
+)
+def test_heads_that_come_apart_are_kept(
+    isa: str, n: int, heads: tuple[int, int], dims: tuple[int, int], start: int
+) -> None:
     kernels, (all_heads, kv_heads), (dim, value_dim) = load(isa), heads, dims
     store, program = PagePool([KVShape(kv_heads, dim, value_dim)], kernels).new(), Program(kernels)
-    query, key, value = number(n, all_heads * dim), number(kv_heads, n, dim, seed=1), number(kv_heads, n, value_dim, seed=2)
+    query, key, value = (
+        number(n, all_heads * dim),
+        number(kv_heads, n, dim, seed=1),
+        number(kv_heads, n, value_dim, seed=2),
+    )
     to = torch.empty(n * all_heads * dim, dtype=torch.bfloat16)
     store.length = start
     rows = chain_rows(store, [0] * n)
@@ -405,16 +576,28 @@ def test_heads_that_come_apart_are_kept(isa: str, n: int, heads: tuple[int, int]
     right = reference.split(query, key, value)
     assert torch.equal(to.view(right[0].shape), right[0])
     keys, values = store.read(0, start + n)
-    assert torch.equal(keys[:, start:].transpose(0, 1), right[1]) and torch.equal(values[:, start:].transpose(0, 1), right[2])
+    assert torch.equal(keys[:, start:].transpose(0, 1), right[1]) and torch.equal(
+        values[:, start:].transpose(0, 1), right[2]
+    )
     assert not keys[:, :start].any() and not values[:, :start].any()
 
 
 @every_set
 @cases
-@given(dims=st.sampled_from(DIMS), start=st.integers(0, 200), nodes=st.integers(1, 100), seed=st.integers(0, 99))
-def test_committed_nodes_move_to_their_place(isa: str, dims: tuple[int, int], start: int, nodes: int, seed: int) -> None:
+@given(
+    dims=st.sampled_from(DIMS),
+    start=st.integers(0, 200),
+    nodes=st.integers(1, 100),
+    seed=st.integers(0, 99),
+)
+def test_committed_nodes_move_to_their_place(
+    isa: str, dims: tuple[int, int], start: int, nodes: int, seed: int
+) -> None:
     kernels, rng = load(isa), random.Random(seed)
-    keys, values = number(2, start + nodes, dims[0], seed=seed), number(2, start + nodes, dims[1], seed=seed + 1)
+    keys, values = (
+        number(2, start + nodes, dims[0], seed=seed),
+        number(2, start + nodes, dims[1], seed=seed + 1),
+    )
     store = relocated(filled(kernels, keys, values, start), seed)
     path = [0, *sorted(rng.sample(range(1, nodes), rng.randint(0, nodes - 1)))]
     store.commit(path)
@@ -425,7 +608,12 @@ def test_committed_nodes_move_to_their_place(isa: str, dims: tuple[int, int], st
 
 
 def attention_error(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, seen: list[list[int]], scaling: float, **variations: Any
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    seen: list[list[int]],
+    scaling: float,
+    **variations: Any,
 ) -> torch.Tensor:
     """What rounding allows: weights are rounded to bfloat16, scores are sums in float32."""
     group = query.shape[1] // len(keys)
@@ -441,7 +629,10 @@ def scenes(draw: st.DrawFn) -> dict[str, Any]:
     """Sequences, each with tokens in front and a random tree behind."""
     heads, kv_heads = draw(st.sampled_from(HEADS))
     sequences = [
-        (draw(st.sampled_from([0, 1, 2, 15, 16, 31, 63, 64, 65, 127, 128, 200, 333])), draw(st.sampled_from([1, 2, 3, 8, 9, 17, 40])))
+        (
+            draw(st.sampled_from([0, 1, 2, 15, 16, 31, 63, 64, 65, 127, 128, 200, 333])),
+            draw(st.sampled_from([1, 2, 3, 8, 9, 17, 40])),
+        )
         for _ in range(draw(st.integers(1, 3)))
     ]
     return {
@@ -488,17 +679,27 @@ def test_attention(isa: str, scene: dict[str, Any]) -> None:
         mine = slice(first, first + nodes)
         seen = [reference.visible(*row) for row in zip(prefix[mine], paths[mine], strict=True)]
         right = reference.attend(query[mine], keys, values, seen, scaling, **variations)
-        within(got[mine], right, attention_error(query[mine], keys, values, seen, scaling, **variations))
+        within(
+            got[mine],
+            right,
+            attention_error(query[mine], keys, values, seen, scaling, **variations),
+        )
         first += nodes
 
 
 @every_set
 def test_wrong_attention_is_seen(isa: str) -> None:
-    """The comparison above can fail: with a sibling for a parent, one token too few, and no window."""
+    """The comparison above can fail: with a sibling for a parent, one token too few, and no
+    window."""
     kernels, keys, values = load(isa), number(2, 90, 8), number(2, 90, 8, seed=1)
     store, query, scaling = filled(kernels, keys, values, 70), number(1, 4, 8, seed=2), 8**-0.5
     got = attend(kernels, [(1, store)], query, [70], [[70, 72, 75]], scaling, window=60)
-    for path, window, wrong in ([70, 72, 75], 60, False), ([70, 73, 75], 60, True), ([72, 75], 60, True), ([70, 72, 75], None, True):
+    for path, window, wrong in (
+        ([70, 72, 75], 60, False),
+        ([70, 73, 75], 60, True),
+        ([72, 75], 60, True),
+        ([70, 72, 75], None, True),
+    ):
         seen = [reference.visible(70, path)]
         right = reference.attend(query, keys, values, seen, scaling, window=window)
         allowed = attention_error(query, keys, values, seen, scaling, window=window)
@@ -512,22 +713,35 @@ def test_wrong_attention_is_seen(isa: str) -> None:
 @every_set
 @pytest.mark.parametrize("value_dim", [8, 20])
 @pytest.mark.parametrize("bad", [NAN, INF])
-def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(isa: str, value_dim: int, bad: float) -> None:
-    """Bad keys and values in siblings, in nodes to come and in what a page holds from before; bad queries."""
+def test_tokens_that_are_not_finite_reach_only_rows_that_see_them(
+    isa: str, value_dim: int, bad: float
+) -> None:
+    """Bad keys and values in siblings, in nodes to come and in what a page holds from before; bad
+    queries."""
     kernels, rng, start, nodes = load(isa), random.Random(0), 75, 40
-    keys, values, query = number(2, 150, 32), number(2, 150, value_dim, seed=1), number(nodes, 4, 32, seed=2)
+    keys, values, query = (
+        number(2, 150, 32),
+        number(2, 150, value_dim, seed=1),
+        number(nodes, 4, 32, seed=2),
+    )
     _, paths = random_paths(rng, nodes, start)
-    whole = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    whole = attend(
+        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
+    )
     hurt = {start + node for node in range(1, nodes, 4)}
     for order in [*hurt, *range(start + nodes, 150)]:
         keys[:, order, rng.randrange(32)] = bad
         values[:, order, rng.randrange(value_dim)] = bad
-    got = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    got = attend(
+        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
+    )
     clean = [node for node in range(nodes) if not hurt & set(paths[node])]
     assert 4 < len(clean) < nodes - 4
     assert torch.equal(got[clean], whole[clean])
     query[3:11, 1, 5] = bad
-    again = attend(kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2)
+    again = attend(
+        kernels, [(nodes, filled(kernels, keys, values, start))], query, [start] * nodes, paths, 0.2
+    )
     others = [node for node in clean if not 3 <= node < 11]
     assert torch.equal(again[others], whole[others]) and bool(again[3:11, 1].isnan().all())
     assert torch.equal(again[clean][:, [0, 2, 3]], whole[clean][:, [0, 2, 3]])

@@ -15,7 +15,8 @@ from quickbeam.draft.ngram import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 
 small = st.lists(st.integers(0, 2), max_size=40)
-sizes = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))  # min_n, max_n
+# min_n, max_n
+sizes = st.tuples(st.integers(1, 3), st.integers(0, 3)).map(lambda pair: (pair[0], sum(pair)))
 
 
 def search(ids: Sequence[int], suffix: Sequence[int], min_n: int, max_n: int) -> Match | None:
@@ -40,7 +41,9 @@ def draft(ids: Sequence[int], length: int) -> list[int]:
 
 @examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.lists(st.integers(0, 2), max_size=3))
-def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], guessed: list[int]) -> None:
+def test_match_is_what_a_full_search_finds(
+    chunks: list[list[int]], size: tuple[int, int], guessed: list[int]
+) -> None:
     index = Ngram(*size).begin(chunks[0])
     text = list(chunks[0])
     for chunk in [[], *chunks[1:]]:
@@ -55,14 +58,20 @@ def test_match_is_what_a_full_search_finds(chunks: list[list[int]], size: tuple[
 
 @examples(300, derandomize=True)
 @given(st.lists(small, min_size=1, max_size=4), sizes, st.integers(1, 4))
-def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size: tuple[int, int], limit: int) -> None:
+def test_matches_are_all_that_a_full_search_finds(
+    chunks: list[list[int]], size: tuple[int, int], limit: int
+) -> None:
     index = Ngram(*size).begin(chunks[0])
     for chunk in chunks[1:]:
         index.extend(chunk)
     text = [token for chunk in chunks for token in chunk]
     expected: dict[int, Match] = {}
     for n in range(min(size[1], len(text)), size[0] - 1, -1):
-        occurrences = [start + n for start in range(len(text) - n - 1, -1, -1) if text[start : start + n] == text[-n:]]
+        occurrences = [
+            start + n
+            for start in range(len(text) - n - 1, -1, -1)
+            if text[start : start + n] == text[-n:]
+        ]
         for position in occurrences[:SCAN]:
             expected.setdefault(text[position], Match(position, n))
     assert index.matches(text, limit) == list(expected.values())[:limit]
@@ -72,7 +81,9 @@ def test_matches_are_all_that_a_full_search_finds(chunks: list[list[int]], size:
 
 @examples(100, derandomize=True)
 @given(small, st.lists(st.integers(0, 2), max_size=2), st.integers(0, 25))
-def test_continuation_is_the_text_read_on_into_itself(text: list[int], guessed: list[int], length: int) -> None:
+def test_continuation_is_the_text_read_on_into_itself(
+    text: list[int], guessed: list[int], length: int
+) -> None:
     index = indexed(text)
     match = index.match(text + guessed)
     if match is None:

@@ -13,9 +13,21 @@ from quickbeam.target.native.noise import NativeLoops
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
 KNOWN = [
-    ("00000000 00000000", "00000000 00000000 00000000 00000000", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ("ffffffff ffffffff", "ffffffff ffffffff ffffffff ffffffff", "408f276d 41c83b0e a20bc7c6 6d5451fd"),
-    ("a4093822 299f31d0", "243f6a88 85a308d3 13198a2e 03707344", "d16cfe09 94fdcceb 5001e420 24126ea1"),
+    (
+        "00000000 00000000",
+        "00000000 00000000 00000000 00000000",
+        "6627e8d5 e169c58d bc57ac4c 9b00dbd8",
+    ),
+    (
+        "ffffffff ffffffff",
+        "ffffffff ffffffff ffffffff ffffffff",
+        "408f276d 41c83b0e a20bc7c6 6d5451fd",
+    ),
+    (
+        "a4093822 299f31d0",
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "d16cfe09 94fdcceb 5001e420 24126ea1",
+    ),
 ]
 
 
@@ -31,7 +43,9 @@ def test_philox_gives_the_published_words(key: str, counter: str, expected: str)
 
 
 def test_uniform_numbers_are_never_0_or_1() -> None:
-    ends = uniform(np.array([0, 0xFFFFFFFF], dtype=np.uint64), np.array([0, 0xFFFFFFFF], dtype=np.uint64))
+    ends = uniform(
+        np.array([0, 0xFFFFFFFF], dtype=np.uint64), np.array([0, 0xFFFFFFFF], dtype=np.uint64)
+    )
     assert ends.tolist() == [2.0**-53, 1 - 2.0**-53]
 
 
@@ -45,10 +59,12 @@ def test_numbers_are_gumbels_and_those_of_a_chunk_are_independent() -> None:
     every = np.concatenate([gumbels(Noise(seed, 0, 6400), 5) for seed in range(8)])
     assert stats.kstest(np.exp(-np.exp(-every)), "uniform").pvalue > 1e-3
     chunks = every.reshape(-1, CHUNK)
-    assert stats.kstest(np.exp(-CHUNK * np.exp(-chunks.max(1))), "uniform").pvalue > 1e-3  # the largest of 64 independent ones
+    # the largest of 64 independent ones
+    assert stats.kstest(np.exp(-CHUNK * np.exp(-chunks.max(1))), "uniform").pvalue > 1e-3
     assert stats.chisquare(np.bincount(chunks.argmax(1), minlength=CHUNK)).pvalue > 1e-3
     rest = np.sort(np.exp(-chunks), 1)[:, 1] - np.exp(-chunks).min(1)
-    assert stats.kstest(rest * (CHUNK - 1), "expon").pvalue > 1e-3  # the second least exponential number of 64
+    # the second least exponential number of 64
+    assert stats.kstest(rest * (CHUNK - 1), "expon").pvalue > 1e-3
 
 
 def test_a_chunk_that_shares_one_number_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +83,17 @@ def test_places_tokens_seeds_and_choices_have_nothing_in_common() -> None:
     """Of numbers at the same token, and at the next one."""
     base = Noise(7, 0, 20_000)
     first = gumbels(base, 3)
-    others = [gumbels(base, 4), gumbels(Noise(8, 0, 20_000), 3), gumbels(Noise(7, 1, 20_000), 3), gumbels(Noise(7 + 2**32, 0, 20_000), 3)]
+    others = [
+        gumbels(base, 4),
+        gumbels(Noise(8, 0, 20_000), 3),
+        gumbels(Noise(7, 1, 20_000), 3),
+        gumbels(Noise(7 + 2**32, 0, 20_000), 3),
+    ]
     for other in [*others, np.roll(first, 1), np.roll(first, CHUNK)]:
         assert stats.spearmanr(first, other).pvalue > 1e-3
-        assert len(set(first.tolist()) & set(other.tolist())) == (len(first) if np.array_equal(np.sort(first), np.sort(other)) else 0)
+        assert len(set(first.tolist()) & set(other.tolist())) == (
+            len(first) if np.array_equal(np.sort(first), np.sort(other)) else 0
+        )
 
 
 def test_numbers_belong_to_the_place_alone() -> None:
@@ -78,7 +101,9 @@ def test_numbers_belong_to_the_place_alone() -> None:
     narrow.peaks(90)
     assert np.array_equal(gumbels(narrow, 7), gumbels(wide, 7, 130))
     tokens, positions = np.array([99, 3, 99, 128]), np.array([9, 7, 7, 8])
-    assert wide.of(tokens, positions).tolist() == [gumbels(wide, at)[token] for token, at in zip(tokens, positions, strict=True)]
+    assert wide.of(tokens, positions).tolist() == [
+        gumbels(wide, at)[token] for token, at in zip(tokens, positions, strict=True)
+    ]
 
 
 def test_peaks_are_the_largest_of_their_chunks() -> None:
@@ -86,7 +111,9 @@ def test_peaks_are_the_largest_of_their_chunks() -> None:
     for position in (0, 5, 1000):
         peaks, owners = found.peaks(position)
         chunks = gumbels(found, position).reshape(-1, CHUNK)
-        assert np.array_equal(chunks.max(1), peaks) and np.array_equal(chunks.argmax(1) + CHUNK * np.arange(10), owners)
+        assert np.array_equal(chunks.max(1), peaks) and np.array_equal(
+            chunks.argmax(1) + CHUNK * np.arange(10), owners
+        )
 
 
 def test_few_places_are_kept() -> None:
@@ -99,7 +126,9 @@ def test_few_places_are_kept() -> None:
 
 @pytest.mark.parametrize("vocab", [1, 63, 64, 65, 700, 5000])
 @pytest.mark.parametrize("scale", [0.3, 1.0, 4.0])
-def test_largest_is_the_largest_of_all(vocab: int, scale: float, loops: noise.Loops = noise.PLAIN) -> None:
+def test_largest_is_the_largest_of_all(
+    vocab: int, scale: float, loops: noise.Loops = noise.PLAIN
+) -> None:
     rng = np.random.default_rng(vocab)
     for position in range(40):
         scores = (rng.normal(size=vocab) * rng.choice([0.0, 0.5, 3.0])).astype(np.float32)
@@ -107,7 +136,9 @@ def test_largest_is_the_largest_of_all(vocab: int, scale: float, loops: noise.Lo
         if not np.isfinite(scores).any():
             continue
         found = Noise(position, 1, vocab, loops)
-        assert found.largest(scores, 9, scale) == int((scores.astype(np.float64) * scale + gumbels(found, 9)).argmax())
+        assert found.largest(scores, 9, scale) == int(
+            (scores.astype(np.float64) * scale + gumbels(found, 9)).argmax()
+        )
 
 
 def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,17 +161,27 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
     loops, rng = NativeLoops(load(isa)), np.random.default_rng(0)
     for count in (0, 1, 7, 64, 1001):
         counter = rng.integers(0, 2**32, (4, count), dtype=np.uint64)
-        assert np.array_equal(loops.philox(counter, (3, 2**32 - 1)), philox(counter, (3, 2**32 - 1)))
+        assert np.array_equal(
+            loops.philox(counter, (3, 2**32 - 1)), philox(counter, (3, 2**32 - 1))
+        )
     for vocab in (1, 63, 64, 65, 1000):
         for tokens in (None, rng.permutation(vocab)[: max(1, vocab // 2)]):
-            rows = rng.exponential(size=(4, vocab if tokens is None else len(tokens))).astype(np.float32) ** 4
+            rows = (
+                rng.exponential(size=(4, vocab if tokens is None else len(tokens))).astype(
+                    np.float32
+                )
+                ** 4
+            )
             rows[rows < 0.1] = 0.0
             rows[:3] /= rows[:3].sum(1, keepdims=True) + 1e-9
             rows[3] = 0.0
             for temperature in (0.4, 1.0):
                 places = Places([3, 4, 3, 90], [0.0, 0.01, 0.0, 0.0], [0.0, 0.0, 0.05, 0.0])
                 wanted = Wanted(temperature, 9)
-                plain, own = (Noise(4, 1, vocab, way).perturb(rows, tokens, places, wanted) for way in (noise.PLAIN, loops))
+                plain, own = (
+                    Noise(4, 1, vocab, way).perturb(rows, tokens, places, wanted)
+                    for way in (noise.PLAIN, loops)
+                )
                 for (columns, chances), (others, same) in zip(plain, own, strict=True):
                     assert columns == others and np.allclose(chances, same, rtol=1e-5)
                 assert vocab < 9 or (len(own[0][0]) > 0 and min(own[2][1], default=1) > 0.05)
@@ -152,6 +193,10 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
                 scores = np.zeros(vocab, dtype=np.float32)
                 scores[vocab // 2] = bad
                 assert Noise(0, 0, vocab, way).largest(scores, 3) == -1
-            assert Noise(0, 0, vocab, way).largest(np.full(vocab, -np.inf, dtype=np.float32), 3) == -1
-    (peaks, owners), (others, same) = (Noise(4, 1, 999, way).peaks(5) for way in (loops, noise.PLAIN))
+            assert (
+                Noise(0, 0, vocab, way).largest(np.full(vocab, -np.inf, dtype=np.float32), 3) == -1
+            )
+    (peaks, owners), (others, same) = (
+        Noise(4, 1, 999, way).peaks(5) for way in (loops, noise.PLAIN)
+    )
     assert np.allclose(peaks, others, rtol=1e-13) and np.array_equal(owners, same)

@@ -1,4 +1,5 @@
-"""The file of packed weights: how it is cut, what it holds, and what becomes of it where making it fails.
+"""The file of packed weights: how it is cut, what it holds, and what becomes of it where making it
+fails.
 
 pytest tests/test_packed_file.py
 """
@@ -21,7 +22,11 @@ from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Plan, WeightSha
 from quickbeam.target.weight_stream import File, WeightStream
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
-SHAPES = [WeightShape(64, 70, False, "bfloat16"), WeightShape(64, 200, True, "int8"), WeightShape(200, 64, False, "int4")]
+SHAPES = [
+    WeightShape(64, 70, False, "bfloat16"),
+    WeightShape(64, 200, True, "int8"),
+    WeightShape(200, 64, False, "int4"),
+]
 TABLE = torch.randn(50, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
 
 
@@ -32,13 +37,23 @@ def plan() -> Plan:
 
 
 def rows(shape: WeightShape) -> packed_file.Rows:
-    weights = [torch.randn(shape.rows, shape.inputs, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(shape.step)]
+    weights = [
+        torch.randn(shape.rows, shape.inputs, generator=torch.Generator().manual_seed(i)).bfloat16()
+        for i in range(shape.step)
+    ]
     return lambda first, last: [weight[first:last] for weight in weights]
 
 
 def made(path: Path, progress: packed_file.hub.Progress = lambda stage, fraction: None) -> Plan:
     found = plan()
-    make(path, found, [rows(shape) for shape in SHAPES], lambda first, last: [TABLE[first:last]], progress, "packing")
+    make(
+        path,
+        found,
+        [rows(shape) for shape in SHAPES],
+        lambda first, last: [TABLE[first:last]],
+        progress,
+        "packing",
+    )
     return found
 
 
@@ -47,7 +62,11 @@ def test_segments_hold_every_block_once_and_no_more_than_a_piece() -> None:
     seen = [[False] * shape.blocks for shape in SHAPES]
     end = 0
     for segment in found.segments:
-        assert segment.offset == end and segment.offset % ALIGNED == segment.size % ALIGNED == 0 and segment.size <= found.piece
+        assert (
+            segment.offset == end
+            and segment.offset % ALIGNED == segment.size % ALIGNED == 0
+            and segment.size <= found.piece
+        )
         end, used = segment.offset + segment.size, 0
         for part in segment.parts:
             assert part.offset == used and part.first % SHAPES[part.weight].step == 0
@@ -66,27 +85,42 @@ def test_the_file_is_safetensors_and_holds_the_weights_as_packed_whole(tmp_path:
         data, table = file.get_tensor("weights"), file.get_tensor("embedding")
     assert torch.equal(table, TABLE) and data.numel() == found.size
     for number, shape in enumerate(SHAPES):
-        parts = [(segment, part) for segment in found.segments for part in segment.parts if part.weight == number]
+        parts = [
+            (segment, part)
+            for segment in found.segments
+            for part in segment.parts
+            if part.weight == number
+        ]
         size = found.blocks[number]
-        got = torch.cat([data[s.offset + p.offset : s.offset + p.offset + p.blocks * size] for s, p in parts])
+        got = torch.cat(
+            [data[s.offset + p.offset : s.offset + p.offset + p.blocks * size] for s, p in parts]
+        )
         packer = packed_file.Packer(found.kernels, shape.name)
         whole = packer.pack(rows(shape)(0, shape.rows), None, shape.gated).data.view(torch.uint8)
         assert torch.equal(got, whole)
     table = EmbeddingRows(path, found)
     wanted = [3, 49, 3, 0, *range(20)]
-    assert torch.equal(table.rows(wanted), TABLE[wanted]) and torch.equal(table.rows(wanted), TABLE[wanted])
+    assert torch.equal(table.rows(wanted), TABLE[wanted]) and torch.equal(
+        table.rows(wanted), TABLE[wanted]
+    )
     assert torch.equal(table.all(), TABLE)
 
 
-def test_a_full_disk_is_said_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: namedtuple("Usage", "total used free")(10**9, 10**9, 1000))
+def test_a_full_disk_is_said_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: namedtuple("Usage", "total used free")(10**9, 10**9, 1000)
+    )
     with pytest.raises(QuickbeamError, match="MB free"):
         made(tmp_path / "w.safetensors")
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
-def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_broken_off_leaves_nothing(
+    tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, pack = tmp_path / "w.safetensors", Plan.pack
 
     def fail(self: Plan, segment: packed_file.Segment, rows: object) -> torch.Tensor:
@@ -105,7 +139,11 @@ def test_what_is_broken_off_leaves_nothing(tmp_path: Path, error: BaseException,
 
 
 def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
-    path, earlier, told = tmp_path / "w-1-b.safetensors", tmp_path / "w-1-a.safetensors", list[str]()
+    path, earlier, told = (
+        tmp_path / "w-1-b.safetensors",
+        tmp_path / "w-1-a.safetensors",
+        list[str](),
+    )
     earlier.write_bytes(b"of an earlier layout")
     found = made(path, lambda stage, fraction: told.append(stage))
     first, count = path.read_bytes(), len(told)
@@ -119,7 +157,9 @@ def test_a_file_is_made_once_and_again_where_it_was_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("buffers", [2, 3, 5])
 @pytest.mark.parametrize("direct", [True, False])
-def test_segments_come_in_their_order_again_and_again(tmp_path: Path, buffers: int, direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_segments_come_in_their_order_again_and_again(
+    tmp_path: Path, buffers: int, direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "data"
     data = os.urandom(7 * ALIGNED)
     path.write_bytes(data)
@@ -135,7 +175,11 @@ def test_segments_come_in_their_order_again_and_again(tmp_path: Path, buffers: i
             assert ctypes.string_at(stream.take(number), size) == data[offset : offset + size]
             stream.release()
         stream.end()
-    assert stream.rate > 0 and stream.bytes == 6 * ALIGNED and stream.buffer_bytes == buffers * 3 * ALIGNED
+    assert (
+        stream.rate > 0
+        and stream.bytes == 6 * ALIGNED
+        and stream.buffer_bytes == buffers * 3 * ALIGNED
+    )
     stream.close()
 
 

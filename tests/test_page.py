@@ -1,4 +1,5 @@
-"""The page at `/`, in a headless Chromium, before a stand-in for the server: pytest tests/test_page.py."""
+"""The page at `/`, in a headless Chromium, before a stand-in for the server: pytest
+tests/test_page.py."""
 
 from __future__ import annotations
 
@@ -16,7 +17,18 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 sync_api = pytest.importorskip("playwright.sync_api")
 
-from page_server import CHROMIUM, DEFAULT, EVIL, TEXT, TEXTS, Stand, chromium, serving, steps_of, words  # noqa: E402
+from page_server import (  # noqa: E402
+    CHROMIUM,
+    DEFAULT,
+    EVIL,
+    TEXT,
+    TEXTS,
+    Stand,
+    chromium,
+    serving,
+    steps_of,
+    words,
+)
 from quickbeam.serve.page import page as page_file  # noqa: E402
 
 if not CHROMIUM.exists():
@@ -52,7 +64,8 @@ def stand(served: tuple[Stand, str]) -> Stand:
 
 @pytest.fixture
 def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
-    """Opens the page in a context of its own. In the end: no error on any console, no request to anywhere but the server."""
+    """Opens the page in a context of its own. In the end: no error on any console, no request to
+    anywhere but the server."""
     address, addresses, contexts, complaints, requests = served[1], {served[1]}, [], [], []
 
     def open_it(path: str = "/", width: int = 1280, at: str = address, **options: Any) -> Any:
@@ -60,7 +73,12 @@ def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(WAIT)
-        page.on("console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None)
+        page.on(
+            "console",
+            lambda message: (
+                complaints.append(message.text) if message.type in ("error", "warning") else None
+            ),
+        )
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: requests.append(request.url))
         addresses.add(at)
@@ -72,7 +90,9 @@ def open_page(browser: Any, served: tuple[Stand, str]) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert [complaint for complaint in complaints if not REFUSED.match(complaint)] == []
-    assert [url for url in requests if not url.startswith(("data:", *(one + "/" for one in addresses)))] == []
+    assert [
+        url for url in requests if not url.startswith(("data:", *(one + "/" for one in addresses)))
+    ] == []
 
 
 def ask(page: Any, prompt: str) -> None:
@@ -96,11 +116,16 @@ def test_policy_names_what_the_file_holds_and_nothing_else():
     html, policy = page_file()
     for element in ("script", "style"):
         inside = html.decode().split(f"<{element}>")[1].split(f"</{element}>")[0]
-        assert f"{element}-src 'sha256-{b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'" in policy
-    assert "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+        assert (
+            f"{element}-src 'sha256-{b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"
+        ) in policy
+    assert (
+        "default-src 'none'" in policy and "connect-src 'self'" in policy and "unsafe" not in policy
+    )
     markup = re.sub(r"<(script|style)>.*?</\1>", "", html.decode(), flags=re.DOTALL)
     assert not re.search(r"\s(style|on\w+)=", markup)  # what the policy would block
-    assert set(re.findall(r"https?://[\w./]+", html.decode())) == {"http://www.w3.org/2000/svg"}  # a name, which nothing loads
+    # a name, which nothing loads
+    assert set(re.findall(r"https?://[\w./]+", html.decode())) == {"http://www.w3.org/2000/svg"}
     assert "innerHTML" not in html.decode()
 
 
@@ -108,7 +133,10 @@ def test_policy_lets_no_other_script_run(open_page: Open, browser: Any, served: 
     context = browser.new_context()  # not `open_page`'s: the console complains, as it must
     page = context.new_page()
     page.goto(served[1])
-    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.hacked = 1'}))")
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), "
+        "{textContent: 'window.hacked = 1'}))"
+    )
     assert page.evaluate("window.hacked") is None
     context.close()
 
@@ -117,25 +145,44 @@ def test_answer_is_coloured_by_source(open_page: Open, stand: Stand):
     page = open_page()
     answered(page, "rowans")
     assert text(page, ".text") == ROWAN
-    tokens = page.eval_on_selector_all(".token", "spans => spans.map(span => [span.textContent, span.classList[1]])")
+    tokens = page.eval_on_selector_all(
+        ".token", "spans => spans.map(span => [span.textContent, span.classList[1]])"
+    )
     assert [piece for piece, _ in tokens] == [word.strip() for word in words("rowans")]
-    names = {"target": "s-target", "drafter": "s-drafter", "ngram": "s-ngram", "last_logits": "s-last-logits", "grammar": "s-grammar"}
+    names = {
+        "target": "s-target",
+        "drafter": "s-drafter",
+        "ngram": "s-ngram",
+        "last_logits": "s-last-logits",
+        "grammar": "s-grammar",
+    }
     wanted = ["target"]  # the first, from reading the prompt
     for step in steps_of(words("rowans"), "auto"):
         wanted += [node["source"] for node in step["nodes"][1:] if node["accepted"]] + ["target"]
     assert [kind for _, kind in tokens] == [names[source] for source in wanted]
     looks = page.eval_on_selector_all(
-        ".legend .sample", "all => all.map(one => [getComputedStyle(one).backgroundColor, getComputedStyle(one).textDecoration])"
+        ".legend .sample",
+        "all => all.map(one => [getComputedStyle(one).backgroundColor, "
+        "getComputedStyle(one).textDecoration])",
     )
     assert len(looks) == 5
     assert len({colour for colour, _ in looks}) == 5
-    assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5  # told apart without colour, too
+    # told apart without colour, too
+    assert len({re.sub(r"rgb\S* ?|\(.*?\)", "", line) for _, line in looks}) == 5
 
 
 def test_request_says_what_was_set(open_page: Open, stand: Stand):
     page = open_page()
     page.click("#open-settings")
-    values = {"temperature": "0.7", "top_p": "0.9", "seed": "11", "max_tokens": "40", "budget": "6", "system": "Be brief.", "key": "rowan"}
+    values = {
+        "temperature": "0.7",
+        "top_p": "0.9",
+        "seed": "11",
+        "max_tokens": "40",
+        "budget": "6",
+        "system": "Be brief.",
+        "key": "rowan",
+    }
     for name, value in (values | {"schema": '{"type": "object"}'}).items():
         page.fill(f"#{name}", value)
     page.click("#settings button[type=submit]")
@@ -146,12 +193,24 @@ def test_request_says_what_was_set(open_page: Open, stand: Stand):
     assert body["authorization"] == "Bearer rowan"
     assert body["model"] == "rowan-135m" and body["stream"] is True and body["trace"] is True
     assert body["stream_options"] == {"include_usage": True}
-    assert (body["temperature"], body["top_p"], body["seed"], body["max_completion_tokens"]) == (0.7, 0.9, 11, 40)
+    assert (body["temperature"], body["top_p"], body["seed"], body["max_completion_tokens"]) == (
+        0.7,
+        0.9,
+        11,
+        40,
+    )
     assert body["speculation"] == {"method": "logitspec", "budget": 6}
     assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
-    assert [message["role"] for message in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert [message["role"] for message in body["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "user",
+    ]
     assert body["messages"][2]["content"] == ROWAN
-    kept = page.evaluate("[JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie]")
+    kept = page.evaluate(
+        "[JSON.stringify(sessionStorage), JSON.stringify(localStorage) + document.cookie]"
+    )
     assert '"rowan"' in kept[0] and "rowan" not in kept[1]
 
 
@@ -164,7 +223,13 @@ def test_settings_left_empty_are_the_server_s(open_page: Open, stand: Stand):
     answered(page, "rowans")
     body = stand.asked[-1]
     assert isinstance(body["seed"], int) and 0 <= body["seed"] < 2**31
-    assert not {"temperature", "top_p", "max_completion_tokens", "speculation", "response_format"} & set(body)
+    assert not {
+        "temperature",
+        "top_p",
+        "max_completion_tokens",
+        "speculation",
+        "response_format",
+    } & set(body)
 
 
 def test_schema_that_is_not_json_is_refused_before_sending(open_page: Open, stand: Stand):
@@ -174,7 +239,9 @@ def test_schema_that_is_not_json_is_refused_before_sending(open_page: Open, stan
     page.keyboard.press("Escape")
     ask(page, "rowans")
     assert page.locator("#settings").get_attribute("open") is not None
-    assert "not a JSON schema" in page.eval_on_selector("#schema", "field => field.validationMessage")
+    assert "not a JSON schema" in page.eval_on_selector(
+        "#schema", "field => field.validationMessage"
+    )
     assert stand.asked == []
 
 
@@ -183,7 +250,8 @@ def test_steps_are_chosen_by_keyboard(open_page: Open):
     answered(page, "rowans")
     steps = steps_of(words("rowans"), "auto")
     expect(page.locator("#timeline [role=option]")).to_have_count(len(steps))
-    assert text(page, "#step-title") == f"Step {len(steps)} of {len(steps)}"  # the newest, while nothing else is chosen
+    # the newest, while nothing else is chosen
+    assert text(page, "#step-title") == f"Step {len(steps)} of {len(steps)}"
     page.focus("#timeline [aria-selected=true]")
     for key, chosen in {
         "Home": 0,
@@ -195,13 +263,23 @@ def test_steps_are_chosen_by_keyboard(open_page: Open):
     }.items():
         page.keyboard.press(key)
         assert text(page, "#step-title") == f"Step {chosen + 1} of {len(steps)}"
-        assert page.evaluate("[...document.activeElement.parentNode.children].indexOf(document.activeElement)") == chosen
+        assert (
+            page.evaluate(
+                "[...document.activeElement.parentNode.children].indexOf(document.activeElement)"
+            )
+            == chosen
+        )
         expect(page.locator("#timeline [aria-selected=true]")).to_have_count(1)
         expect(page.locator("#tree .node[data-node]")).to_have_count(len(steps[chosen]["nodes"]))
         accepted = sum(node["accepted"] for node in steps[chosen]["nodes"])
         expect(page.locator("#tree .node[data-node].taken")).to_have_count(accepted)
-        assert page.locator("#tree .node.next").text_content().endswith(steps[chosen]["next"]["text"].replace(" ", "·"))
-        expect(page.locator(".token.on")).to_have_count(steps[chosen]["emitted"] + (chosen == 0))  # and the prompt's, before the first
+        assert (
+            page.locator("#tree .node.next")
+            .text_content()
+            .endswith(steps[chosen]["next"]["text"].replace(" ", "·"))
+        )
+        # and the prompt's, before the first
+        expect(page.locator(".token.on")).to_have_count(steps[chosen]["emitted"] + (chosen == 0))
     page.keyboard.press("Home")
     page.click("#after")
     assert text(page, "#step-title").startswith("Step 2 ")
@@ -262,7 +340,11 @@ def test_stop(open_page: Open, stand: Stand, how: str):
         page.wait_for_timeout(20)
     assert stand.open == 0  # the connection is closed
     answered(page, "again")
-    assert [message["role"] for message in stand.asked[-1]["messages"]] == ["user", "assistant", "user"]
+    assert [message["role"] for message in stand.asked[-1]["messages"]] == [
+        "user",
+        "assistant",
+        "user",
+    ]
 
 
 def test_what_the_model_writes_stays_text(open_page: Open):
@@ -292,7 +374,9 @@ def test_busy_server_is_told_and_tried_again(open_page: Open, stand: Stand):
     stand.busy = 1
     turn = answered(page, "full")
     assert turn.locator(".error strong").text_content() == "The server is busy"
-    assert "64 requests wait already Try again in 7 seconds." in turn.locator(".error").text_content().replace("already.", "already")
+    assert "64 requests wait already Try again in 7 seconds." in turn.locator(
+        ".error"
+    ).text_content().replace("already.", "already")
     turn.locator(".error button").click()
     page.locator(".token").first.wait_for()
     page.locator(".turn:not(.busy)").wait_for()
@@ -310,7 +394,10 @@ def test_a_missing_key_is_asked_for(open_page: Open):
     page.locator(".token").first.wait_for()
 
 
-@pytest.mark.parametrize(("prompt", "title"), [("fails", "The server ended the answer"), ("breaks", "The connection broke")])
+@pytest.mark.parametrize(
+    ("prompt", "title"),
+    [("fails", "The server ended the answer"), ("breaks", "The connection broke")],
+)
 def test_an_answer_that_breaks_off(open_page: Open, prompt: str, title: str):
     page = open_page()
     turn = answered(page, prompt)
@@ -331,16 +418,30 @@ def test_keyboard_alone(open_page: Open, stand: Stand):
     for _ in range(30):
         page.keyboard.press("Tab")
         where = page.evaluate(
-            "[document.activeElement.id || document.activeElement.role || document.activeElement.className, "
+            "[document.activeElement.id || document.activeElement.role || "
+            "document.activeElement.className, "
             "getComputedStyle(document.activeElement).outlineStyle]"
         )
         if where[0] == "prompt":
             break
         reached.append(where)
     names = [name for name, _ in reached]
-    order = ["method", "beside", "send", "option", "before", "canvas", "new", "open-settings", "theme", "turns"]
-    assert [name for name in names if name in order] == order  # "after" is off at the last step; the page begins again after the table
-    assert [name for name, line in reached if name and line == "none"] == []  # the focus is seen wherever it is
+    order = [
+        "method",
+        "beside",
+        "send",
+        "option",
+        "before",
+        "canvas",
+        "new",
+        "open-settings",
+        "theme",
+        "turns",
+    ]
+    # "after" is off at the last step; the page begins again after the table
+    assert [name for name in names if name in order] == order
+    # the focus is seen wherever it is
+    assert [name for name, line in reached if name and line == "none"] == []
 
 
 def test_new_chat(open_page: Open, stand: Stand):
@@ -368,18 +469,22 @@ CONTRAST = """() => {
     return [...context.getImageData(0, 0, 1, 1).data].slice(0, 3);
   };
   const text = (rgb) => `rgb(${rgb})`;
-  const bright = (rgb) => rgb.map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4))
+  const linear = (c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+  const bright = (rgb) => rgb.map((c) => linear(c / 255))
     .reduce((total, c, i) => total + c * [0.2126, 0.7152, 0.0722][i], 0);
   const ground = (element) => element
-    ? pixel(getComputedStyle(element).backgroundColor, text(ground(element.parentElement))) : [255, 255, 255];
+    ? pixel(getComputedStyle(element).backgroundColor, text(ground(element.parentElement)))
+    : [255, 255, 255];
   const low = [];
   const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const element = node.parentElement;
-    if (!node.data.trim() || !element.checkVisibility() || element.closest("script, title, .vh, option, :disabled")) continue;
+    if (!node.data.trim() || !element.checkVisibility()) continue;
+    if (element.closest("script, title, .vh, option, :disabled")) continue;
     const drawn = element.closest("svg");
     const style = getComputedStyle(element);
-    const below = drawn ? pixel(getComputedStyle(element.parentElement.querySelector("rect")).fill, text(ground(drawn))) : ground(element);
+    const box = element.parentElement.querySelector("rect");
+    const below = drawn ? pixel(getComputedStyle(box).fill, text(ground(drawn))) : ground(element);
     const [a, b] = [bright(pixel(drawn ? style.fill : style.color, text(below))), bright(below)];
     const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
     if (ratio < 4.5) low.push(`${node.data}: ${ratio.toFixed(2)}`);
@@ -425,7 +530,10 @@ def test_light_and_dark(open_page: Open):
 def test_narrow(open_page: Open):
     page = open_page(width=360)
     page.check("#beside")
-    fits = "document.documentElement.scrollWidth <= 360 && document.querySelector('#turns').scrollWidth <= 360"
+    fits = (
+        "document.documentElement.scrollWidth <= 360 && "
+        "document.querySelector('#turns').scrollWidth <= 360"
+    )
     assert page.evaluate(fits)
     answered(page, "rowans")
     page.locator(".verdict.same").wait_for()
@@ -434,7 +542,9 @@ def test_narrow(open_page: Open):
     page.click("#show-steps")
     expect(page.locator("#tree")).to_be_visible()
     expect(page.locator("#chat")).to_be_hidden()
-    assert page.evaluate("document.querySelector('#inspector').scrollWidth <= 360") and page.evaluate(fits)
+    assert page.evaluate(
+        "document.querySelector('#inspector').scrollWidth <= 360"
+    ) and page.evaluate(fits)
     page.click("#open-settings")
     assert page.evaluate("document.querySelector('#settings').scrollWidth <= 360")
 
@@ -462,12 +572,34 @@ def test_every_control_has_a_name(open_page: Open):
     session = page.context.new_cdp_session(page)
 
     def nameless() -> tuple[set[str], list[Any]]:
-        nodes = [node for node in session.send("Accessibility.getFullAXTree")["nodes"] if not node["ignored"]]
+        nodes = [
+            node
+            for node in session.send("Accessibility.getFullAXTree")["nodes"]
+            if not node["ignored"]
+        ]
         roles = {node["role"]["value"] for node in nodes}
-        return roles, [node for node in nodes if node["role"]["value"] in named and not node.get("name", {}).get("value")]
+        return roles, [
+            node
+            for node in nodes
+            if node["role"]["value"] in named and not node.get("name", {}).get("value")
+        ]
 
     roles, without = nameless()
-    assert without == [] and {"button", "textbox", "combobox", "checkbox", "listbox", "option", "image", "log", "status"} <= roles
+    assert (
+        without == []
+        and {
+            "button",
+            "textbox",
+            "combobox",
+            "checkbox",
+            "listbox",
+            "option",
+            "image",
+            "log",
+            "status",
+        }
+        <= roles
+    )
     page.click("#open-settings")
     roles, without = nameless()
     assert without == [] and {"dialog", "spinbutton"} <= roles
@@ -477,8 +609,14 @@ def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
     page = open_page(reduced_motion="reduce")
     ask(page, "endless")
     page.locator("#timeline li").nth(20).wait_for()
-    assert text(page, "#step-title").startswith("Step 1 ") or page.locator("#timeline li[aria-selected=true]").count() == 1
-    chosen = page.evaluate("[...document.querySelectorAll('#timeline li')].findIndex(one => one.ariaSelected === 'true')")
+    assert (
+        text(page, "#step-title").startswith("Step 1 ")
+        or page.locator("#timeline li[aria-selected=true]").count() == 1
+    )
+    chosen = page.evaluate(
+        "[...document.querySelectorAll('#timeline li')].findIndex(one => "
+        "one.ariaSelected === 'true')"
+    )
     assert chosen < 10
     page.keyboard.press("Escape")
     page.locator("#send").wait_for()
@@ -487,12 +625,19 @@ def test_reduced_motion_leaves_the_tree_alone_until_the_end(open_page: Open):
 
 def test_method_is_a_text_field_where_the_server_names_none(open_page: Open, stand: Stand):
     page = open_page()
-    page.route("**/v1/models", lambda route: route.fulfill(body=json.dumps({"data": [{"id": "other"}]}), content_type="application/json"))
+    page.route(
+        "**/v1/models",
+        lambda route: route.fulfill(
+            body=json.dumps({"data": [{"id": "other"}]}), content_type="application/json"
+        ),
+    )
     page.reload()
     page.fill("#method-text", "pld")
     page.press("#method-text", "Tab")
     answered(page, "rowans")
-    assert stand.asked[-1]["speculation"] == {"method": "pld"} and stand.asked[-1]["model"] == "other"
+    assert (
+        stand.asked[-1]["speculation"] == {"method": "pld"} and stand.asked[-1]["model"] == "other"
+    )
 
 
 def test_server_that_is_loading_is_waited_for(open_page: Open):
@@ -502,7 +647,9 @@ def test_server_that_is_loading_is_waited_for(open_page: Open):
 
     def answer(route: Any) -> None:
         status = next(refusals, None)
-        route.continue_() if status is None else route.fulfill(status=status, body=json.dumps({"error": {"message": "it loads"}}))
+        route.continue_() if status is None else route.fulfill(
+            status=status, body=json.dumps({"error": {"message": "it loads"}})
+        )
 
     page.route("**/v1/models", answer)
     page.reload()
@@ -514,7 +661,12 @@ def test_server_that_is_loading_is_waited_for(open_page: Open):
 
 def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open):
     page = open_page()
-    page.route("**/v1/models", lambda route: route.fulfill(status=401, body=json.dumps({"error": {"message": "give a key"}})))
+    page.route(
+        "**/v1/models",
+        lambda route: route.fulfill(
+            status=401, body=json.dumps({"error": {"message": "give a key"}})
+        ),
+    )
     page.reload()
     page.locator("#settings[open]").wait_for()
     expect(page.locator("#key")).to_be_focused()
@@ -529,9 +681,12 @@ def test_a_key_that_is_missing_from_the_start_is_asked_for_once(open_page: Open)
     page.locator("#model:not(:empty)").wait_for()
 
 
-def serve_and_ask(open_page: Open, model: Path | str, questions: list[str], **fields: str) -> list[tuple[str, list[str], int]]:
-    """The real server behind the page, each question asked plainly, too, and found to be the same. Gives for each answer its text, its
-    tokens' texts as they are coloured, and how many steps it took."""
+def serve_and_ask(
+    open_page: Open, model: Path | str, questions: list[str], **fields: str
+) -> list[tuple[str, list[str], int]]:
+    """The real server behind the page, each question asked plainly, too, and found to be the same.
+    Gives for each answer its text, its tokens' texts as they are coloured, and how many steps it
+    took."""
     pytest.importorskip("fastapi")
     from quickbeam import LLM
     from quickbeam.serve.app import create_app
@@ -552,14 +707,22 @@ def serve_and_ask(open_page: Open, model: Path | str, questions: list[str], **fi
             turn.locator(".verdict.same").wait_for()
             steps = page.locator("#timeline [role=option]").count()
             assert page.locator("#tree .node[data-node]").count() >= 1
-            answers.append((str(page.locator(".text").nth(number).text_content()), turn.locator(".token").all_text_contents(), steps))
+            answers.append(
+                (
+                    str(page.locator(".text").nth(number).text_content()),
+                    turn.locator(".token").all_text_contents(),
+                    steps,
+                )
+            )
             assert answers[-1][0] == page.evaluate(f"turns[{number}].answer.text")
     return answers
 
 
 def test_real_server(open_page: Open, toy_folder: str):
     questions = ["abcabcabc", "abcabcabc again"]
-    for answer, tokens, steps in serve_and_ask(open_page, toy_folder, questions, max_tokens="40", temperature="0.9"):
+    for answer, tokens, steps in serve_and_ask(
+        open_page, toy_folder, questions, max_tokens="40", temperature="0.9"
+    ):
         assert answer and steps > 0
         assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")
 
@@ -567,6 +730,8 @@ def test_real_server(open_page: Open, toy_folder: str):
 @pytest.mark.slow
 @pytest.mark.long
 def test_real_server_with_the_embedded_model(open_page: Open, smollm2: Path):
-    ((answer, tokens, steps),) = serve_and_ask(open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60")
+    ((answer, tokens, steps),) = serve_and_ask(
+        open_page, smollm2, ["Write a short poem about the sea."], max_tokens="60"
+    )
     assert 40 < len(tokens) <= 60 and steps < len(tokens)  # drafts were accepted
     assert "".join(tokens).replace(" ", "") == answer.replace(" ", "")

@@ -1,4 +1,5 @@
-"""Models larger than an accelerator's memory: copies that come as early or as late as they may give what the whole model does.
+"""Models larger than an accelerator's memory: copies that come as early or as late as they may give
+what the whole model does.
 
 pytest tests/test_pinned.py
 """
@@ -17,7 +18,16 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.target import opening
 from quickbeam.target.model import Model
-from quickbeam.target.pinned import BUFFERS, Copies, Direct, PinnedLayers, SideStream, decoder_layers, layer_bytes, pin_layers
+from quickbeam.target.pinned import (
+    BUFFERS,
+    Copies,
+    Direct,
+    PinnedLayers,
+    SideStream,
+    decoder_layers,
+    layer_bytes,
+    pin_layers,
+)
 from quickbeam.target.target import Target
 from streaming import bush, ids, saved
 
@@ -50,7 +60,10 @@ def deep(layout: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
 def limits(model: PreTrainedModel) -> list[int]:
     """Memory for no layer that stays, one, … and all but three."""
     layers = decoder_layers(model)
-    piece, inside = max(map(layer_bytes, layers)), {id(one) for layer in layers for one in layer.parameters()}
+    piece, inside = (
+        max(map(layer_bytes, layers)),
+        {id(one) for layer in layers for one in layer.parameters()},
+    )
     fixed = sum(one.nbytes for one in model.parameters() if id(one) not in inside)
     return [fixed + (BUFFERS + held) * piece for held in range(DEEP - BUFFERS)]
 
@@ -64,7 +77,12 @@ def pinned(model: PreTrainedModel, memory: int, copies: Copies | None = None) ->
 def outputs(target: Target) -> list[torch.Tensor]:
     """Of a prompt, of trees, and after a path of one was kept."""
     tree, path = bush(9), [0]
-    found = [target.prefill(ids(40)), target.verify(bush(1)), target.verify(bush(5)), target.verify(tree)]
+    found = [
+        target.prefill(ids(40)),
+        target.verify(bush(1)),
+        target.verify(bush(5)),
+        target.verify(tree),
+    ]
     while below := list(tree.children[path[-1]].values()):
         path.append(below[-1])
     target.commit(tree, path)
@@ -77,7 +95,9 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("copies", [Direct, Late])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layers_that_come_and_go_compute_what_the_whole_model_does(layout: str, copies: type[Direct]) -> None:
+def test_layers_that_come_and_go_compute_what_the_whole_model_does(
+    layout: str, copies: type[Direct]
+) -> None:
     expected = outputs(Target(Model(deep(layout), fast=False)))
     assert same(outputs(pinned(deep(layout), limits(deep(layout))[1], copies())), expected)
 
@@ -93,7 +113,10 @@ def test_every_division_of_the_memory_gives_the_same_bits(held: int) -> None:
     assert isinstance(streamed, PinnedLayers)
     piece = max(map(layer_bytes, decoder_layers(deep("qwen2"))))
     record = streamed.record()
-    assert record["streamed_bytes"] == (DEEP - held) * piece and record["buffer_bytes"] == BUFFERS * piece
+    assert (
+        record["streamed_bytes"] == (DEEP - held) * piece
+        and record["buffer_bytes"] == BUFFERS * piece
+    )
     assert record["resident_bytes"] + record["buffer_bytes"] <= limit  # type: ignore[operator]
     assert "a pass from host memory" in streamed.in_words
 
@@ -154,15 +177,27 @@ def test_what_fits_is_left_alone_and_what_can_t_is_refused() -> None:
 
 
 @pytest.mark.parametrize("method", ["ar", "logitspec", "dyspec"])
-def test_an_llm_gives_the_answers_of_the_whole_model(method: str, tmp_path: Path, toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `memory` does on CUDA, on a CPU: trees are grown by the measured cost, and a model drafts."""
+def test_an_llm_gives_the_answers_of_the_whole_model(
+    method: str, tmp_path: Path, toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `memory` does on CUDA, on a CPU: trees are grown by the measured cost, and a model
+    drafts."""
     big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
-    plain = LLM(big, dtype="float32", method="ar", fast=False).generate([[3, 4, 5, 3, 4], [7, 8]], params)
+    plain = LLM(big, dtype="float32", method="ar", fast=False).generate(
+        [[3, 4, 5, 3, 4], [7, 8]], params
+    )
     limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
     monkeypatch.setattr(opening, "reads_disk", lambda device: False)
     monkeypatch.setattr("quickbeam.llm.refuse_memory", lambda *_: None)
-    llm = LLM(big, dtype="float32", method=method, drafter=big if method == "dyspec" else None, memory=limit, budget=0)
+    llm = LLM(
+        big,
+        dtype="float32",
+        method=method,
+        drafter=big if method == "dyspec" else None,
+        memory=limit,
+        budget=0,
+    )
     assert isinstance(llm.model.streamed, PinnedLayers) and "from host memory" in llm.describe()
     found = llm.generate([[3, 4, 5, 3, 4], [7, 8]], params)
     assert [one.token_ids for one in found] == [one.token_ids for one in plain]
@@ -174,13 +209,22 @@ def test_an_llm_gives_the_answers_of_the_whole_model(method: str, tmp_path: Path
 def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     plain = deep("llama", dtype).to(device)
-    everything = Target(Model(plain, pinned=PinnedLayers(plain, decoder_layers(plain), range(3, DEEP), device, SideStream(device))))
+    everything = Target(
+        Model(
+            plain,
+            pinned=PinnedLayers(
+                plain, decoder_layers(plain), range(3, DEEP), device, SideStream(device)
+            ),
+        )
+    )
     model = deep("llama", dtype)
     found = pin_layers(model, limits(model)[0], device)
     assert found is not None
     target = Target(Model(model, pinned=found))
     for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(outputs(target), outputs(everything), strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(outputs(target), outputs(everything), strict=True)
+        )
         target.reset()
         everything.reset()
     assert found.rate > 0

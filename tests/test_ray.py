@@ -1,4 +1,5 @@
-"""Replicas on Ray answer as plain decoding alone, whichever of them die. `pytest tests/test_ray.py`"""
+"""Replicas on Ray answer as plain decoding alone, whichever of them die. `pytest
+tests/test_ray.py`"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def replicas_of(process: psutil.Process, name: str) -> list[psutil.Process]:
 
 
 @pytest.mark.parametrize(("asked", "why"), [
-    ({"replicsa": "2"}, "replicsa.*replicas"), ({"replicas": "two"}, "replicas"), ({"settings": {"max_wating": 1}}, "max_wating"),
+    ({"replicsa": "2"}, "replicsa.*replicas"), ({"replicas": "two"}, "replicas"),
+    ({"settings": {"max_wating": 1}}, "max_wating"),
     ({"settings": {"max_waiting": 0}}, "max_waiting"), ({"replicas": 0}, "replicas"),
 ])  # fmt: skip
 def test_arguments_that_are_refused(asked: dict[str, Any], why: str) -> None:
@@ -58,13 +60,19 @@ def test_arguments_that_are_refused(asked: dict[str, Any], why: str) -> None:
 
 
 def test_arguments_come_as_text() -> None:
-    deployment = build({"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"})._bound_deployment
+    deployment = build(
+        {"replicas": "2", "threads": "3", "cpus": "0.25", "max_running": "4"}
+    )._bound_deployment
     assert (deployment.num_replicas, deployment.max_ongoing_requests) == (2, 4 + 128)
     options = deployment.ray_actor_options
-    assert options["num_cpus"] == 0.25 and options["runtime_env"] == {"env_vars": {"OMP_NUM_THREADS": "3"}}
+    assert options["num_cpus"] == 0.25 and options["runtime_env"] == {
+        "env_vars": {"OMP_NUM_THREADS": "3"}
+    }
 
 
-def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_is_healthy_while_its_engines_heart_beats(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"}, warm=False)
     replica.check_health()
     monkeypatch.setattr(type(replica.runner), "ailment", "the engine has been silent for 99 s")
@@ -75,13 +83,27 @@ def test_a_replica_is_healthy_while_its_engines_heart_beats(toy_folder: str, mon
 def test_the_actor_of_ray_data_without_ray(toy_folder: str) -> None:
     llm = LLM(toy_folder, dtype="float32")
     params = {"max_tokens": 6, "temperature": 0}
-    for column, value in (("prompt", "abc"), ("text", "abc"), ("messages", [{"role": "user", "content": "abc"}]), ("input", "abc")):
+    for column, value in (
+        ("prompt", "abc"),
+        ("text", "abc"),
+        ("messages", [{"role": "user", "content": "abc"}]),
+        ("input", "abc"),
+    ):
         fields = {"max_output_tokens": 6, "temperature": 0} if column == "input" else params
         actor = QuickbeamActor(column, fields, model=toy_folder, dtype="float32")
         found = actor({column: [value, value], "other": [1, 2]})
         chat = column in ("messages", "input")
-        alone = (llm.chat([{"role": "user", "content": "abc"}], GREEDY) if chat else llm.generate("abc", GREEDY)).text
-        assert found == {column: [value, value], "other": [1, 2], "answer": [alone] * 2, "error": [None] * 2}
+        alone = (
+            llm.chat([{"role": "user", "content": "abc"}], GREEDY)
+            if chat
+            else llm.generate("abc", GREEDY)
+        ).text
+        assert found == {
+            column: [value, value],
+            "other": [1, 2],
+            "answer": [alone] * 2,
+            "error": [None] * 2,
+        }
         bad = actor({column: [value, 5]})
         assert bad["answer"] == [alone, None] and bad["error"][0] is None and bad["error"][1]
 
@@ -89,9 +111,28 @@ def test_the_actor_of_ray_data_without_ray(toy_folder: str) -> None:
 @pytest.mark.long
 def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    requests = [{"custom_id": f"r{i}", "prompt": "abc " * (i % 5 + 1), "max_tokens": 40, "temperature": 0.7 * (i % 2)} for i in range(40)]
+    requests = [
+        {
+            "custom_id": f"r{i}",
+            "prompt": "abc " * (i % 5 + 1),
+            "max_tokens": 40,
+            "temperature": 0.7 * (i % 2),
+        }
+        for i in range(40)
+    ]
     source = lines(tmp_path / "in.jsonl", requests)
-    command = [sys.executable, "-m", "quickbeam", "batch", str(source), str(output), "--model", toy_folder, "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "quickbeam",
+        "batch",
+        str(source),
+        str(output),
+        "--model",
+        toy_folder,
+        "--dtype",
+        "float32",
+    ]
     command += ["--max-running", "2", "--ray", "--replicas", "2"]
     for end in ("driver", "replica"):
         before = output.stat().st_size if output.exists() else 0
@@ -99,7 +140,11 @@ def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path)
         try:
             while child.poll() is None and (not output.exists() or output.stat().st_size <= before):
                 time.sleep(0.01)
-            victim = psutil.Process(child.pid) if end == "driver" else replicas_of(psutil.Process(child.pid), "Replica")[0]
+            victim = (
+                psutil.Process(child.pid)
+                if end == "driver"
+                else replicas_of(psutil.Process(child.pid), "Replica")[0]
+            )
             victim.kill()
             code = child.wait(timeout=300)
         finally:
@@ -110,14 +155,32 @@ def test_a_batch_goes_on_whichever_process_dies(toy_folder: str, tmp_path: Path)
     assert len(records(output)) == len(found) == 40
     llm = LLM(toy_folder, dtype="float32")
     for request in read(source):
-        params = SamplingParams(max_tokens=40, temperature=request.body["temperature"], seed=request.body["seed"])
-        assert found[request.custom_id]["choices"][0]["text"] == llm.generate(request.body["prompt"], params, method="ar").text
+        params = SamplingParams(
+            max_tokens=40, temperature=request.body["temperature"], seed=request.body["seed"]
+        )
+        assert (
+            found[request.custom_id]["choices"][0]["text"]
+            == llm.generate(request.body["prompt"], params, method="ar").text
+        )
 
 
 @pytest.mark.long
 def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str) -> None:
-    options = ["--model", toy_folder, "--port", str(PORT), "--no-warm", "--max-waiting", "5", "--ray", "--replicas", "2"]
-    child = subprocess.Popen([sys.executable, "-m", "quickbeam", "serve", *options], start_new_session=True)
+    options = [
+        "--model",
+        toy_folder,
+        "--port",
+        str(PORT),
+        "--no-warm",
+        "--max-waiting",
+        "5",
+        "--ray",
+        "--replicas",
+        "2",
+    ]
+    child = subprocess.Popen(
+        [sys.executable, "-m", "quickbeam", "serve", *options], start_new_session=True
+    )
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
             for _ in range(300):
@@ -126,7 +189,9 @@ def test_the_command_serves_by_replicas_until_it_is_told_to_end(toy_folder: str)
                     if client.get("/health").status_code == 200:
                         break
                 time.sleep(0.5)
-            found = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 6, "temperature": 0}).json()
+            found = client.post(
+                "/v1/completions", json={"prompt": "abc", "max_tokens": 6, "temperature": 0}
+            ).json()
         child.terminate()
         assert child.wait(timeout=120) == 0
     finally:
@@ -162,21 +227,36 @@ def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -
     def ask() -> list[str]:
         with httpx.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=120) as client:
             assert client.get("/health").json() == {"status": "ok"}
-            bodies = [{"prompt": prompt, "max_tokens": 12, "temperature": 0.7, "seed": i} for i, prompt in enumerate(prompts)]
+            bodies = [
+                {"prompt": prompt, "max_tokens": 12, "temperature": 0.7, "seed": i}
+                for i, prompt in enumerate(prompts)
+            ]
             bad = client.post("/v1/completions", json={"prompt": "a", "max_tokens": "b"})
             assert bad.status_code == 400 and bad.json()["error"]["param"] == "max_tokens"
-            with client.stream("POST", "/v1/completions", json={**bodies[0], "stream": True}) as stream:
-                events = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
+            with client.stream(
+                "POST", "/v1/completions", json={**bodies[0], "stream": True}
+            ) as stream:
+                events = [
+                    line.removeprefix("data: ")
+                    for line in stream.iter_lines()
+                    if line.startswith("data: ")
+                ]
             assert events[-1] == "[DONE]"
             streamed = "".join(json.loads(event)["choices"][0]["text"] for event in events[:-1])
-            texts = [client.post("/v1/completions", json=body).json()["choices"][0]["text"] for body in bodies]
+            texts = [
+                client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+                for body in bodies
+            ]
             assert texts[0] == streamed
             return texts
 
     def running() -> list[psutil.Process]:
         return replicas_of(psutil.Process(), "ServeReplica")
 
-    alone = [llm.generate(p, SamplingParams(max_tokens=12, temperature=0.7, seed=i), method="ar").text for i, p in enumerate(prompts)]
+    alone = [
+        llm.generate(p, SamplingParams(max_tokens=12, temperature=0.7, seed=i), method="ar").text
+        for i, p in enumerate(prompts)
+    ]
     assert ask() == alone
     before = {one.pid for one in running()}
     assert len(before) == 2
@@ -193,18 +273,29 @@ def test_two_replicas_of_the_default_model_serve(smollm2: Path, cluster: None) -
 
 
 @pytest.mark.long
-def test_ray_data_answers_a_folder_of_prompts(toy_folder: str, tmp_path: Path, cluster: None) -> None:
+def test_ray_data_answers_a_folder_of_prompts(
+    toy_folder: str, tmp_path: Path, cluster: None
+) -> None:
     folder = tmp_path / "prompts"
     folder.mkdir()
     prompts = [f"abc {i}" for i in range(20)]
     for i in range(4):
         (folder / f"{i}.txt").write_text("\n".join(prompts[i * 5 : i * 5 + 5]))
-    options = {"column": "text", "params": {"max_tokens": 6, "temperature": 0}, "model": toy_folder, "dtype": "float32"}
+    options = {
+        "column": "text",
+        "params": {"max_tokens": 6, "temperature": 0},
+        "model": toy_folder,
+        "dtype": "float32",
+    }
     rows = (
         ray.data.read_text(str(folder))
-        .map_batches(QuickbeamActor, fn_constructor_kwargs=options, concurrency=2, num_cpus=0.5, batch_size=8)
+        .map_batches(
+            QuickbeamActor, fn_constructor_kwargs=options, concurrency=2, num_cpus=0.5, batch_size=8
+        )
         .take_all()
     )
     llm = LLM(toy_folder, dtype="float32")
-    assert {row["text"]: row["answer"] for row in rows} == {prompt: llm.generate(prompt, GREEDY, method="ar").text for prompt in prompts}
+    assert {row["text"]: row["answer"] for row in rows} == {
+        prompt: llm.generate(prompt, GREEDY, method="ar").text for prompt in prompts
+    }
     assert len(rows) == 20 and all(row["error"] is None for row in rows)

@@ -20,12 +20,23 @@ def test_the_changelog_begins_with_this_version():
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     released = re.findall(r"^## \[(\d\S*)\] - \d{4}-\d\d-\d\d$", text, re.M)
     assert released[0] == __version__ and len(released) > 1
-    assert set(re.findall(r"^### (.*)$", text, re.M)) <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
+    assert set(re.findall(r"^### (.*)$", text, re.M)) <= {
+        "Added",
+        "Changed",
+        "Deprecated",
+        "Removed",
+        "Fixed",
+        "Security",
+    }
 
 
 def test_the_citation_names_this_version_and_the_papers():
     cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert (cited["cff-version"], cited["version"], cited["license"]) == ("1.2.0", __version__, "Apache-2.0")
+    assert (cited["cff-version"], cited["version"], cited["license"]) == (
+        "1.2.0",
+        __version__,
+        "Apache-2.0",
+    )
     assert cited["message"] and cited["title"] and cited["authors"]
     papers = [one["identifiers"][0]["value"] for one in cited["references"]]
     assert papers == ["arXiv:2507.01449", "arXiv:2410.11744", "arXiv:2510.13847"]
@@ -35,7 +46,9 @@ def test_the_citation_names_this_version_and_the_papers():
 
 
 def test_workflows_ask_for_targets_that_there_are():
-    made = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)) | {"docs"}
+    made = set(
+        re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+    ) | {"docs"}
     for path in WORKFLOWS:
         workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
         assert workflow["permissions"] == {"contents": "read"}, path.name
@@ -46,15 +59,23 @@ def test_workflows_ask_for_targets_that_there_are():
 
 
 def test_every_python_that_the_doctor_takes_for_tested_is_tested():
-    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))
+    workflow = yaml.safe_load(
+        (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
+    )
     versions = workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
     (oldest, newest) = (".".join(map(str, one)) for one in (software.OLDEST, software.NEWEST))
     assert (versions[0], versions[-1]) == (oldest, newest)
-    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_a_bug_report_asks_for_the_doctors_findings():
     for name in ("bug.yml", "performance.yml"):
-        form = yaml.safe_load((ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8"))
+        form = yaml.safe_load(
+            (ROOT / ".github" / "ISSUE_TEMPLATE" / name).read_text(encoding="utf-8")
+        )
         assert form["name"] and form["description"]
-        assert any("quickbeam doctor --json" in item["attributes"]["label"] for item in form["body"])
+        assert any(
+            "quickbeam doctor --json" in item["attributes"]["label"] for item in form["body"]
+        )

@@ -28,7 +28,9 @@ from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
 
 V = 12
-distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=True).map(lambda row: torch.tensor(row) / 8)
+distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=True).map(
+    lambda row: torch.tensor(row) / 8
+)
 ids = st.lists(st.integers(0, V - 1), max_size=12)
 
 
@@ -36,7 +38,7 @@ def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
     return Sampler(SamplingParams(**params), [], len(logits)).law(logits)
 
 
-# --- filters -------------------------------------------------------------------------------------------------------------------------
+# --- filters --------------------------------------------------------------------------------------
 
 
 @examples(300)
@@ -47,7 +49,9 @@ def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
     top_p=st.one_of(st.just(1.0), st.floats(0.01, 0.999)),
     min_p=st.one_of(st.just(0.0), st.floats(0.001, 1)),
 )
-def test_filters_agree_with_transformers(logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+def test_filters_agree_with_transformers(
+    logits: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
     scores = TemperatureLogitsWarper(temperature)(None, logits[None].clone())
     if top_k:
         scores = TopKLogitsWarper(top_k)(None, scores)
@@ -76,15 +80,21 @@ def test_filters_by_hand() -> None:
         ({"top_p": 1e-9}, [1, 0, 0, 0]),
         ({"min_p": 0.45}, [4 / 9, 3 / 9, 2 / 9, 0]),
         ({"min_p": 1.0}, [1, 0, 0, 0]),
-        ({"top_k": 3, "top_p": 0.75}, [4 / 7, 3 / 7, 0, 0]),  # the mass of top_p is that of what top_k left: 7/9
+        # the mass of top_p is that of what top_k left: 7/9
+        ({"top_k": 3, "top_p": 0.75}, [4 / 7, 3 / 7, 0, 0]),
         ({"temperature": 0.5}, [16 / 30, 9 / 30, 4 / 30, 1 / 30]),
         ({"temperature": 0.0, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
     ]:
-        torch.testing.assert_close(law_of(logits, **{"temperature": 1.0, **params}), torch.tensor(kept, dtype=torch.float32))
+        torch.testing.assert_close(
+            law_of(logits, **{"temperature": 1.0, **params}),
+            torch.tensor(kept, dtype=torch.float32),
+        )
 
 
 def test_top_k_keeps_ties_with_the_last() -> None:
-    assert law_of(torch.tensor([1.0, 0.0, 1.0, 1.0]), temperature=1.0, top_k=2).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
+    assert law_of(
+        torch.tensor([1.0, 0.0, 1.0, 1.0]), temperature=1.0, top_k=2
+    ).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
@@ -106,19 +116,25 @@ def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtyp
 
 
 def test_huge_temperature_is_uniform() -> None:
-    torch.testing.assert_close(law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e300), torch.full((3,), 1 / 3))
+    torch.testing.assert_close(
+        law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e300), torch.full((3,), 1 / 3)
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("logits", [[0.0, math.nan, 1.0], [math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 1.0]])
-def test_nan_logits_are_an_error_that_says_what_to_try(logits: list[float], temperature: float) -> None:
+@pytest.mark.parametrize(
+    "logits", [[0.0, math.nan, 1.0], [math.nan] * 3, [-math.inf] * 3, [0.0, math.inf, 1.0]]
+)
+def test_nan_logits_are_an_error_that_says_what_to_try(
+    logits: list[float], temperature: float
+) -> None:
     with pytest.raises(QuickbeamError, match=r"NaN.*--dtype float32"):
         law_of(torch.tensor(logits), temperature=temperature)
     with pytest.raises(QuickbeamError, match="NaN"):
         most_probable(torch.tensor([[0.0, 1.0, 2.0], logits]))
 
 
-# --- bias and penalties --------------------------------------------------------------------------------------------------------------
+# --- bias and penalties ---------------------------------------------------------------------------
 
 
 @examples(150)
@@ -131,7 +147,9 @@ def test_repetition_penalty_agrees_with_transformers(
     context = prompt + output + path
     expected = logits
     if context:
-        expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([context]), logits[None].clone())[0]
+        expected = RepetitionPenaltyLogitsProcessor(penalty)(
+            torch.tensor([context]), logits[None].clone()
+        )[0]
     torch.testing.assert_close(sampler.process(logits, path), expected)
 
 
@@ -156,7 +174,12 @@ def test_all_adjustments_agree_with_brute_force(
     frequency: float,
     bias: dict[int, float],
 ) -> None:
-    params = SamplingParams(repetition_penalty=repetition, presence_penalty=presence, frequency_penalty=frequency, logit_bias=bias)
+    params = SamplingParams(
+        repetition_penalty=repetition,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias=bias,
+    )
     sampler = Sampler(params, prompt, V)
     for step in steps:
         sampler.extend(step)
@@ -176,7 +199,9 @@ def test_all_adjustments_agree_with_brute_force(
 
 @examples(150)
 @given(prompt=ids, steps=st.lists(ids, max_size=5), path=ids)
-def test_counts_agree_with_counting_everything(prompt: list[int], steps: list[list[int]], path: list[int]) -> None:
+def test_counts_agree_with_counting_everything(
+    prompt: list[int], steps: list[list[int]], path: list[int]
+) -> None:
     counts = TokenCounts(prompt)
     for step in steps:
         counts.along(path)  # looking does not count
@@ -184,12 +209,16 @@ def test_counts_agree_with_counting_everything(prompt: list[int], steps: list[li
     output = Counter([*(token for step in steps for token in step), *path])
     tokens, times = counts.along(path)
     assert len(set(tokens.tolist())) == len(tokens)
-    assert dict(zip(tokens.tolist(), times.tolist(), strict=True)) == {token: output[token] for token in {*prompt, *output}}
+    assert dict(zip(tokens.tolist(), times.tolist(), strict=True)) == {
+        token: output[token] for token in {*prompt, *output}
+    }
 
 
 def test_law_sees_the_path() -> None:
     """A node's law is that of plain decoding with the node's tokens in the output."""
-    params = SamplingParams(temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5)
+    params = SamplingParams(
+        temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5
+    )
     rng = random.Random(0)
     for seed in range(20):
         logits = torch.randn(V, generator=torch.Generator().manual_seed(seed))
@@ -217,7 +246,7 @@ def test_bias_must_fit_the_vocabulary() -> None:
         Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)
 
 
-# --- choosing a token ----------------------------------------------------------------------------------------------------------------
+# --- choosing a token -----------------------------------------------------------------------------
 
 
 @examples(100)
@@ -232,7 +261,9 @@ def test_bias_must_fit_the_vocabulary() -> None:
 def test_ties_are_broken_alike_for_one_row_and_for_many(
     seed: int, rows: int, vocab: int, levels: int, dtype: torch.dtype, strided: bool
 ) -> None:
-    logits = torch.randint(levels, (rows, 2 * vocab), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    logits = torch.randint(
+        levels, (rows, 2 * vocab), generator=torch.Generator().manual_seed(seed)
+    ).to(dtype)
     logits = logits[:, ::2] if strided else logits[:, :vocab]
     batched = most_probable(logits)
     assert batched == [row.tolist().index(max(row.tolist())) for row in logits]  # the lowest id
@@ -246,7 +277,11 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
 def test_logits_are_adjusted_in_float32_whatever_they_come_in() -> None:
     logits = torch.tensor([1.0, 2.0], dtype=torch.bfloat16)
     adjusted = Sampler(SamplingParams(logit_bias={0: 0.001}), [], 2).process(logits)
-    assert adjusted.dtype is torch.float32 and adjusted.tolist() == pytest.approx([1.001, 2.0]) and logits[0] == 1
+    assert (
+        adjusted.dtype is torch.float32
+        and adjusted.tolist() == pytest.approx([1.001, 2.0])
+        and logits[0] == 1
+    )
 
 
 def test_no_logit_is_too_large_for_a_temperature() -> None:
@@ -257,7 +292,8 @@ def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
     law = torch.tensor([0.25, 0.5, 0.125, 0.125])
     assert nucleus(law, 0.5).tolist() == [0, 0.5, 0, 0]
     assert nucleus(law, 0.75).tolist() == [0.25, 0.5, 0, 0]
-    assert nucleus(law / 2, 0.75).tolist() == (law / 2).tolist()  # a mass that never gets there, as after rounding
+    # a mass that never gets there, as after rounding
+    assert nucleus(law / 2, 0.75).tolist() == (law / 2).tolist()
 
 
 def test_emitted_tokens_are_the_grammars_too() -> None:
@@ -277,15 +313,19 @@ def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
 
 
 def test_draw_has_the_law_it_is_given() -> None:
-    law, generator = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]), torch.Generator().manual_seed(0)  # not normalised
+    # not normalised
+    law, generator = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]), torch.Generator().manual_seed(0)
     counts = Counter(draw(law, generator) for _ in range(8000))
     assert set(counts) == {1, 3, 4}
     expected = {1: 1000, 3: 2000, 4: 5000}
-    assert sum((counts[t] - e) ** 2 / e for t, e in expected.items()) < 13.8  # chi-square with two degrees of freedom, p = 0.001
+    # chi-square with two degrees of freedom, p = 0.001
+    assert sum((counts[t] - e) ** 2 / e for t, e in expected.items()) < 13.8
 
 
 @pytest.mark.parametrize("number", [0.0, 1 - 2**-53])
-def test_draw_never_gives_an_impossible_token(number: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_never_gives_an_impossible_token(
+    number: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("quickbeam.sampling.uniform", lambda generator: number)
     for seed in range(50):
         law = torch.rand(1000, generator=torch.Generator().manual_seed(seed))
@@ -307,7 +347,7 @@ def test_logprobs_are_of_the_raw_law() -> None:
     assert logprobs(logits, 1, 0)[1] == {} and len(logprobs(logits, 1, 9)[1]) == 3
 
 
-# --- parameters ----------------------------------------------------------------------------------------------------------------------
+# --- parameters -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -372,11 +412,30 @@ def test_values_that_cannot_be_used_are_named(name: str, value: object) -> None:
 
 
 def test_values_at_the_edge_are_accepted() -> None:
-    params = SamplingParams(1, np.float32(0.5), np.int64(3), 1, 1, 0.1, -2, -2, {3: -math.inf}, "x", [0], True, 100, 2**64 - 1)
+    params = SamplingParams(
+        1,
+        np.float32(0.5),
+        np.int64(3),
+        1,
+        1,
+        0.1,
+        -2,
+        -2,
+        {3: -math.inf},
+        "x",
+        [0],
+        True,
+        100,
+        2**64 - 1,
+    )
     assert params.stop == ("x",)
     torch.Generator().manual_seed(params.seed)
-    assert SamplingParams(max_tokens=7, n=128, min_tokens=7, bad_words="no", include_stop_str_in_output=True).bad_words == ("no",)
-    with pytest.raises(InvalidInput, match=r"^min_tokens=8: must be an integer between 0 and max_tokens=7$"):
+    assert SamplingParams(
+        max_tokens=7, n=128, min_tokens=7, bad_words="no", include_stop_str_in_output=True
+    ).bad_words == ("no",)
+    with pytest.raises(
+        InvalidInput, match=r"^min_tokens=8: must be an integer between 0 and max_tokens=7$"
+    ):
         SamplingParams(max_tokens=7, min_tokens=8)
     with pytest.raises(InvalidInput, match=r"^max_tokens=None"):
         SamplingParams(max_tokens=None, min_tokens=8)
@@ -385,11 +444,20 @@ def test_values_at_the_edge_are_accepted() -> None:
 def test_what_the_parameters_ask_for() -> None:
     assert SamplingParams().greedy and not SamplingParams().adjusts_logits
     assert not SamplingParams(temperature=1e-9).greedy
-    for change in ({"logit_bias": {3: 1.0}}, {"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"frequency_penalty": -0.1}):
+    for change in (
+        {"logit_bias": {3: 1.0}},
+        {"repetition_penalty": 1.1},
+        {"presence_penalty": 0.1},
+        {"frequency_penalty": -0.1},
+    ):
         assert SamplingParams(**change).adjusts_logits
         assert SamplingParams(**change).penalises == ("logit_bias" not in change)
         assert not SamplingParams(**change).bans
     for change in ({"min_tokens": 1}, {"bad_words": ["no"]}):
-        assert SamplingParams(**change).adjusts_logits and SamplingParams(**change).bans and not SamplingParams(**change).penalises
+        assert (
+            SamplingParams(**change).adjusts_logits
+            and SamplingParams(**change).bans
+            and not SamplingParams(**change).penalises
+        )
     assert not SamplingParams(n=3, include_stop_str_in_output=True).adjusts_logits
     assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1).adjusts_logits

@@ -1,4 +1,5 @@
-"""Who is let in, who waits, who is turned away, and that nothing of it is left behind. `pytest tests/test_serve_admission.py`"""
+"""Who is let in, who waits, who is turned away, and that nothing of it is left behind. `pytest
+tests/test_serve_admission.py`"""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ def test_more_than_may_wait_are_turned_away():
 
 def test_more_tokens_than_may_wait_are_turned_away():
     one = gate(places=9, max_waiting_tokens=100)
-    with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):  # its turn would never come if they were too many
+    # its turn would never come if they were too many
+    with one.enter(1000), pytest.raises(Busy, match="about 1000 tokens wait"):
         one.enter(1)
     first = one.enter(60)
     with pytest.raises(Busy, match="this one has about 41"):
@@ -135,25 +137,40 @@ def test_settings_that_can_not_be(given, words):
 
 
 def test_a_full_server_tells_when_to_come_back(llm):
-    """Two run, one waits, the fourth is turned away; all that were let in are answered as if they were alone."""
+    """Two run, one waits, the fourth is turned away; all that were let in are answered as if they
+    were alone."""
     alone = llm.generate("hello", LONG, method="ar").token_ids
 
     async def main() -> None:
         async with served(llm, max_waiting=1) as (runner, client):
             with braked(llm.engine) as brake:
-                asked = {"model": runner.name, "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+                asked = {
+                    "model": runner.name,
+                    "prompt": "hello",
+                    "max_tokens": 200,
+                    "ignore_eos": True,
+                    "temperature": 0,
+                }
                 asked["return_token_ids"] = True
-                posts = [asyncio.create_task(client.post("/v1/completions", json=asked)) for _ in range(3)]
+                posts = [
+                    asyncio.create_task(client.post("/v1/completions", json=asked))
+                    for _ in range(3)
+                ]
                 await until(lambda: runner.gate.inside == 3)
                 refused = await client.post("/v1/completions", json=asked)
                 assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
                 assert refused.json()["error"]["type"] == "rate_limit_error"
-                three = await client.post("/v1/completions", json=asked | {"n": 9, "temperature": 1})
+                three = await client.post(
+                    "/v1/completions", json=asked | {"n": 9, "temperature": 1}
+                )
                 assert three.status_code == 429
                 brake.release()
                 for post in posts:
                     response = await post
-                    assert response.status_code == 200 and response.json()["choices"][0]["token_ids"] == alone
+                    assert (
+                        response.status_code == 200
+                        and response.json()["choices"][0]["token_ids"] == alone
+                    )
             await until(lambda: idle(runner))
             assert (await client.post("/v1/completions", json=asked)).status_code == 200
 
@@ -170,7 +187,8 @@ def test_who_waits_for_too_long_is_turned_away_and_who_runs_is_not(llm):
                 assert late.status_code == 503 and int(late.headers["retry-after"]) >= 1
                 assert "0.3 seconds" in late.json()["error"]["message"]
                 await until(lambda: all(stream.times.began for stream in running))
-                assert runner.gate.inside in (2, 3)  # those that run; the engine may not have seen yet that one left
+                # those that run; the engine may not have seen yet that one left
+                assert runner.gate.inside in (2, 3)
                 brake.release()
                 for stream in running:
                     assert [delta async for delta in stream.deltas()]
@@ -224,7 +242,8 @@ def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
 
 
 def test_nothing_on_the_event_loop_waits_for_a_step(llm):
-    """Health, metrics, tokens and pages are answered while a step takes for ever; another request is let in and waits."""
+    """Health, metrics, tokens and pages are answered while a step takes for ever; another request
+    is let in and waits."""
 
     async def main() -> None:
         async with served(llm) as (runner, client):
@@ -245,15 +264,27 @@ def test_nothing_on_the_event_loop_waits_for_a_step(llm):
 
 def test_choices_of_a_request_share_its_seed(llm):
     params = SamplingParams(max_tokens=12, temperature=1.0, seed=5, ignore_eos=True)
-    alone = llm.generate("hello", SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3, ignore_eos=True), method="ar")
+    alone = llm.generate(
+        "hello",
+        SamplingParams(max_tokens=12, temperature=1.0, seed=5, n=3, ignore_eos=True),
+        method="ar",
+    )
 
     async def main() -> None:
         async with served(llm) as (runner, _):
             for methods in (("pld", "ar", "logitspec"), (None, None, None)):
-                streams = await begun(runner, *(job(llm, params=params, choice=i, method=name) for i, name in enumerate(methods)))
+                streams = await begun(
+                    runner,
+                    *(
+                        job(llm, params=params, choice=i, method=name)
+                        for i, name in enumerate(methods)
+                    ),
+                )
                 for stream, right in zip(streams, alone, strict=True):
                     deltas = [delta async for delta in stream.deltas()]
-                    assert [token for delta in deltas for token in delta.token_ids] == right.token_ids
+                    assert [
+                        token for delta in deltas for token in delta.token_ids
+                    ] == right.token_ids
                     assert "".join(delta.text for delta in deltas) == right.text
 
     asyncio.run(main())

@@ -1,4 +1,5 @@
-"""`/v1/chat/completions`: answers are those that the model gives alone, streams add up to them, and what isn't served is refused by name.
+"""`/v1/chat/completions`: answers are those that the model gives alone, streams add up to them, and
+what isn't served is refused by name.
 
 pytest tests/test_serve_chat.py
 """
@@ -55,8 +56,20 @@ SETTINGS = {
     "sampled": {"temperature": 0.8, "seed": 7},
     "three": {"temperature": 0.8, "seed": 7, "n": 3},
     "filtered": {"temperature": 0.8, "seed": 11, "top_p": 0.9, "top_k": 40, "min_p": 0.01},
-    "penalised": {"temperature": 0, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1},
-    "bent": {"temperature": 0.8, "seed": 3, "min_tokens": 4, "bad_words": ["a"], "stop": ["e"], "include_stop_str_in_output": True},
+    "penalised": {
+        "temperature": 0,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.1,
+    },
+    "bent": {
+        "temperature": 0.8,
+        "seed": 3,
+        "min_tokens": 4,
+        "bad_words": ["a"],
+        "stop": ["e"],
+        "include_stop_str_in_output": True,
+    },
 }
 
 
@@ -67,7 +80,9 @@ def test_answers_are_those_given_alone(runner, llm, name):
     found = good(ask(runner, PATH, body(**fields, return_token_ids=True)))
     assert [one["token_ids"] for one in found["choices"]] == [one.token_ids for one in right]
     assert [one["message"]["content"] for one in found["choices"]] == [one.text for one in right]
-    assert [one["finish_reason"] for one in found["choices"]] == [one.finish_reason for one in right]
+    assert [one["finish_reason"] for one in found["choices"]] == [
+        one.finish_reason for one in right
+    ]
     assert [one["index"] for one in found["choices"]] == list(range(len(right)))
     assert found["prompt_token_ids"] == llm.encode_chat(MESSAGES)
     assert found["seed"] == fields.get("seed")
@@ -81,16 +96,34 @@ def test_answers_are_those_given_alone(runner, llm, name):
 def test_streams_add_up_to_the_answer(runner, name):
     fields = SETTINGS[name]
     whole = good(ask(runner, PATH, body(**fields, return_token_ids=True)))
-    found = chunks(ask(runner, PATH, body(**fields, return_token_ids=True, stream=True, stream_options={"include_usage": True})))
+    found = chunks(
+        ask(
+            runner,
+            PATH,
+            body(
+                **fields, return_token_ids=True, stream=True, stream_options={"include_usage": True}
+            ),
+        )
+    )
     n = fields.get("n", 1)
     assert [one["choices"][0]["delta"].get("role") for one in found[:n]] == ["assistant"] * n
-    assert {one["id"] for one in found} == {found[0]["id"]} and {one["object"] for one in found} == {"chat.completion.chunk"}
+    assert {one["id"] for one in found} == {found[0]["id"]} and {
+        one["object"] for one in found
+    } == {"chat.completion.chunk"}
     for index, choice in enumerate(whole["choices"]):
         mine = [one["choices"][0] for one in found[:-1] if one["choices"][0]["index"] == index]
-        assert "".join(one["delta"].get("content") or "" for one in mine) == choice["message"]["content"]
+        assert (
+            "".join(one["delta"].get("content") or "" for one in mine)
+            == choice["message"]["content"]
+        )
         assert [token for one in mine for token in one.get("token_ids", [])] == choice["token_ids"]
-        assert [one["finish_reason"] for one in mine] == [None] * (len(mine) - 1) + [choice["finish_reason"]]
-    assert found[-1]["choices"] == [] and found[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+        assert [one["finish_reason"] for one in mine] == [None] * (len(mine) - 1) + [
+            choice["finish_reason"]
+        ]
+    assert (
+        found[-1]["choices"] == []
+        and found[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    )
     assert all(one["usage"] is None for one in found[:-1])
 
 
@@ -103,24 +136,48 @@ def test_usage_may_come_with_each_chunk(runner):
 
 
 def test_several_at_once_are_answered_as_alone(runner, llm):
-    messages = [[{"role": "user", "content": text}] for text in ("one two three one two", "hello", "a b a b a b", "rain, rain")]
+    messages = [
+        [{"role": "user", "content": text}]
+        for text in ("one two three one two", "hello", "a b a b a b", "rain, rain")
+    ]
     bodies = [
-        {"messages": one, "max_tokens": 20, "temperature": (0, 0.8)[i % 2], "seed": i, "n": i % 3 + 1, "return_token_ids": True}
+        {
+            "messages": one,
+            "max_tokens": 20,
+            "temperature": (0, 0.8)[i % 2],
+            "seed": i,
+            "n": i % 3 + 1,
+            "return_token_ids": True,
+        }
         for i, one in enumerate(messages)
     ]
     found = [good(one) for one in ask_all(runner, PATH, bodies)]
     for one, asked, said in zip(found, bodies, messages, strict=True):
-        params = SamplingParams(**{name: asked[name] for name in ("max_tokens", "temperature", "seed", "n")})
-        assert [choice["token_ids"] for choice in one["choices"]] == [answer.token_ids for answer in alone(llm, params, said)]
+        params = SamplingParams(
+            **{name: asked[name] for name in ("max_tokens", "temperature", "seed", "n")}
+        )
+        assert [choice["token_ids"] for choice in one["choices"]] == [
+            answer.token_ids for answer in alone(llm, params, said)
+        ]
 
 
 def test_methods_never_change_an_answer(runner):
     texts = {
-        good(ask(runner, PATH, body(temperature=0.8, seed=5, speculation=asked)))["choices"][0]["message"]["content"]
-        for asked in ({"method": "ar"}, {"method": "pld", "budget": 4}, {"method": "logitspec"}, {"budget": 0}, None)
+        good(ask(runner, PATH, body(temperature=0.8, seed=5, speculation=asked)))["choices"][0][
+            "message"
+        ]["content"]
+        for asked in (
+            {"method": "ar"},
+            {"method": "pld", "budget": 4},
+            {"method": "logitspec"},
+            {"budget": 0},
+            None,
+        )
     }
     assert len(texts) == 1
-    message = refused(ask(runner, PATH, body(speculation={"method": "magic"})), "speculation.method")
+    message = refused(
+        ask(runner, PATH, body(speculation={"method": "magic"})), "speculation.method"
+    )
     assert "unknown method 'magic'" in message
 
 
@@ -128,7 +185,9 @@ def test_a_seed_that_was_drawn_repeats_the_answer(runner):
     first = good(ask(runner, PATH, body(n=2)))
     again = good(ask(runner, PATH, body(n=2, seed=first["seed"])))
     assert 0 <= first["seed"] < 2**53
-    assert [one["message"] for one in first["choices"]] == [one["message"] for one in again["choices"]]
+    assert [one["message"] for one in first["choices"]] == [
+        one["message"] for one in again["choices"]
+    ]
     assert first["choices"][0]["message"] != first["choices"][1]["message"]
     assert good(ask(runner, PATH, body(n=2)))["seed"] != first["seed"]
 
@@ -151,7 +210,9 @@ def test_an_answer_may_go_on_to_the_end_of_the_context(llm):
     assert scripted.jobs[0].params.max_tokens == 512 - len(llm.encode_chat(MESSAGES))
     good(ask(scripted, PATH, {**found, "max_completion_tokens": 5}))
     assert scripted.jobs[0].params.max_tokens == 5
-    message = refused(ask(scripted, PATH, {**found, "max_completion_tokens": 512}), "max_completion_tokens")
+    message = refused(
+        ask(scripted, PATH, {**found, "max_completion_tokens": 512}), "max_completion_tokens"
+    )
     assert "maximum context length is 512 tokens" in message
     response = ask(scripted, PATH, {"messages": [{"role": "user", "content": "x" * 600}]})
     refused(response, None)
@@ -162,7 +223,11 @@ def test_an_answer_may_go_on_to_the_end_of_the_context(llm):
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs_are_the_models_own(runner, llm, stream):
     right = alone(llm, SamplingParams(max_tokens=12, logprobs=3))[0]
-    response = ask(runner, PATH, body(temperature=0, max_tokens=12, logprobs=True, top_logprobs=3, stream=stream))
+    response = ask(
+        runner,
+        PATH,
+        body(temperature=0, max_tokens=12, logprobs=True, top_logprobs=3, stream=stream),
+    )
     if stream:
         pieces = [one["choices"][0]["logprobs"] for one in chunks(response)]
         content = [entry for piece in pieces if piece for entry in piece["content"]]
@@ -171,20 +236,34 @@ def test_logprobs_are_the_models_own(runner, llm, stream):
     assert len(content) == len(right.logprobs)
     for entry, wanted in zip(content, right.logprobs, strict=True):
         assert entry["logprob"] == pytest.approx(wanted.logprob)
-        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(list(wanted.top.values()))
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
+            list(wanted.top.values())
+        )
     spelled = bytes(byte for entry in content for byte in entry["bytes"])
     assert spelled.removesuffix(b"<end>").decode(errors="replace") == right.text
 
 
 def test_what_was_drafted_is_counted_and_traced(runner, llm):
-    fields = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "speculation": {"method": "pld", "budget": 6}}
-    found = chunks(ask(runner, PATH, body(**fields, stream=True, trace=True, stream_options={"include_usage": True})))
+    fields = {
+        "temperature": 0,
+        "max_tokens": 40,
+        "ignore_eos": True,
+        "speculation": {"method": "pld", "budget": 6},
+    }
+    found = chunks(
+        ask(
+            runner,
+            PATH,
+            body(**fields, stream=True, trace=True, stream_options={"include_usage": True}),
+        )
+    )
     usage = found[-1]["usage"]
     steps = [step for one in found for step in one.get("quickbeam", {}).get("steps", [])]
     assert usage["steps"] == len(steps) > 0
     details = usage["completion_tokens_details"]
     accepted = sum(node["accepted"] for step in steps for node in step["nodes"][1:])
-    assert details["accepted_prediction_tokens"] == accepted > 0  # greedy answers of this model end in a cycle
+    # greedy answers of this model end in a cycle
+    assert details["accepted_prediction_tokens"] == accepted > 0
     assert 1 + sum(step["emitted"] for step in steps) == usage["completion_tokens"] == 40
     assert {one["quickbeam"]["method"] for one in found if "quickbeam" in one} == {"pld"}
     plain = good(ask(runner, PATH, body(**fields | {"speculation": {"method": "ar"}})))["usage"]
@@ -195,20 +274,37 @@ def test_what_was_drafted_is_counted_and_traced(runner, llm):
 def test_a_prompt_seen_before_is_told_as_cached(runner, llm):
     llm.reset()
     long = [{"role": "user", "content": "all work and no play " * 15}]
-    counts = [good(ask(runner, PATH, body(messages=long, temperature=0)))["usage"]["prompt_tokens_details"]["cached_tokens"] for _ in "12"]
+    counts = [
+        good(ask(runner, PATH, body(messages=long, temperature=0)))["usage"][
+            "prompt_tokens_details"
+        ]["cached_tokens"]
+        for _ in "12"
+    ]
     assert counts[0] == 0 < counts[1]
 
 
 def test_messages_reach_the_template_as_it_takes_them(llm):
-    template = "{% for m in messages %}[{{ m.role }}|{{ m.name }}|{{ m.content }}|{% for c in m.tool_calls %}{{ c.function.name }}:"
+    template = (
+        "{% for m in messages %}[{{ m.role }}|{{ m.name }}|{{ m.content }}|{% for c in "
+        "m.tool_calls %}{{ c.function.name }}:"
+    )
     template += "{{ c.function.arguments.x }}{% endfor %}]{% endfor %}{{ extra }}"
     before, llm.tokenizer.chat_template = llm.tokenizer.chat_template, template
     scripted = ScriptedRunner(ServeSettings(), llm)
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": 3}'}}
     messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},
+        {
+            "role": "developer",
+            "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}],
+        },
         {"role": "user", "content": "hi", "name": "Ann"},
-        {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": []},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "refusal": None,
+            "annotations": [],
+        },
         {"role": "tool", "tool_call_id": "c1", "content": "4"},
     ]
     try:
@@ -216,7 +312,10 @@ def test_messages_reach_the_template_as_it_takes_them(llm):
         text = llm.tokenizer.decode(scripted.jobs[0].prompt)
         assert text == "[system||be\nbrief|][user|Ann|hi|][assistant|||f:3][tool|f|4|]!"
         messages[2]["tool_calls"][0]["function"]["arguments"] = "[3]"
-        refused(ask(scripted, PATH, {"messages": messages}), "messages[2].tool_calls[0].function.arguments")
+        refused(
+            ask(scripted, PATH, {"messages": messages}),
+            "messages[2].tool_calls[0].function.arguments",
+        )
         llm.tokenizer.chat_template = "{{ raise_exception('only users') }}"
         assert "only users" in refused(ask(scripted, PATH, body()), None)
     finally:
@@ -226,23 +325,48 @@ def test_messages_reach_the_template_as_it_takes_them(llm):
 
 def test_a_last_message_may_be_continued(runner, llm):
     messages = [*MESSAGES, {"role": "assistant", "content": "It sat"}]
-    found = good(ask(runner, PATH, body(messages=messages, continue_final_message=True, temperature=0, return_token_ids=True)))
+    found = good(
+        ask(
+            runner,
+            PATH,
+            body(
+                messages=messages, continue_final_message=True, temperature=0, return_token_ids=True
+            ),
+        )
+    )
     prompt = llm.encode_chat(messages, continue_final_message=True)
     assert found["prompt_token_ids"] == prompt and llm.tokenizer.decode(prompt).endswith("It sat")
 
 
 REFUSED = {
     "unknown field": ({"foo": 1}, "foo"),
-    "field of a part": ({"messages": [{"role": "user", "content": "x", "foo": 1}]}, "messages[0].foo"),
+    "field of a part": (
+        {"messages": [{"role": "user", "content": "x", "foo": 1}]},
+        "messages[0].foo",
+    ),
     "unknown role": ({"messages": [{"role": "judge", "content": "x"}]}, "messages[0]"),
     "no content": ({"messages": [{"role": "user"}]}, "messages[0].content"),
     "no messages": ({"messages": []}, "messages"),
     "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}],
+                }
+            ]
+        },
         "messages[0].content[0]",
     ),
     "audio": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}]}]},
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "x"}, {"type": "input_audio"}],
+                }
+            ]
+        },
         "messages[0].content[1]",
     ),
     "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
@@ -250,7 +374,10 @@ REFUSED = {
     "a fraction of a token": ({"max_tokens": 1.5}, "max_tokens"),
     "a truth as a number": ({"temperature": True}, "temperature"),
     "no tokens": ({"max_tokens": 0}, "max_tokens"),
-    "no completion tokens": ({"max_completion_tokens": 0, "max_tokens": None}, "max_completion_tokens"),
+    "no completion tokens": (
+        {"max_completion_tokens": 0, "max_tokens": None},
+        "max_completion_tokens",
+    ),
     "two lengths": ({"max_completion_tokens": 5}, "max_tokens"),
     "cold": ({"temperature": -1}, "temperature"),
     "top_p": ({"top_p": 0}, "top_p"),
@@ -287,13 +414,46 @@ def test_what_is_not_served_is_refused_by_name(runner, name):
 
 
 def test_what_asks_for_nothing_is_accepted(runner):
-    fields = {"store": False, "service_tier": "auto", "metadata": {"a": "b"}, "user": "me", "safety_identifier": "x", "tools": None}
-    fields |= {"parallel_tool_calls": True, "modalities": ["text"], "response_format": {"type": "text"}, "audio": None, "top_k": -1}
-    good(ask(runner, PATH, body(**fields, tool_choice="none", prompt_cache_key="k", verbosity="medium", logit_bias={"5": -100, "7": 1})))
+    fields = {
+        "store": False,
+        "service_tier": "auto",
+        "metadata": {"a": "b"},
+        "user": "me",
+        "safety_identifier": "x",
+        "tools": None,
+    }
+    fields |= {
+        "parallel_tool_calls": True,
+        "modalities": ["text"],
+        "response_format": {"type": "text"},
+        "audio": None,
+        "top_k": -1,
+    }
+    good(
+        ask(
+            runner,
+            PATH,
+            body(
+                **fields,
+                tool_choice="none",
+                prompt_cache_key="k",
+                verbosity="medium",
+                logit_bias={"5": -100, "7": 1},
+            ),
+        )
+    )
 
 
 def test_bodies_that_are_no_json(runner):
-    for text in ("{", "", "[]", "3", '{"messages": NaN}', '{"messages": ' + "[" * 5000 + "]" * 5000 + "}", '{"seed": 1' + "0" * 5000 + "}"):
+    for text in (
+        "{",
+        "",
+        "[]",
+        "3",
+        '{"messages": NaN}',
+        '{"messages": ' + "[" * 5000 + "]" * 5000 + "}",
+        '{"seed": 1' + "0" * 5000 + "}",
+    ):
         response = ask_raw(runner, PATH, text)
         assert response.status_code == 400 and response.json()["error"]["message"], text
 
@@ -319,7 +479,10 @@ def test_what_goes_wrong_is_told_for_that_request(llm):
         assert response.status_code == status and message in response.json()["error"]["message"]
         assert "secret" not in response.text
         found = chunks(ask(scripted, PATH, body(stream=True)))
-        assert "".join(one["choices"][0]["delta"].get("content", "") for one in found[:-1]) == "one two"
+        assert (
+            "".join(one["choices"][0]["delta"].get("content", "") for one in found[:-1])
+            == "one two"
+        )
         assert message in found[-1]["error"]["message"]
         assert all(stream.closed for stream in scripted.streams)
     asyncio.run(scripted.close())
@@ -335,7 +498,9 @@ def test_a_comment_keeps_a_silent_stream_open(llm):
 
 def test_a_stream_that_is_left_gives_everything_back(runner, llm):
     async def go():
-        asked = ChatRequest.model_validate(body(temperature=0, max_tokens=400, ignore_eos=True, stream=True, n=2))
+        asked = ChatRequest.model_validate(
+            body(temperature=0, max_tokens=400, ignore_eos=True, stream=True, n=2)
+        )
         stream = await chat.stream(runner, asked)
         for _ in range(4):
             await anext(stream)
@@ -357,7 +522,12 @@ SCHEMA = {
     "additionalProperties": False,
 }
 GRAMMARS = {
-    "json_schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}},
+    "json_schema": {
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "x", "schema": SCHEMA, "strict": True},
+        }
+    },
     "regex": {"regex": "(yes|no), (ab)+!"},
     "lark": {"lark": 'start: "<" NUMBER ">"\nNUMBER: /[0-9]{1,3}/'},
 }
@@ -368,11 +538,20 @@ GRAMMARS = {
 def test_answers_follow_grammars_as_they_do_alone(runner, llm, name, stream):
     pytest.importorskip("llguidance")
     grammar = pytest.importorskip("quickbeam.grammar").Grammar
-    made = grammar.json_schema(SCHEMA) if name == "json_schema" else getattr(grammar, name)(GRAMMARS[name][name])
+    made = (
+        grammar.json_schema(SCHEMA)
+        if name == "json_schema"
+        else getattr(grammar, name)(GRAMMARS[name][name])
+    )
     right = alone(llm, SamplingParams(max_tokens=60, temperature=0.8, seed=5, grammar=made))[0]
-    response = ask(runner, PATH, body(max_tokens=60, temperature=0.8, seed=5, stream=stream, **GRAMMARS[name]))
+    response = ask(
+        runner, PATH, body(max_tokens=60, temperature=0.8, seed=5, stream=stream, **GRAMMARS[name])
+    )
     if stream:
-        assert "".join(one["choices"][0]["delta"].get("content", "") for one in chunks(response)) == right.text
+        assert (
+            "".join(one["choices"][0]["delta"].get("content", "") for one in chunks(response))
+            == right.text
+        )
     else:
         assert good(response)["choices"][0]["message"]["content"] == right.text
     if name == "json_schema":
@@ -386,7 +565,11 @@ def test_bad_grammars_are_refused_with_the_reason(runner):
     assert "thing" in refused(ask(runner, PATH, body(response_format=bad)), "response_format")
     refused(ask(runner, PATH, body(regex="(")), "regex")
     refused(ask(runner, PATH, body(lark="begin: x")), "lark")
-    found = good(ask(runner, PATH, body(response_format={"type": "json_object"}, max_tokens=5, temperature=0)))
+    found = good(
+        ask(
+            runner, PATH, body(response_format={"type": "json_object"}, max_tokens=5, temperature=0)
+        )
+    )
     assert found["choices"][0]["message"]["content"].startswith("{")
 
 
@@ -404,10 +587,14 @@ def test_nothing_is_left_over(runner, llm):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-PART = st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"])}, optional={"text": JSON})
+PART = st.fixed_dictionaries(
+    {"type": st.sampled_from(["text", "image_url"])}, optional={"text": JSON}
+)
 MESSAGE = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["user", "system", "assistant", "tool"]) | JSON,
@@ -416,14 +603,18 @@ MESSAGE = st.fixed_dictionaries(
     optional={"name": JSON, "tool_calls": JSON, "tool_call_id": JSON},
 )
 KNOWN = [
-    name for name in ChatRequest.model_fields if name not in ("messages", "max_tokens", "n", "best_of", "regex", "lark", "response_format")
+    name
+    for name in ChatRequest.model_fields
+    if name not in ("messages", "max_tokens", "n", "best_of", "regex", "lark", "response_format")
 ]
 NUMBERS = st.integers(-3, 3) | st.floats(-3, 3) | st.none()
 
 
 @examples(80, suppress_health_check=list(HealthCheck))
 @given(
-    fields=st.dictionaries(st.sampled_from(KNOWN), JSON | NUMBERS | st.sampled_from([[], {}, "auto", True]), max_size=4),
+    fields=st.dictionaries(
+        st.sampled_from(KNOWN), JSON | NUMBERS | st.sampled_from([[], {}, "auto", True]), max_size=4
+    ),
     messages=st.lists(MESSAGE, max_size=3) | JSON,
 )
 def test_junk_is_never_the_servers_fault(runner, fields, messages):
@@ -450,5 +641,7 @@ def test_the_embedded_models_answers_are_those_given_alone(smollm2):
         for fields in ({"temperature": 0.0}, {"temperature": 0.8, "seed": 2, "n": 2}):
             right = alone(llm, SamplingParams(max_tokens=24, **fields), messages)
             found = good(ask(real, PATH, {"messages": messages, "max_tokens": 24, **fields}))
-            assert [one["message"]["content"] for one in found["choices"]] == [one.text for one in right]
+            assert [one["message"]["content"] for one in found["choices"]] == [
+                one.text for one in right
+            ]
         asyncio.run(real.close())

@@ -59,10 +59,17 @@ def test_answers_to_several_prompts_are_those_given_alone(runner, llm, as_ids, t
     assert [one["token_ids"] for one in found["choices"]] == [one.token_ids for one in right]
     ids = [llm.tokenizer(one)["input_ids"] for one in PROMPTS for _ in range(n)]
     assert [one["prompt_token_ids"] for one in found["choices"]] == ids
-    assert found["usage"]["prompt_tokens"] == sum(len(llm.tokenizer(one)["input_ids"]) for one in PROMPTS)
+    assert found["usage"]["prompt_tokens"] == sum(
+        len(llm.tokenizer(one)["input_ids"]) for one in PROMPTS
+    )
 
-    streamed = chunks(ask(runner, PATH, {**asked, "stream": True, "stream_options": {"include_usage": True}}))
-    assert streamed[-1]["choices"] == [] and streamed[-1]["usage"]["completion_tokens"] == found["usage"]["completion_tokens"]
+    streamed = chunks(
+        ask(runner, PATH, {**asked, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    assert (
+        streamed[-1]["choices"] == []
+        and streamed[-1]["usage"]["completion_tokens"] == found["usage"]["completion_tokens"]
+    )
     for index, choice in enumerate(found["choices"]):
         mine = [one["choices"][0] for one in streamed[:-1] if one["choices"][0]["index"] == index]
         assert "".join(one["text"] for one in mine) == choice["text"]
@@ -73,16 +80,23 @@ def test_answers_to_several_prompts_are_those_given_alone(runner, llm, as_ids, t
 
 def test_one_prompt_in_token_ids(runner, llm):
     ids = llm.tokenizer(PROMPTS[0])["input_ids"]
-    texts = [good(ask(runner, PATH, body(prompt=one, temperature=0)))["choices"][0]["text"] for one in (PROMPTS[0], ids, [ids])]
+    texts = [
+        good(ask(runner, PATH, body(prompt=one, temperature=0)))["choices"][0]["text"]
+        for one in (PROMPTS[0], ids, [ids])
+    ]
     assert len(set(texts)) == 1
 
 
 def test_the_same_prompt_twice_is_drawn_twice(runner):
-    """A seed for all of them would give all the same answer; each tells its own, which repeats it."""
+    """A seed for all of them would give all the same answer; each tells its own, which repeats
+    it."""
     found = good(ask(runner, PATH, body(prompt=[PROMPTS[0]] * 3, temperature=1.0)))
     assert found["seed"] is None and len({one["text"] for one in found["choices"]}) == 3
     for one in found["choices"]:
-        assert good(ask(runner, PATH, body(temperature=1.0, seed=one["seed"])))["choices"][0]["text"] == one["text"]
+        assert (
+            good(ask(runner, PATH, body(temperature=1.0, seed=one["seed"])))["choices"][0]["text"]
+            == one["text"]
+        )
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -90,7 +104,11 @@ def test_echo_puts_the_prompt_in_front(runner, llm, stream):
     for prompt in (PROMPTS[0], llm.tokenizer(PROMPTS[0])["input_ids"]):
         plain = good(ask(runner, PATH, body(temperature=0)))["choices"][0]["text"]
         response = ask(runner, PATH, body(prompt=prompt, temperature=0, echo=True, stream=stream))
-        text = "".join(one["choices"][0]["text"] for one in chunks(response)) if stream else good(response)["choices"][0]["text"]
+        text = (
+            "".join(one["choices"][0]["text"] for one in chunks(response))
+            if stream
+            else good(response)["choices"][0]["text"]
+        )
         assert text == PROMPTS[0] + plain
 
 
@@ -98,10 +116,16 @@ def test_echo_puts_the_prompt_in_front(runner, llm, stream):
 def test_logprobs_are_the_models_own(runner, llm, stream):
     right = llm.generate(PROMPTS[0], SamplingParams(max_tokens=20, logprobs=2), method="ar")
     response = ask(runner, PATH, body(temperature=0, logprobs=2, stream=stream))
-    pieces = [one["choices"][0]["logprobs"] for one in chunks(response)] if stream else [good(response)["choices"][0]["logprobs"]]
+    pieces = (
+        [one["choices"][0]["logprobs"] for one in chunks(response)]
+        if stream
+        else [good(response)["choices"][0]["logprobs"]]
+    )
     found = {name: [one for piece in pieces for one in piece[name]] for name in pieces[0]}
     assert found["token_logprobs"] == pytest.approx([one.logprob for one in right.logprobs])
-    for top, token, logprob in zip(found["top_logprobs"], found["tokens"], found["token_logprobs"], strict=True):
+    for top, token, logprob in zip(
+        found["top_logprobs"], found["tokens"], found["token_logprobs"], strict=True
+    ):
         assert top[token] >= logprob - 1e-6 and len(top) <= 3
     assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
 
@@ -126,12 +150,23 @@ def test_an_answer_has_sixteen_tokens_unless_asked_otherwise(llm):
 
 
 def test_stop_strings_and_ids(runner, llm):
-    whole = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, return_token_ids=True)))["choices"][0]
+    whole = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, return_token_ids=True)))[
+        "choices"
+    ][0]
     stop = whole["text"][3:5]
     found = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, stop=stop)))["choices"][0]
-    assert found["text"] == whole["text"][: whole["text"].index(stop)] and found["finish_reason"] == "stop"
+    assert (
+        found["text"] == whole["text"][: whole["text"].index(stop)]
+        and found["finish_reason"] == "stop"
+    )
     last = whole["token_ids"][2]
-    found = good(ask(runner, PATH, body(temperature=0, ignore_eos=True, stop_token_ids=[last], return_token_ids=True)))["choices"][0]
+    found = good(
+        ask(
+            runner,
+            PATH,
+            body(temperature=0, ignore_eos=True, stop_token_ids=[last], return_token_ids=True),
+        )
+    )["choices"][0]
     assert found["token_ids"] == whole["token_ids"][: whole["token_ids"].index(last) + 1]
 
 
@@ -164,7 +199,9 @@ def test_best_of_that_asks_for_nothing(runner):
 
 
 def test_answers_without_http(runner):
-    found = asyncio.run(completions.answer(runner, CompletionRequest.model_validate(body(temperature=0))))
+    found = asyncio.run(
+        completions.answer(runner, CompletionRequest.model_validate(body(temperature=0)))
+    )
     assert found["choices"] == good(ask(runner, PATH, body(temperature=0)))["choices"]
 
 
@@ -173,14 +210,17 @@ def test_models(runner, llm):
     assert found["object"] == "list" and [one["id"] for one in found["data"]] == ["toy", "small"]
     assert found["data"][0]["max_model_len"] == 512
     assert found["data"][0]["quickbeam"] == {"methods": llm.methods, "default_method": "pld"}
-    assert {"ar", "pld", "auto"} <= set(llm.methods) and "dyspec" not in llm.methods  # which needs a drafter
+    # which needs a drafter
+    assert {"ar", "pld", "auto"} <= set(llm.methods) and "dyspec" not in llm.methods
     assert good(ask(runner, "/v1/models/small", method="GET"))["id"] == "small"
     refused(ask(runner, "/v1/models/a/b", method="GET"), "model", 404)
 
 
 def test_every_method_that_is_told_answers(runner, llm):
     texts = {
-        good(ask(runner, PATH, body(temperature=0.8, seed=1, speculation={"method": method})))["choices"][0]["text"]
+        good(ask(runner, PATH, body(temperature=0.8, seed=1, speculation={"method": method})))[
+            "choices"
+        ][0]["text"]
         for method in llm.methods
     }
     assert len(texts) == 1
@@ -200,17 +240,26 @@ def test_room_is_bound_by_context_and_memory(llm):
 
 
 def test_tokens_there_and_back(runner, llm):
-    found = good(ask(runner, "/tokenize", {"model": "toy", "prompt": "Hé!", "return_token_strs": True}))
+    found = good(
+        ask(runner, "/tokenize", {"model": "toy", "prompt": "Hé!", "return_token_strs": True})
+    )
     assert found["tokens"] == llm.tokenizer("Hé!")["input_ids"]
-    assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) and found["max_model_len"] == 512
+    assert (
+        found["count"] == len(found["tokens"]) == len(found["token_strs"])
+        and found["max_model_len"] == 512
+    )
     assert good(ask(runner, "/detokenize", {"tokens": found["tokens"]})) == {"prompt": "Hé!"}
     messages = [{"role": "user", "content": "hi"}]
-    assert good(ask(runner, "/tokenize", {"messages": messages}))["tokens"] == llm.encode_chat(messages)
+    assert good(ask(runner, "/tokenize", {"messages": messages}))["tokens"] == llm.encode_chat(
+        messages
+    )
     refused(ask(runner, "/detokenize", {"tokens": [-1]}), "tokens")
     refused(ask(runner, "/detokenize", {"tokens": [10**30]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
     refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
-    assert "tools" in refused(ask(runner, "/tokenize", {"messages": messages, "tools": [TOOL]}), "tools")
+    assert "tools" in refused(
+        ask(runner, "/tokenize", {"messages": messages, "tools": [TOOL]}), "tools"
+    )
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -227,10 +276,16 @@ def test_paths_that_are_not_there(runner):
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
     max_leaves=6,
 )
-KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_tokens", "n", "regex", "lark", "response_format")]
+KNOWN = [
+    name
+    for name in CompletionRequest.model_fields
+    if name not in ("max_tokens", "n", "regex", "lark", "response_format")
+]
 
 
 @examples(60, suppress_health_check=list(HealthCheck))
@@ -239,7 +294,9 @@ KNOWN = [name for name in CompletionRequest.model_fields if name not in ("max_to
     path=st.sampled_from([PATH, "/tokenize", "/detokenize"]),
 )
 def test_junk_is_never_the_servers_fault(runner, fields, path):
-    asked = body(max_tokens=1) | fields if path == PATH else fields | {"tokens": fields.get("prompt")}
+    asked = (
+        body(max_tokens=1) | fields if path == PATH else fields | {"tokens": fields.get("prompt")}
+    )
     response = ask_raw(runner, path, json.dumps(asked))
     assert response.status_code in (200, 400, 404), (asked, response.text)
 

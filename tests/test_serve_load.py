@@ -1,7 +1,9 @@
-"""A server under load, with an oracle: every answer that is completed is the one that plain decoding gives to nobody else.
+"""A server under load, with an oracle: every answer that is completed is the one that plain
+decoding gives to nobody else.
 
-Clients come many at a time with all kinds of requests, some leave midway or vanish, queue and memory are too small for all of them. In the
-end nothing is left of any: no page of keys and values, no place in the queue, no task, no connection.
+Clients come many at a time with all kinds of requests, some leave midway or vanish, queue and
+memory are too small for all of them. In the end nothing is left of any: no page of keys and values,
+no place in the queue, no task, no connection.
 
 pytest tests/test_serve_load.py
 """
@@ -36,17 +38,23 @@ TEXTS = (
 )
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["small", "large"]}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"enum": ["small", "large"]},
+    },
     "required": ["name", "size"],
     "additionalProperties": False,
 }
-GRAMMAR = {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}}
+GRAMMAR = {
+    "response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA}}
+}
 PARAMETERS = ("temperature", "top_p", "seed", "max_tokens", "n")
 
 
 class Client(NamedTuple):
-    """A request, and what its client does. `stays`: to the end; else it leaves after some pieces of the stream (`leaves`), gives up while
-    the whole answer is made (`hurries`), or is gone as soon as it has asked (`vanishes`)."""
+    """A request, and what its client does. `stays`: to the end; else it leaves after some pieces of
+    the stream (`leaves`), gives up while the whole answer is made (`hurries`), or is gone as soon
+    as it has asked (`vanishes`)."""
 
     path: str
     body: dict[str, Any]
@@ -58,13 +66,23 @@ def crowd(count: int, methods: tuple[str, ...], tokens: int, seed: int = 0) -> l
     chance, found = random.Random(seed), list[Client]()
     for number in range(count):
         text = chance.choice(TEXTS) * chance.choice((1, 1, 1, 6))
-        body: dict[str, Any] = {"temperature": chance.choice((0, 0, 0.8)), "seed": chance.randrange(4), "n": chance.choice((1, 1, 2, 3))}
+        body: dict[str, Any] = {
+            "temperature": chance.choice((0, 0, 0.8)),
+            "seed": chance.randrange(4),
+            "n": chance.choice((1, 1, 2, 3)),
+        }
         body |= {"max_tokens": chance.randint(tokens // 3, tokens), "return_token_ids": True}
-        body["speculation"] = {"method": chance.choice(methods)} | ({"budget": chance.choice((2, 5, 0))} if chance.random() < 0.5 else {})
+        body["speculation"] = {"method": chance.choice(methods)} | (
+            {"budget": chance.choice((2, 5, 0))} if chance.random() < 0.5 else {}
+        )
         if chance.random() < 0.2:
             body["top_p"] = 0.9
         path = chance.choice(("/v1/chat/completions", "/v1/completions"))
-        body |= {"messages": [{"role": "user", "content": text}]} if "chat" in path else {"prompt": text}
+        body |= (
+            {"messages": [{"role": "user", "content": text}]}
+            if "chat" in path
+            else {"prompt": text}
+        )
         if "chat" in path and chance.random() < 0.3:
             body |= GRAMMAR
         does = chance.choice(("leaves", "hurries", "vanishes")) if number % 3 == 1 else "stays"
@@ -78,7 +96,10 @@ async def vanish(base: str, client: Client) -> None:
     host, port = base.removeprefix("http://").split(":")
     _, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(client.body).encode()
-    head = f"POST {client.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {client.path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
+        f"application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     await writer.drain()
     await asyncio.sleep(0.02)
@@ -99,27 +120,39 @@ def streamed(lines: list[str], choices: int) -> list[list[int]]:
     return found
 
 
-async def ask(web: httpx.AsyncClient, base: str, client: Client, seen: Counter[int], chance: random.Random) -> list[list[int]] | None:
-    """Token ids of all choices where the client stays to the end, which comes again where it is told to."""
+async def ask(
+    web: httpx.AsyncClient, base: str, client: Client, seen: Counter[int], chance: random.Random
+) -> list[list[int]] | None:
+    """Token ids of all choices where the client stays to the end, which comes again where it is
+    told to."""
     if client.does == "vanishes":
         await vanish(base, client)
         return None
     while True:
         if client.does == "hurries":
             with suppress(httpx.TimeoutException):
-                seen[(await web.post(client.path, json=client.body, timeout=chance.uniform(0.01, 0.3))).status_code] += 1
+                seen[
+                    (
+                        await web.post(
+                            client.path, json=client.body, timeout=chance.uniform(0.01, 0.3)
+                        )
+                    ).status_code
+                ] += 1
             return None
         async with web.stream("POST", client.path, json=client.body) as response:
             seen[response.status_code] += 1
             if response.status_code in (429, 503):
                 assert int(response.headers["retry-after"]) >= 1
-                await asyncio.sleep(chance.uniform(0.05, 0.3))  # sooner than told: the queue is to be full
+                # sooner than told: the queue is to be full
+                await asyncio.sleep(chance.uniform(0.05, 0.3))
                 continue
             if response.status_code != 200:
                 raise AssertionError((await response.aread()).decode())
             if not client.body["stream"]:
                 choices = json.loads(await response.aread())["choices"]
-                return [choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])]
+                return [
+                    choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])
+                ]
             lines = list[str]()
             async for line in response.aiter_lines():
                 if line.startswith("data: "):
@@ -129,11 +162,15 @@ async def ask(web: httpx.AsyncClient, base: str, client: Client, seen: Counter[i
             return streamed(lines, client.body["n"])
 
 
-async def load(base: str, clients: list[Client], together: int) -> tuple[list[list[list[int]] | None], Counter[int]]:
+async def load(
+    base: str, clients: list[Client], together: int
+) -> tuple[list[list[list[int]] | None], Counter[int]]:
     """What each client got, and the statuses that were seen."""
     turns, seen, chance = asyncio.Semaphore(together), Counter[int](), random.Random(1)
 
-    async with httpx.AsyncClient(base_url=base, timeout=300, limits=httpx.Limits(max_connections=together)) as web:
+    async with httpx.AsyncClient(
+        base_url=base, timeout=300, limits=httpx.Limits(max_connections=together)
+    ) as web:
 
         async def come(client: Client) -> list[list[int]] | None:
             async with turns:
@@ -151,11 +188,23 @@ def alone(plain: LLM, client: Client) -> list[list[int]]:
 
         given["grammar"] = Grammar.json_schema(SCHEMA)
     params = SamplingParams(**given)
-    found = plain.chat(body["messages"], params) if "messages" in body else plain.generate(body["prompt"], params)
+    found = (
+        plain.chat(body["messages"], params)
+        if "messages" in body
+        else plain.generate(body["prompt"], params)
+    )
     return [one.token_ids for one in (found if isinstance(found, list) else [found])]
 
 
-def under_load(folder: str | None, methods: tuple[str, ...], count: int, together: int, tokens: int, memory: int, **options: Any) -> None:
+def under_load(
+    folder: str | None,
+    methods: tuple[str, ...],
+    count: int,
+    together: int,
+    tokens: int,
+    memory: int,
+    **options: Any,
+) -> None:
     clients = crowd(count, methods, tokens)
     with LLM(folder, "auto", max_running=together // 2, kv_memory=memory, **options) as llm:
         runner = Runner(ServeSettings(max_waiting=together // 2, queue_timeout=300), llm)
@@ -168,9 +217,15 @@ def under_load(folder: str | None, methods: tuple[str, ...], count: int, togethe
             asyncio.run(until(lambda: not connections(port)))
             assert runner.healthy and llm.engine.used == llm.engine.nodes == 0.0
             llm.reset()
-            assert llm.model.pool.used == 0 and (llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0)
+            assert llm.model.pool.used == 0 and (
+                llm.prepare("auto") is None or llm.prepare("auto").pool.used == 0
+            )
     assert set(seen) <= {200, 429, 503} and seen[200] and seen[429], seen
-    stayed = [(client, answer) for client, answer in zip(clients, got, strict=True) if client.does == "stays"]
+    stayed = [
+        (client, answer)
+        for client, answer in zip(clients, got, strict=True)
+        if client.does == "stays"
+    ]
     assert all(answer is not None for _, answer in stayed)
     with LLM(folder, "ar", share_prefixes=False, **options) as plain:
         different = [client for client, answer in stayed if answer != alone(plain, client)]
@@ -185,12 +240,23 @@ def tasks(loop: asyncio.AbstractEventLoop) -> set[Any]:
 def connections(port: int) -> list[Any]:
     """Those that are open to the server."""
     every = psutil.Process().net_connections("tcp")
-    return [one for one in every if one.laddr.port == port and one.status in ("ESTABLISHED", "CLOSE_WAIT")]
+    return [
+        one
+        for one in every
+        if one.laddr.port == port and one.status in ("ESTABLISHED", "CLOSE_WAIT")
+    ]
 
 
 def test_every_completed_answer_is_the_one_given_alone(toy_folder):
     pytest.importorskip("llguidance")
-    under_load(toy_folder, ("ar", "pld", "logitspec", "auto"), count=45, together=12, tokens=24, memory=2**18)
+    under_load(
+        toy_folder,
+        ("ar", "pld", "logitspec", "auto"),
+        count=45,
+        together=12,
+        tokens=24,
+        memory=2**18,
+    )
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""What `/metrics` counts, held against the answers themselves, and the dashboard that reads it. `pytest tests/test_serve_metrics.py`"""
+"""What `/metrics` counts, held against the answers themselves, and the dashboard that reads it.
+`pytest tests/test_serve_metrics.py`"""
 
 from __future__ import annotations
 
@@ -15,15 +16,47 @@ from running import LONG, begun, braked, idle, job, served, until
 
 NAMES = (  # of vLLM, as its dashboards and autoscalers ask for them
     *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
-    *("prompt_tokens_total", "generation_tokens_total", "num_preemptions_total", "request_success_total"),
+    *(
+        "prompt_tokens_total",
+        "generation_tokens_total",
+        "num_preemptions_total",
+        "request_success_total",
+    ),
     *("prefix_cache_queries_total", "prefix_cache_hits_total"),
-    *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total"),
+    *(
+        "spec_decode_num_drafts_total",
+        "spec_decode_num_draft_tokens_total",
+        "spec_decode_num_accepted_tokens_total",
+    ),
     "spec_decode_num_accepted_tokens_per_pos_total",
-    *("time_to_first_token_seconds_bucket", "inter_token_latency_seconds_bucket", "time_per_output_token_seconds_bucket"),
-    *("e2e_request_latency_seconds_bucket", "request_queue_time_seconds_bucket", "request_prefill_time_seconds_bucket"),
-    *("request_decode_time_seconds_bucket", "request_prompt_tokens_bucket", "request_generation_tokens_bucket"),
+    *(
+        "time_to_first_token_seconds_bucket",
+        "inter_token_latency_seconds_bucket",
+        "time_per_output_token_seconds_bucket",
+    ),
+    *(
+        "e2e_request_latency_seconds_bucket",
+        "request_queue_time_seconds_bucket",
+        "request_prefill_time_seconds_bucket",
+    ),
+    *(
+        "request_decode_time_seconds_bucket",
+        "request_prompt_tokens_bucket",
+        "request_generation_tokens_bucket",
+    ),
 )
-FUNCTIONS = {"sum", "rate", "by", "le", "avg", "max", "increase", "histogram_quantile", "on", "group_left"}
+FUNCTIONS = {
+    "sum",
+    "rate",
+    "by",
+    "le",
+    "avg",
+    "max",
+    "increase",
+    "histogram_quantile",
+    "on",
+    "group_left",
+}
 LABELS = {"model_name", "finished_reason", "reason", "source", "position"}
 
 
@@ -47,7 +80,12 @@ async def read(client) -> dict[str, dict[str, float]]:
 
 
 def test_what_is_counted_is_what_was_answered(llm):
-    prompts = ["the cat sat on the mat and the cat", "one two three one two", "hello", "a b a b a b a b " * 10]
+    prompts = [
+        "the cat sat on the mat and the cat",
+        "one two three one two",
+        "hello",
+        "a b a b a b a b " * 10,
+    ]
     sampled = SamplingParams(max_tokens=30, temperature=0.7, seed=1, ignore_eos=True)
     asked = [job(llm, text, params) for text in prompts for params in (LONG, sampled)]
     llm.reset()
@@ -67,13 +105,19 @@ def test_what_is_counted_is_what_was_answered(llm):
                 "vllm:generation_tokens_total": sum(len(one.token_ids) for one in every),
                 "vllm:prefix_cache_queries_total": sum(len(one.prompt) for one in asked),
                 "vllm:prefix_cache_hits_total": sum(one.cached_tokens for one in counts),
-                "vllm:spec_decode_num_draft_tokens_total": sum(one.nodes - one.steps for one in counts),
-                "vllm:spec_decode_num_accepted_tokens_total": sum(source.accepted for one in counts for source in one.sources.values()),
+                "vllm:spec_decode_num_draft_tokens_total": sum(
+                    one.nodes - one.steps for one in counts
+                ),
+                "vllm:spec_decode_num_accepted_tokens_total": sum(
+                    source.accepted for one in counts for source in one.sources.values()
+                ),
                 "vllm:time_to_first_token_seconds_count": len(every),
                 "vllm:e2e_request_latency_seconds_count": len(every),
                 "vllm:request_queue_time_seconds_count": len(every),
                 "vllm:inter_token_latency_seconds_count": sum(one.new_tokens - 1 for one in counts),
-                "vllm:time_per_output_token_seconds_count": sum(one.new_tokens - 1 for one in counts),
+                "vllm:time_per_output_token_seconds_count": sum(
+                    one.new_tokens - 1 for one in counts
+                ),
                 "vllm:request_generation_tokens_sum": sum(one.new_tokens for one in counts),
                 "quickbeam:nodes_per_step_count": sum(one.steps for one in counts),
                 "quickbeam:nodes_per_step_sum": sum(one.nodes for one in counts),
@@ -82,13 +126,21 @@ def test_what_is_counted_is_what_was_answered(llm):
                 "vllm:kv_cache_usage_perc": 0,
             }
             assert {name: found[name][""] for name in plain} == plain
-            assert plain["vllm:spec_decode_num_accepted_tokens_total"] > 0 and plain["vllm:prefix_cache_hits_total"] > 0
+            assert (
+                plain["vllm:spec_decode_num_accepted_tokens_total"] > 0
+                and plain["vllm:prefix_cache_hits_total"] > 0
+            )
             depths = found["vllm:spec_decode_num_accepted_tokens_per_pos_total"]
             assert sum(depths.values()) == plain["vllm:spec_decode_num_accepted_tokens_total"]
             falling = [depths[str(depth)] for depth in range(5)]
-            assert falling == sorted(falling, reverse=True) and falling[0] <= found["vllm:spec_decode_num_drafts_total"][""]
+            assert (
+                falling == sorted(falling, reverse=True)
+                and falling[0] <= found["vllm:spec_decode_num_drafts_total"][""]
+            )
             assert found["vllm:request_success_total"] == {"length": len(every)}
-            drafted = {name: sum(one.sources[name].drafted for one in counts) for name in counts[0].sources}
+            drafted = {
+                name: sum(one.sources[name].drafted for one in counts) for name in counts[0].sources
+            }
             assert found["quickbeam:drafted_tokens_total"] == drafted
 
     asyncio.run(main())
@@ -96,7 +148,10 @@ def test_what_is_counted_is_what_was_answered(llm):
 
 def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
     async def main() -> None:
-        async with served(llm, served_name="tiny", max_waiting=1, queue_timeout=0.2) as (runner, client):
+        async with served(llm, served_name="tiny", max_waiting=1, queue_timeout=0.2) as (
+            runner,
+            client,
+        ):
             monkeypatch.setattr(llm.engine.scheduler, "most", 1)
             runner.gate.places = 1
             with braked(llm.engine) as brake:
@@ -107,11 +162,18 @@ def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
                 (stream,) = await task
                 await until(lambda: bool(llm.engine.nodes))
                 found = await read(client)
-                assert found["vllm:num_requests_running"] == {"": 1} and found["vllm:num_requests_waiting"] == {"": 0}
-                assert found["vllm:kv_cache_usage_perc"][""] == llm.model.pool.used / llm.model.pool.limit > 0
+                assert found["vllm:num_requests_running"] == {"": 1} and found[
+                    "vllm:num_requests_waiting"
+                ] == {"": 0}
+                assert (
+                    found["vllm:kv_cache_usage_perc"][""]
+                    == llm.model.pool.used / llm.model.pool.limit
+                    > 0
+                )
                 assert 1 <= found["quickbeam:budget_nodes"][""] <= 6
                 body = {"model": "tiny", "prompt": "hello"}
-                assert (await client.post("/v1/completions", json=body)).status_code == 503  # after its time in the queue
+                # after its time in the queue
+                assert (await client.post("/v1/completions", json=body)).status_code == 503
                 assert (await client.post("/v1/completions", json=body)).status_code == 429
             stream.close()
             await until(lambda: idle(runner))
@@ -129,7 +191,11 @@ def test_what_is_set_back_is_counted(toy_folder):
 
         async def main() -> None:
             async with served(llm, served_name="tiny") as (runner, client):
-                streams = [stream for i in range(4) for stream in await begun(runner, job(llm, f"{i} " * 20))]
+                streams = [
+                    stream
+                    for i in range(4)
+                    for stream in await begun(runner, job(llm, f"{i} " * 20))
+                ]
                 for stream in streams:
                     async for _ in stream:
                         pass
@@ -138,7 +204,8 @@ def test_what_is_set_back_is_counted(toy_folder):
                 times = sum(stream.completion.statistics.set_back for stream in streams)
                 assert times > 0
                 assert found["vllm:num_preemptions_total"][""] == times
-                assert found["vllm:spec_decode_num_drafts_total"][""] == 0  # plain decoding drafts nothing
+                # plain decoding drafts nothing
+                assert found["vllm:spec_decode_num_drafts_total"][""] == 0
 
         asyncio.run(main())
 
@@ -165,9 +232,15 @@ def test_a_server_that_is_loading_has_metrics():
 def test_the_dashboard_asks_for_metrics_that_there_are(llm):
     board = json.loads(files("quickbeam.serve").joinpath("grafana.json").read_text())
     expressions = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
-    expressions += [one["definition"].partition("(")[2].partition(",")[0] for one in board["templating"]["list"] if "definition" in one]
+    expressions += [
+        one["definition"].partition("(")[2].partition(",")[0]
+        for one in board["templating"]["list"]
+        if "definition" in one
+    ]
     asked = {name for text in expressions for name in metrics_of(text)}
-    assert len(asked) > 15 and len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
+    assert len(asked) > 15 and len({panel["id"] for panel in board["panels"]}) == len(
+        board["panels"]
+    )
 
     async def main() -> set[str]:
         async with served(llm, served_name="tiny") as (runner, client):
@@ -175,7 +248,9 @@ def test_the_dashboard_asks_for_metrics_that_there_are(llm):
                 async for _ in stream:
                     pass
             runner.gate.places = -1000
-            assert (await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})).status_code == 429
+            assert (
+                await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
+            ).status_code == 429
             runner.gate.places = 1
             await until(lambda: idle(runner))
             return set(await read(client))
@@ -190,5 +265,8 @@ def metrics_of(expression: str) -> set[str]:
 
 
 def test_names_are_found_in_expressions():
-    text = 'histogram_quantile(0.5, sum by (le) (rate(vllm:x_bucket{model_name=~"$m"}[$__rate_interval]))) / on () process_y'
+    text = (
+        "histogram_quantile(0.5, sum by (le) "
+        '(rate(vllm:x_bucket{model_name=~"$m"}[$__rate_interval]))) / on () process_y'
+    )
     assert metrics_of(text) == {"vllm:x_bucket", "process_y"}

@@ -1,4 +1,5 @@
-"""The official clients against this server: every response and chunk that it gives is one that they read.
+"""The official clients against this server: every response and chunk that it gives is one that they
+read.
 
 pytest tests/test_serve_openai.py
 """
@@ -22,7 +23,8 @@ from serving import ScriptedRunner, client
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat and the cat"}]
 TEMPLATE = (
-    '{% if tools %}{{ tools | tojson }}<tool_call>"arguments"{% endif %}{% for m in messages %}{{ m.role }}: {{ m.content }}'
+    '{% if tools %}{{ tools | tojson }}<tool_call>"arguments"{% endif %}{% for m in messages %}{{ '
+    "m.role }}: {{ m.content }}"
     "{% for c in m.tool_calls %}{{ c.function.arguments.x }}{% endfor %}{% endfor %}"
 )
 CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
@@ -53,12 +55,17 @@ def scripted(toy_folder):
 
 
 def using(runner, work, strict=True):
-    """What `work` makes of an official client whose requests go to `runner`. `strict`: responses are held against the client's types."""
+    """What `work` makes of an official client whose requests go to `runner`. `strict`: responses
+    are held against the client's types."""
 
     async def go():
         async with client(runner) as web:
             api = openai.AsyncOpenAI(
-                base_url="http://localhost/v1", api_key="none", http_client=web, max_retries=0, _strict_response_validation=strict
+                base_url="http://localhost/v1",
+                api_key="none",
+                http_client=web,
+                max_retries=0,
+                _strict_response_validation=strict,
             )
             return await work(api)
 
@@ -92,36 +99,87 @@ def test_every_field_of_a_chat(runner, llm):
         service_tier="auto",
         safety_identifier="me",
         prompt_cache_key="k",
-        extra_body={"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "min_tokens": 2, "ignore_eos": True, "return_token_ids": True}
-        | {"speculation": {"method": "logitspec"}, "bad_words": ["b"], "stop_token_ids": [3], "skip_special_tokens": True},
+        extra_body={
+            "top_k": 40,
+            "min_p": 0.01,
+            "repetition_penalty": 1.1,
+            "min_tokens": 2,
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        | {
+            "speculation": {"method": "logitspec"},
+            "bad_words": ["b"],
+            "stop_token_ids": [3],
+            "skip_special_tokens": True,
+        },
     )
     params = SamplingParams(
-        max_tokens=12, temperature=0.8, top_p=0.9, seed=7, n=2, stop=["zzz"], presence_penalty=0.1, frequency_penalty=0.1,
-        logit_bias={5: -100}, logprobs=2, top_k=40, min_p=0.01, repetition_penalty=1.1, min_tokens=2, ignore_eos=True, bad_words=["b"],
+        max_tokens=12, temperature=0.8, top_p=0.9, seed=7, n=2, stop=["zzz"], presence_penalty=0.1,
+        frequency_penalty=0.1,
+        logit_bias={5: -100}, logprobs=2, top_k=40, min_p=0.01, repetition_penalty=1.1,
+        min_tokens=2, ignore_eos=True, bad_words=["b"],
         stop_token_ids=[3],
     )  # fmt: skip
     right = llm.chat(MESSAGES, params, method="ar")
     found = using(runner, lambda api: api.chat.completions.create(**asked))
     assert [one.message.content for one in found.choices] == [one.text for one in right]
-    assert [one.model_extra["token_ids"] for one in found.choices] == [one.token_ids for one in right]
-    assert [entry.logprob for entry in found.choices[0].logprobs.content] == pytest.approx([one.logprob for one in right[0].logprobs])
-    assert found.usage.completion_tokens_details.accepted_prediction_tokens >= 0 and found.system_fingerprint == runner.fingerprint
-    assert found.usage.prompt_tokens_details.cached_tokens >= 0 and found.usage.model_extra["steps"] > 0
+    assert [one.model_extra["token_ids"] for one in found.choices] == [
+        one.token_ids for one in right
+    ]
+    assert [entry.logprob for entry in found.choices[0].logprobs.content] == pytest.approx(
+        [one.logprob for one in right[0].logprobs]
+    )
+    assert (
+        found.usage.completion_tokens_details.accepted_prediction_tokens >= 0
+        and found.system_fingerprint == runner.fingerprint
+    )
+    assert (
+        found.usage.prompt_tokens_details.cached_tokens >= 0
+        and found.usage.model_extra["steps"] > 0
+    )
 
-    chunks = using(runner, lambda api: gathered(api.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})))
+    chunks = using(
+        runner,
+        lambda api: gathered(
+            api.chat.completions.create(
+                **asked, stream=True, stream_options={"include_usage": True}
+            )
+        ),
+    )
     for index, one in enumerate(right):
         mine = [choice for chunk in chunks for choice in chunk.choices if choice.index == index]
-        assert "".join(choice.delta.content or "" for choice in mine) == one.text and mine[-1].finish_reason == one.finish_reason
+        assert (
+            "".join(choice.delta.content or "" for choice in mine) == one.text
+            and mine[-1].finish_reason == one.finish_reason
+        )
     assert chunks[-1].usage.total_tokens == found.usage.total_tokens
 
 
 def test_every_field_of_a_completion(runner, llm):
-    asked = dict(model="toy", prompt=["one two one", "a b a b"], max_tokens=8, temperature=0.8, seed=3, n=2, best_of=2, logprobs=2)
-    right = llm.generate(asked["prompt"], SamplingParams(max_tokens=8, temperature=0.8, seed=3, n=2), method="ar")
-    found = using(runner, lambda api: api.completions.create(**asked, user="me", suffix=None, stop=None, logit_bias=None))
+    asked = dict(
+        model="toy",
+        prompt=["one two one", "a b a b"],
+        max_tokens=8,
+        temperature=0.8,
+        seed=3,
+        n=2,
+        best_of=2,
+        logprobs=2,
+    )
+    right = llm.generate(
+        asked["prompt"], SamplingParams(max_tokens=8, temperature=0.8, seed=3, n=2), method="ar"
+    )
+    found = using(
+        runner,
+        lambda api: api.completions.create(
+            **asked, user="me", suffix=None, stop=None, logit_bias=None
+        ),
+    )
     assert [one.text for one in found.choices] == [one.text for one in right]
     assert len(found.choices[0].logprobs.tokens) == len(right[0].token_ids)
-    # The client's type of a whole completion, which chunks have, too, wants a finish reason: not even OpenAI gives chunks one.
+    # The client's type of a whole completion, which chunks have, too, wants a finish reason: not
+    # even OpenAI gives chunks one.
     asked |= {"logprobs": None, "echo": True, "stream": True}
     echoed = using(runner, lambda api: gathered(api.completions.create(**asked)), strict=False)
     for index, one in enumerate(right):
@@ -131,16 +189,37 @@ def test_every_field_of_a_completion(runner, llm):
 
 def test_every_field_of_a_response(runner, llm):
     asked = dict(
-        model="toy", input=[{"role": "user", "content": "the cat"}], instructions="be brief", max_output_tokens=16, temperature=0.8
+        model="toy",
+        input=[{"role": "user", "content": "the cat"}],
+        instructions="be brief",
+        max_output_tokens=16,
+        temperature=0.8,
     )
-    asked |= dict(top_p=0.9, store=False, truncation="disabled", metadata={"a": "b"}, top_logprobs=1, parallel_tool_calls=True, user="me")
-    asked |= dict(include=["message.output_text.logprobs"], text={"format": {"type": "text"}}, extra_body={"seed": 5})
+    asked |= dict(
+        top_p=0.9,
+        store=False,
+        truncation="disabled",
+        metadata={"a": "b"},
+        top_logprobs=1,
+        parallel_tool_calls=True,
+        user="me",
+    )
+    asked |= dict(
+        include=["message.output_text.logprobs"],
+        text={"format": {"type": "text"}},
+        extra_body={"seed": 5},
+    )
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "the cat"}]
-    right = llm.chat(messages, SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=5), method="ar")
+    right = llm.chat(
+        messages, SamplingParams(max_tokens=16, temperature=0.8, top_p=0.9, seed=5), method="ar"
+    )
     found = using(runner, lambda api: api.responses.create(**asked))
     assert found.output_text == right.text and found.usage.output_tokens == len(right.token_ids)
     events = using(runner, lambda api: gathered(api.responses.create(**asked, stream=True)))
-    assert "".join(one.delta for one in events if one.type == "response.output_text.delta") == right.text
+    assert (
+        "".join(one.delta for one in events if one.type == "response.output_text.delta")
+        == right.text
+    )
     assert events[-1].response.output_text == right.text
 
 
@@ -150,21 +229,33 @@ def test_tools_there_and_back(scripted):
     async def work(api):
         first = await api.chat.completions.create(model="toy", messages=MESSAGES, tools=[TOOL])
         call = first.choices[0].message.tool_calls[0]
-        history = [*MESSAGES, first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "4"}]
-        await api.chat.completions.create(model="toy", messages=history, tools=[TOOL], tool_choice="auto")
-        chunks = await gathered(api.chat.completions.create(model="toy", messages=MESSAGES, tools=[TOOL], stream=True))
+        history = [
+            *MESSAGES,
+            first.choices[0].message,
+            {"role": "tool", "tool_call_id": call.id, "content": "4"},
+        ]
+        await api.chat.completions.create(
+            model="toy", messages=history, tools=[TOOL], tool_choice="auto"
+        )
+        chunks = await gathered(
+            api.chat.completions.create(model="toy", messages=MESSAGES, tools=[TOOL], stream=True)
+        )
         flat = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
         response = await api.responses.create(model="toy", input="x", tools=[flat])
         items = [{"role": "user", "content": "x"}, *response.output]
-        items.append({"type": "function_call_output", "call_id": response.output[0].call_id, "output": "4"})
+        items.append(
+            {"type": "function_call_output", "call_id": response.output[0].call_id, "output": "4"}
+        )
         await api.responses.create(model="toy", input=items, tools=[flat])
-        events = await gathered(api.responses.create(model="toy", input="x", tools=[flat], stream=True))
+        events = await gathered(
+            api.responses.create(model="toy", input="x", tools=[flat], stream=True)
+        )
         return first, chunks, response, events
 
     first, chunks, response, events = using(scripted, work)
-    assert first.choices[0].finish_reason == "tool_calls" and json.loads(first.choices[0].message.tool_calls[0].function.arguments) == {
-        "x": 3
-    }
+    assert first.choices[0].finish_reason == "tool_calls" and json.loads(
+        first.choices[0].message.tool_calls[0].function.arguments
+    ) == {"x": 3}
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
     assert response.output[0].type == "function_call" and events[-1].response.output[0].name == "f"
@@ -182,7 +273,10 @@ def test_the_clients_own_helpers_for_streams(scripted):
             return chat, await stream.get_final_response()
 
     chat, response = using(scripted, work)
-    assert chat.choices[0].message.content == scripted.script and chat.choices[0].finish_reason == "stop"
+    assert (
+        chat.choices[0].message.content == scripted.script
+        and chat.choices[0].finish_reason == "stop"
+    )
     assert [one.type for one in response.output] == ["message", "function_call"]
 
 
@@ -191,10 +285,13 @@ def test_strict_tools_by_the_clients_helper(scripted):
     scripted.script = f"Let me see. {CALL}"
     strict = {"type": "function", "function": {**TOOL["function"], "strict": True}}
     tokenizer = scripted.llm.tokenizer
-    tokenizer.add_tokens(["<tool_call>"])  # the answer is scripted: its model need not know the token
+    # the answer is scripted: its model need not know the token
+    tokenizer.add_tokens(["<tool_call>"])
 
     async def work(api):
-        async with api.chat.completions.stream(model="toy", messages=MESSAGES, tools=[strict]) as stream:
+        async with api.chat.completions.stream(
+            model="toy", messages=MESSAGES, tools=[strict]
+        ) as stream:
             return await stream.get_final_completion()
 
     chat = using(scripted, work)
@@ -212,7 +309,10 @@ def test_models(runner):
 
 def test_errors_are_the_clients_own(runner, scripted):
     with pytest.raises(openai.BadRequestError) as refused:
-        using(runner, lambda api: api.chat.completions.create(model="toy", messages=MESSAGES, temperature=-1))
+        using(
+            runner,
+            lambda api: api.chat.completions.create(model="toy", messages=MESSAGES, temperature=-1),
+        )
     assert refused.value.param == "temperature" and refused.value.type == "invalid_request_error"
     with pytest.raises(openai.NotFoundError) as missing:
         using(runner, lambda api: api.chat.completions.create(model="gpt-9", messages=MESSAGES))
@@ -222,7 +322,12 @@ def test_errors_are_the_clients_own(runner, scripted):
         with pytest.raises(openai.InternalServerError):
             using(scripted, lambda api: api.chat.completions.create(model="toy", messages=MESSAGES))
         with pytest.raises(openai.APIError, match="log says why"):
-            using(scripted, lambda api: gathered(api.chat.completions.create(model="toy", messages=MESSAGES, stream=True)))
+            using(
+                scripted,
+                lambda api: gathered(
+                    api.chat.completions.create(model="toy", messages=MESSAGES, stream=True)
+                ),
+            )
     finally:
         scripted.end = "stop"
 
@@ -236,24 +341,41 @@ def test_structured_output_by_the_clients_helper(runner):
 
     found = using(
         runner,
-        lambda api: api.chat.completions.parse(model="toy", messages=MESSAGES, response_format=Answer, max_tokens=200, temperature=0),
+        lambda api: api.chat.completions.parse(
+            model="toy", messages=MESSAGES, response_format=Answer, max_tokens=200, temperature=0
+        ),
     )
     assert 0 <= found.choices[0].message.parsed.size <= 99
-    found = using(runner, lambda api: api.responses.parse(model="toy", input="x", text_format=Answer, max_output_tokens=200, temperature=0))
+    found = using(
+        runner,
+        lambda api: api.responses.parse(
+            model="toy", input="x", text_format=Answer, max_output_tokens=200, temperature=0
+        ),
+    )
     assert 0 <= found.output_parsed.size <= 99
 
 
 def test_a_chat_with_langchain(runner, llm):
     chat_openai = pytest.importorskip("langchain_openai").ChatOpenAI
-    right = llm.chat(MESSAGES, SamplingParams(max_tokens=16, temperature=0.8, seed=7), method="ar").text
+    right = llm.chat(
+        MESSAGES, SamplingParams(max_tokens=16, temperature=0.8, seed=7), method="ar"
+    ).text
 
     async def go():
         async with client(runner) as web:
             chat = chat_openai(
-                model="toy", base_url="http://localhost/v1", api_key="none", http_async_client=web, temperature=0.8, seed=7, max_tokens=16
+                model="toy",
+                base_url="http://localhost/v1",
+                api_key="none",
+                http_async_client=web,
+                temperature=0.8,
+                seed=7,
+                max_tokens=16,
             )
             whole = await chat.ainvoke([("user", MESSAGES[0]["content"])])
-            pieces = [piece.content async for piece in chat.astream([("user", MESSAGES[0]["content"])])]
+            pieces = [
+                piece.content async for piece in chat.astream([("user", MESSAGES[0]["content"])])
+            ]
             return whole, pieces
 
     whole, pieces = asyncio.run(go())
@@ -267,7 +389,9 @@ def test_a_tool_with_langchain(scripted):
 
     async def go():
         async with client(scripted) as web:
-            chat = chat_openai(model="toy", base_url="http://localhost/v1", api_key="none", http_async_client=web)
+            chat = chat_openai(
+                model="toy", base_url="http://localhost/v1", api_key="none", http_async_client=web
+            )
             return await chat.bind_tools([TOOL]).ainvoke([("user", "x")])
 
     found = asyncio.run(go())

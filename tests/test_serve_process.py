@@ -1,4 +1,5 @@
-"""`quickbeam serve` as a process of its own: signals, and what a supervisor does. `pytest tests/test_serve_process.py`"""
+"""`quickbeam serve` as a process of its own: signals, and what a supervisor does. `pytest
+tests/test_serve_process.py`"""
 
 from __future__ import annotations
 
@@ -23,7 +24,16 @@ def port() -> int:
 
 
 def start(port: int, *options: str) -> subprocess.Popen[str]:
-    arguments = [sys.executable, "-m", "quickbeam", "serve", "--port", str(port), "--no-warm", *options]
+    arguments = [
+        sys.executable,
+        "-m",
+        "quickbeam",
+        "serve",
+        "--port",
+        str(port),
+        "--no-warm",
+        *options,
+    ]
     return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True)
 
 
@@ -56,7 +66,13 @@ def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, por
     try:
         wait(lambda: healthy(port))
         address = f"http://127.0.0.1:{port}/v1/completions"
-        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 150, "ignore_eos": True, "stream": True}
+        body = {
+            "model": "smollm2-135m",
+            "prompt": "Once upon a time",
+            "max_tokens": 150,
+            "ignore_eos": True,
+            "stream": True,
+        }
         with httpx.stream("POST", address, json=body, timeout=120) as response:
             got = response.iter_lines()
             next(got)
@@ -67,7 +83,10 @@ def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, por
                 assert server.wait(30) == 128 + signal.SIGTERM
                 return
             chunks = [line.removeprefix("data: ") for line in got if line.startswith("data: ")]
-            assert chunks[-1] == "[DONE]" and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+            assert (
+                chunks[-1] == "[DONE]"
+                and json.loads(chunks[-2])["choices"][0]["finish_reason"] == "length"
+            )
         assert server.wait(60) == 0
         assert "try it: curl" in server.stderr.read()
     finally:
@@ -103,11 +122,18 @@ def test_a_killed_process_is_noticed_and_a_supervisor_brings_it_back(smollm2, po
     supervisor = threading.Thread(target=supervise)
     supervisor.start()
     try:
-        body = {"model": "smollm2-135m", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+        body = {
+            "model": "smollm2-135m",
+            "prompt": "Once upon a time",
+            "max_tokens": 8,
+            "temperature": 0,
+        }
         texts = []
         for life in range(2):
             wait(lambda life=life: len(servers) > life and healthy(port))
-            found = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120).json()
+            found = httpx.post(
+                f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=120
+            ).json()
             texts.append((found["choices"][0]["text"], found["system_fingerprint"]))
             if not life:
                 servers[0].send_signal(signal.SIGKILL)

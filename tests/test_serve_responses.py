@@ -51,14 +51,19 @@ def text_of(response):
 
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_answers_are_those_given_alone(runner, llm, temperature):
-    right = llm.chat(MESSAGES, SamplingParams(max_tokens=24, temperature=temperature, seed=7), method="ar")
+    right = llm.chat(
+        MESSAGES, SamplingParams(max_tokens=24, temperature=temperature, seed=7), method="ar"
+    )
     found = good(ask(runner, PATH, body(temperature=temperature, seed=7)))
     assert text_of(found) == right.text and found["object"] == "response" and found["seed"] == 7
     cut = right.finish_reason == "length"
     assert found["status"] == ("incomplete" if cut else "completed") == found["output"][0]["status"]
     assert found["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
     usage = found["usage"]
-    assert (usage["input_tokens"], usage["output_tokens"]) == (len(llm.encode_chat(MESSAGES)), len(right.token_ids))
+    assert (usage["input_tokens"], usage["output_tokens"]) == (
+        len(llm.encode_chat(MESSAGES)),
+        len(right.token_ids),
+    )
     assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
     assert found["store"] is False and found["previous_response_id"] is None
 
@@ -69,12 +74,25 @@ def test_events_add_up_to_the_answer(runner, temperature):
     whole = good(ask(runner, PATH, asked))
     found = events(ask(runner, PATH, {**asked, "stream": True}))
     kinds = [one["type"] for one in found]
-    assert kinds[:4] == ["response.created", "response.in_progress", "response.output_item.added", "response.content_part.added"]
-    ends = ["response.output_text.done", "response.content_part.done", "response.output_item.done", f"response.{whole['status']}"]
+    assert kinds[:4] == [
+        "response.created",
+        "response.in_progress",
+        "response.output_item.added",
+        "response.content_part.added",
+    ]
+    ends = [
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        f"response.{whole['status']}",
+    ]
     assert kinds[-4:] == ends and set(kinds[4:-4]) == {"response.output_text.delta"}
     assert "".join(one["delta"] for one in found[4:-4]) == text_of(whole) == found[-4]["text"]
     last = found[-1]["response"]
-    assert text_of(last) == text_of(whole) and last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert (
+        text_of(last) == text_of(whole)
+        and last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    )
     assert found[0]["response"]["output"] == [] and found[0]["response"]["status"] == "in_progress"
     assert found[2]["item"]["content"] == [] and found[3]["part"]["text"] == ""
     assert len({one["item_id"] for one in found if "item_id" in one}) == 1
@@ -84,7 +102,11 @@ def test_items_are_messages(llm):
     scripted = ScriptedRunner(ServeSettings(), llm)
     items = [
         {"role": "developer", "content": "be"},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {
+            "type": "message",
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}],
+        },
         {
             "type": "message",
             "id": "msg_1",
@@ -96,7 +118,9 @@ def test_items_are_messages(llm):
     ]
     good(ask(scripted, PATH, {"input": items}))
     wanted = [("system", "be"), ("user", "a\nb"), ("assistant", "c"), ("user", "d")]
-    assert scripted.jobs[0].prompt == llm.encode_chat([{"role": role, "content": content} for role, content in wanted])
+    assert scripted.jobs[0].prompt == llm.encode_chat(
+        [{"role": role, "content": content} for role, content in wanted]
+    )
     assert scripted.jobs[0].params.max_tokens == 512 - len(scripted.jobs[0].prompt)
     asyncio.run(scripted.close())
 
@@ -104,16 +128,29 @@ def test_items_are_messages(llm):
 @pytest.mark.parametrize("stream", [False, True])
 def test_logprobs(runner, llm, stream):
     right = llm.chat(MESSAGES, SamplingParams(max_tokens=12, logprobs=2), method="ar").logprobs
-    asked = body(temperature=0, max_output_tokens=12, top_logprobs=2, include=["message.output_text.logprobs"], stream=stream)
+    asked = body(
+        temperature=0,
+        max_output_tokens=12,
+        top_logprobs=2,
+        include=["message.output_text.logprobs"],
+        stream=stream,
+    )
     response = ask(runner, PATH, asked)
     if stream:
         found = events(response)
         part = found[-1]["response"]["output"][0]["content"][0]
-        told = [entry for one in found if one["type"] == "response.output_text.delta" for entry in one["logprobs"]]
+        told = [
+            entry
+            for one in found
+            if one["type"] == "response.output_text.delta"
+            for entry in one["logprobs"]
+        ]
         assert told == part["logprobs"][: len(told)]
     else:
         part = good(response)["output"][0]["content"][0]
-    assert [one["logprob"] for one in part["logprobs"]] == pytest.approx([one.logprob for one in right])
+    assert [one["logprob"] for one in part["logprobs"]] == pytest.approx(
+        [one.logprob for one in right]
+    )
     assert all(len(one["top_logprobs"]) == 2 for one in part["logprobs"])
 
 
@@ -144,8 +181,18 @@ REFUSED = {
     "a chat's length": ({"max_tokens": 4}, "max_tokens"),
     "no room": ({"max_output_tokens": 1000}, "max_output_tokens"),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
-    "an image": ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}]}, "input[0].content[0]"),
-    "a file": ({"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]}, "input[0].content[0]"),
+    "an image": (
+        {
+            "input": [
+                {"role": "user", "content": [{"type": "input_image", "image_url": "http://x"}]}
+            ]
+        },
+        "input[0].content[0]",
+    ),
+    "a file": (
+        {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "f"}]}]},
+        "input[0].content[0]",
+    ),
     "a reference": ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0]"),
     "no input": ({"input": []}, "input"),
     "a built-in tool": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
@@ -164,22 +211,53 @@ def test_what_is_not_served_is_refused_by_name(runner, name):
 
 
 def test_what_asks_for_nothing_is_accepted(runner):
-    fields = {"store": False, "metadata": {"a": "b"}, "truncation": "disabled", "include": ["reasoning.encrypted_content"], "user": "me"}
-    found = good(ask(runner, PATH, body(**fields, text={"format": {"type": "text"}, "verbosity": "medium"}, service_tier="auto")))
-    assert found["metadata"] == {"a": "b"} and found["text"]["format"] == {"type": "text"} and found["user"] == "me"
+    fields = {
+        "store": False,
+        "metadata": {"a": "b"},
+        "truncation": "disabled",
+        "include": ["reasoning.encrypted_content"],
+        "user": "me",
+    }
+    found = good(
+        ask(
+            runner,
+            PATH,
+            body(
+                **fields,
+                text={"format": {"type": "text"}, "verbosity": "medium"},
+                service_tier="auto",
+            ),
+        )
+    )
+    assert (
+        found["metadata"] == {"a": "b"}
+        and found["text"]["format"] == {"type": "text"}
+        and found["user"] == "me"
+    )
 
 
 def test_formats_make_grammars():
     schema = {"type": "object", "properties": {"x": {"type": "integer"}}}
-    asked = ResponsesRequest.model_validate({"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}})
+    asked = ResponsesRequest.model_validate(
+        {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
+    )
     assert asked.grammars == ["text"] and asked.response_format.json_schema.schema_ == schema
-    asked = ResponsesRequest.model_validate({"input": "x", "text": {"format": {"type": "json_object"}}})
+    asked = ResponsesRequest.model_validate(
+        {"input": "x", "text": {"format": {"type": "json_object"}}}
+    )
     assert asked.grammars == ["text"]
-    assert ResponsesRequest.model_validate({"input": "x", "text": {"format": {"type": "text"}}}).grammars == []
+    assert (
+        ResponsesRequest.model_validate(
+            {"input": "x", "text": {"format": {"type": "text"}}}
+        ).grammars
+        == []
+    )
 
 
 def test_answers_without_http(runner):
-    found = asyncio.run(responses.answer(runner, ResponsesRequest.model_validate(body(temperature=0))))
+    found = asyncio.run(
+        responses.answer(runner, ResponsesRequest.model_validate(body(temperature=0)))
+    )
     assert text_of(found) == text_of(good(ask(runner, PATH, body(temperature=0))))
 
 
@@ -187,7 +265,11 @@ JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(["type", "role", "content", "text", "format"]) | st.text(max_size=5), inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "role", "content", "text", "format"]) | st.text(max_size=5),
+            inner,
+            max_size=3,
+        )
     ),
     max_leaves=6,
 )
@@ -202,11 +284,18 @@ ITEM = st.fixed_dictionaries(
         "arguments": JSON,
     },
 )
-KNOWN = [name for name in ResponsesRequest.model_fields if name not in ("max_output_tokens", "regex", "lark", "text")]
+KNOWN = [
+    name
+    for name in ResponsesRequest.model_fields
+    if name not in ("max_output_tokens", "regex", "lark", "text")
+]
 
 
 @examples(60, suppress_health_check=list(HealthCheck))
-@given(fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 3), max_size=3), items=st.lists(ITEM, max_size=3) | JSON)
+@given(
+    fields=st.dictionaries(st.sampled_from(KNOWN), JSON | st.integers(-3, 3), max_size=3),
+    items=st.lists(ITEM, max_size=3) | JSON,
+)
 def test_junk_is_never_the_servers_fault(runner, fields, items):
     asked = {"input": items, "max_output_tokens": 1, **fields}
     response = ask_raw(runner, PATH, json.dumps(asked))

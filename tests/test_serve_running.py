@@ -1,4 +1,5 @@
-"""The server as a process: starting, health, signals, clients that leave, what a supervisor does. `pytest tests/test_serve_running.py`"""
+"""The server as a process: starting, health, signals, clients that leave, what a supervisor does.
+`pytest tests/test_serve_running.py`"""
 
 from __future__ import annotations
 
@@ -55,12 +56,16 @@ class Listening(NamedTuple):
 
 
 @asynccontextmanager
-async def listening(llm: LLM, load: Callable[[], LLM] | None = None, **settings: Any) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
+async def listening(
+    llm: LLM, load: Callable[[], LLM] | None = None, **settings: Any
+) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
     """With a client. The model may be used again afterwards."""
     runner = Runner(ServeSettings(served_name="tiny", **settings))
     server, listener = Server(runner), listen("127.0.0.1", 0)
     address = url(listener)
-    serving = asyncio.create_task(serve(server, listener, lambda: (load() if load else llm, "fp_tiny")))
+    serving = asyncio.create_task(
+        serve(server, listener, lambda: (load() if load else llm, "fp_tiny"))
+    )
     await until(lambda: server.started and (load is not None or runner.healthy))
     one = Listening(runner, server, address, serving)
     try:
@@ -80,7 +85,9 @@ async def lines(response: httpx.Response) -> AsyncIterator[str]:
 
 def text_of(chunks: list[str]) -> str:
     assert chunks[-1] == "[DONE]"
-    return "".join(choice["text"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"])
+    return "".join(
+        choice["text"] for chunk in chunks[:-1] for choice in json.loads(chunk)["choices"]
+    )
 
 
 def test_it_listens_while_it_loads(llm):
@@ -94,8 +101,14 @@ def test_it_listens_while_it_loads(llm):
                 await client.get("/v1/models"),
             ]
             assert [found.status_code for found in (health, asked, models)] == [503] * 3
-            assert health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) >= 1
-            assert (await client.get("/metrics")).status_code == (await client.get("/")).status_code == 200
+            assert (
+                health.json() == {"status": "starting"} and int(asked.headers["retry-after"]) >= 1
+            )
+            assert (
+                (await client.get("/metrics")).status_code
+                == (await client.get("/")).status_code
+                == 200
+            )
             go.set()
             await until(lambda: one.runner.healthy)
             assert (await client.get("/health")).json() == {"status": "ok"}
@@ -112,7 +125,9 @@ def test_a_signal_while_it_loads_ends_it(llm, loaded):
     async def main() -> None:
         async with listening(llm, load=lambda: (go.wait(), ready.set(), llm)[2]) as (one, client):
             if loaded:
-                one.server.on_tick = lambda counter: asyncio.sleep(0, one.server.should_exit and one.runner._aio is not None)
+                one.server.on_tick = lambda counter: asyncio.sleep(
+                    0, one.server.should_exit and one.runner._aio is not None
+                )
             one.stop()
             await until(lambda: one.runner.ailment == "draining")
             if loaded:
@@ -142,15 +157,22 @@ def test_a_signal_lets_answers_end_and_takes_no_others(llm):
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 brake.release(3)
-                async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed:
+                async with client.stream(
+                    "POST", "/v1/completions", json=BODY | {"stream": True}
+                ) as streamed:
                     got = lines(streamed)
                     chunks = [await anext(got)]
                     whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
                     await until(lambda: one.runner.gate.inside == 2)
                     one.stop()
                     await until(lambda: one.runner.ailment == "draining")
-                    health, late = await client.get("/health"), await client.post("/v1/completions", json=BODY)
-                    assert health.status_code == late.status_code == 503 and health.json() == {"status": "draining"}
+                    health, late = (
+                        await client.get("/health"),
+                        await client.post("/v1/completions", json=BODY),
+                    )
+                    assert health.status_code == late.status_code == 503 and health.json() == {
+                        "status": "draining"
+                    }
                     assert int(late.headers["retry-after"]) >= 1
                     assert not one.serving.done()
                     brake.release()
@@ -166,7 +188,9 @@ def test_what_takes_too_long_to_end_is_ended(llm):
         async with listening(llm, drain_timeout=0.1) as (one, client):
             with braked(llm.engine) as brake:
                 brake.release(3)
-                async with client.stream("POST", "/v1/completions", json=BODY | {"stream": True}) as streamed:
+                async with client.stream(
+                    "POST", "/v1/completions", json=BODY | {"stream": True}
+                ) as streamed:
                     got = lines(streamed)
                     await anext(got)
                     one.stop()
@@ -190,21 +214,30 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
 
                     async def ask() -> None:
                         async with client.stream(
-                            "POST", "/v1/completions", json=BODY | {"stream": stream, "n": 2, "temperature": 1}
+                            "POST",
+                            "/v1/completions",
+                            json=BODY | {"stream": stream, "n": 2, "temperature": 1},
                         ) as response:
                             async for _ in response.aiter_lines():
                                 pass
 
                     task = asyncio.create_task(ask())
                     await until(brake.waits.is_set)
-                    await until(lambda: len(one.runner._aio._followed) == 2)  # the second answer was begun, too
+                    # the second answer was begun, too
+                    await until(lambda: len(one.runner._aio._followed) == 2)
                     if steps:
                         brake.release(steps)
-                        await until(lambda: llm.engine.scheduler.active and llm.engine.scheduler.active[0].started)
+                        await until(
+                            lambda: (
+                                llm.engine.scheduler.active
+                                and llm.engine.scheduler.active[0].started
+                            )
+                        )
                     assert one.runner.gate.inside == 2
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    await until(lambda: len(one.runner._aio._dropped) == 2 or idle(one.runner))  # a step may be under way
+                    # a step may be under way
+                    await until(lambda: len(one.runner._aio._dropped) == 2 or idle(one.runner))
                     brake.release(2)
                     await until(lambda: idle(one.runner))
             llm.reset()
@@ -222,7 +255,9 @@ def test_health_fails_when_the_engine_is_silent(llm):
                 await until(brake.waits.is_set)
                 await until(lambda: not runner.healthy)
                 response = await client.get("/health")
-                assert response.status_code == 503 and re.search(r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"])
+                assert response.status_code == 503 and re.search(
+                    r"silent for \d\.\d s \(limit 0\.5\)", response.json()["status"]
+                )
                 brake.release()
                 for stream in await task:
                     stream.close()
@@ -251,7 +286,9 @@ def test_an_engine_whose_thread_ends_is_told(llm, monkeypatch):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(client.post("/v1/completions", json=BODY))
                 await until(brake.waits.is_set)
-                monkeypatch.setattr(AsyncLLM, "_deliver", lambda self: (_ for _ in ()).throw(MemoryError("no more")))
+                monkeypatch.setattr(
+                    AsyncLLM, "_deliver", lambda self: (_ for _ in ()).throw(MemoryError("no more"))
+                )
                 brake.release(1)
                 assert (await task).status_code == 500
                 with pytest.raises(QuickbeamError, match="thread has ended"):
@@ -271,8 +308,12 @@ def test_a_dead_thread_begins_nothing(llm, monkeypatch):
         async with served(llm) as (runner, client):
             runner._aio._broken = True
             health = await client.get("/health")
-            assert health.status_code == 503 and health.json() == {"status": "the engine's thread has ended"}
-            assert (await client.post("/v1/completions", json=BODY | {"model": runner.name})).status_code == 500
+            assert health.status_code == 503 and health.json() == {
+                "status": "the engine's thread has ended"
+            }
+            assert (
+                await client.post("/v1/completions", json=BODY | {"model": runner.name})
+            ).status_code == 500
 
     asyncio.run(main())
 
@@ -282,7 +323,9 @@ def test_deltas_make_up_the_answer(llm):
 
     async def main() -> None:
         async with AsyncLLM(llm=llm) as face:
-            params = SamplingParams(max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
+            params = SamplingParams(
+                max_tokens=60, temperature=0.8, seed=3, logprobs=2, ignore_eos=True
+            )
             for late in (False, True):
                 stream = await face.stream("the cat sat on the mat and the cat", params, trace=True)
                 while late and not stream._answer.over:
@@ -294,12 +337,18 @@ def test_deltas_make_up_the_answer(llm):
                 assert [token for delta in deltas for token in delta.token_ids] == found.token_ids
                 assert [entry for delta in deltas for entry in delta.logprobs] == found.logprobs
                 steps = [step for delta in deltas for step in delta.steps]
-                assert len(steps) == found.statistics.steps and sum(step["emitted"] for step in steps) == len(found.token_ids) - 1
+                assert (
+                    len(steps) == found.statistics.steps
+                    and sum(step["emitted"] for step in steps) == len(found.token_ids) - 1
+                )
                 emitted = [found.token_ids[0]]
                 for step in steps:
                     accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
                     emitted += [*accepted, step["next"]["token"]][: step["emitted"]]
-                    assert all(node["text"] == llm.tokenizer.decode([node["token"]]) for node in [*step["nodes"], step["next"]])
+                    assert all(
+                        node["text"] == llm.tokenizer.decode([node["token"]])
+                        for node in [*step["nodes"], step["next"]]
+                    )
                 assert emitted == found.token_ids
                 assert [delta async for delta in stream.deltas()] == []
                 times = stream.times
@@ -313,7 +362,11 @@ def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
         loop = asyncio.get_running_loop()
         calls, steps = list[int](), list[int]()
         call, step = loop.call_soon_threadsafe, llm.engine.step
-        monkeypatch.setattr(loop, "call_soon_threadsafe", lambda *given: calls.append(threading.get_ident()) or call(*given))
+        monkeypatch.setattr(
+            loop,
+            "call_soon_threadsafe",
+            lambda *given: calls.append(threading.get_ident()) or call(*given),
+        )
         monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
         async with AsyncLLM(llm=llm) as face:
             found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
@@ -384,12 +437,20 @@ def test_an_address_that_can_not_be_had_is_one_line(monkeypatch):
             (["--default-temperature", "-1"], "temperature=-1"),
         ):
             result = CliRunner().invoke(command, ["serve", *arguments])
-            assert result.exit_code == 2 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1, result.stderr
+            assert (
+                result.exit_code == 2
+                and result.stderr.startswith("error: ")
+                and result.stderr.count("\n") == 1
+            ), result.stderr
             assert words in result.stderr
 
 
 def test_addresses_for_browsers():
-    for host, name in (("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1"), ("localhost", "127.0.0.1")):
+    for host, name in (
+        ("127.0.0.1", "127.0.0.1"),
+        ("0.0.0.0", "127.0.0.1"),
+        ("localhost", "127.0.0.1"),
+    ):
         with closing(listen(host, 0)) as one:
             assert url(one) == f"http://{name}:{one.getsockname()[1]}"
 
@@ -398,15 +459,27 @@ def test_what_is_said_when_it_serves(llm, monkeypatch):
     runner = Runner(ServeSettings(served_name="it's", api_keys=("secret-key",)), llm)
     said = greeting(runner, "http://127.0.0.1:8000")
     curl = shlex.split(said.splitlines()[-1].removeprefix("try it: "))
-    assert curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"] and json.loads(curl[-1])["model"] == "it's"
-    assert "Authorization: Bearer $QUICKBEAM_API_KEY" in curl and "secret-key" not in said and llm.kernels in said
+    assert (
+        curl[:2] == ["curl", "http://127.0.0.1:8000/v1/chat/completions"]
+        and json.loads(curl[-1])["model"] == "it's"
+    )
+    assert (
+        "Authorization: Bearer $QUICKBEAM_API_KEY" in curl
+        and "secret-key" not in said
+        and llm.kernels in said
+    )
     asyncio.run(runner.close())
     assert keys_of("a, b,,c ") == ["a", "b", "c"] and keys_of("") == []
 
 
-@pytest.mark.parametrize(("host", "key", "warned"), [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)])
+@pytest.mark.parametrize(
+    ("host", "key", "warned"),
+    [("0.0.0.0", "", True), ("0.0.0.0", "a,b", False), ("127.0.0.1", "", False)],
+)
 def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key, warned):
-    def run(runner: Runner, load: Callable[[], LLM], *, warm: bool, ready: Callable[[str], None]) -> None:
+    def run(
+        runner: Runner, load: Callable[[], LLM], *, warm: bool, ready: Callable[[str], None]
+    ) -> None:
         assert runner.settings.api_keys == tuple(keys_of(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
@@ -429,7 +502,12 @@ def test_the_unit_and_the_image_are_as_they_should_be():
     service = unit["Service"]
     drain = int(re.search(r"--drain-timeout (\d+)", service["ExecStart"])[1])  # type: ignore[index]
     assert int(service["TimeoutStopSec"]) > drain + 5
-    assert (service["Restart"], service["KillSignal"], service["NoNewPrivileges"], service["ProtectSystem"]) == (
+    assert (
+        service["Restart"],
+        service["KillSignal"],
+        service["NoNewPrivileges"],
+        service["ProtectSystem"],
+    ) == (
         "always",
         "SIGTERM",
         "yes",
@@ -442,7 +520,11 @@ def test_the_unit_and_the_image_are_as_they_should_be():
         assert line[0].endswith("quickbeam") and line[1] == "serve"
         assert all(option in options for option in line if option.startswith("--"))
     stages = image.split("\nFROM ")
-    assert re.search(r"^USER quickbeam$", stages[-1], re.M) and "HEALTHCHECK" in stages[-1] and "/health" in stages[-1]
+    assert (
+        re.search(r"^USER quickbeam$", stages[-1], re.M)
+        and "HEALTHCHECK" in stages[-1]
+        and "/health" in stages[-1]
+    )
     assert stages[-1].index("\nUSER ") < stages[-1].index("\nENTRYPOINT ")
 
 

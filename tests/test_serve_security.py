@@ -1,4 +1,5 @@
-"""Who may ask, how much, from where, and what is written down of it. `pytest tests/test_serve_security.py`"""
+"""Who may ask, how much, from where, and what is written down of it. `pytest
+tests/test_serve_security.py`"""
 
 from __future__ import annotations
 
@@ -34,7 +35,11 @@ def ask(llm, *requests: tuple, **settings):
 
 
 def completion(prompt: str = "hello", **headers: str) -> tuple:
-    return "POST", "/v1/completions", {"json": {"model": "tiny", "prompt": prompt, "max_tokens": 4}, "headers": headers}
+    return (
+        "POST",
+        "/v1/completions",
+        {"json": {"model": "tiny", "prompt": prompt, "max_tokens": 4}, "headers": headers},
+    )
 
 
 def test_without_keys_everybody_may_ask(llm):
@@ -43,13 +48,32 @@ def test_without_keys_everybody_may_ask(llm):
 
 
 @pytest.mark.parametrize(
-    "header", ("", "Bearer", "Bearer ", "Bearer wrong", "Bearer first2", "Bearer first second", "Basic first", "first")
+    "header",
+    (
+        "",
+        "Bearer",
+        "Bearer ",
+        "Bearer wrong",
+        "Bearer first2",
+        "Bearer first second",
+        "Basic first",
+        "first",
+    ),
 )
 def test_a_wrong_key_opens_nothing(llm, header):
-    (found,) = ask(llm, completion(**({"Authorization": header} if header else {})), api_keys=("first", "second"))
+    (found,) = ask(
+        llm,
+        completion(**({"Authorization": header} if header else {})),
+        api_keys=("first", "second"),
+    )
     assert found.status_code == 401 and found.headers["www-authenticate"] == "Bearer"
     error = found.json()["error"]
-    assert error["code"] == "invalid_api_key" and error.keys() == {"message", "type", "param", "code"}
+    assert error["code"] == "invalid_api_key" and error.keys() == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
     assert "first" not in found.text and "second" not in found.text
 
 
@@ -76,8 +100,21 @@ def test_all_keys_are_looked_at_in_constant_time(llm, monkeypatch):
 
 @pytest.mark.parametrize("protect", (False, True))
 def test_what_is_open(llm, protect):
-    paths = ["/", "/health", "/metrics", "/v1/models", "/version", "/openapi.json", "/tokenize", "/nowhere", "/health/", "/metrics/x"]
-    found = ask(llm, *(("GET", path, {}) for path in paths), api_keys=("key",), protect_metrics=protect)
+    paths = [
+        "/",
+        "/health",
+        "/metrics",
+        "/v1/models",
+        "/version",
+        "/openapi.json",
+        "/tokenize",
+        "/nowhere",
+        "/health/",
+        "/metrics/x",
+    ]
+    found = ask(
+        llm, *(("GET", path, {}) for path in paths), api_keys=("key",), protect_metrics=protect
+    )
     assert [one.status_code for one in found] == [200, 200, 401 if protect else 200, *[401] * 7]
 
 
@@ -96,14 +133,26 @@ def test_a_large_body_is_refused_unread(llm):
 
     read = list[int]()
     headers = {"Content-Type": "application/json"}
-    small = ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": "x" * 400, "max_tokens": 1}})
+    small = (
+        "POST",
+        "/v1/completions",
+        {"json": {"model": "tiny", "prompt": "x" * 400, "max_tokens": 1}},
+    )
     known = ("POST", "/v1/completions", {"content": body, "headers": headers})
     chunked = ("POST", "/v1/completions", {"content": chunks(), "headers": headers})
-    lying = ("POST", "/v1/completions", {"content": chunks(), "headers": headers | {"Content-Length": "10"}})
+    lying = (
+        "POST",
+        "/v1/completions",
+        {"content": chunks(), "headers": headers | {"Content-Length": "10"}},
+    )
     fine, *found = ask(llm, small, known, chunked, lying, max_body_bytes=1000)
     assert fine.status_code == 200
     for one in found:
-        assert one.status_code == 413 and "1000 bytes" in one.json()["error"]["message"] and one.headers["connection"] == "close"
+        assert (
+            one.status_code == 413
+            and "1000 bytes" in one.json()["error"]["message"]
+            and one.headers["connection"] == "close"
+        )
 
 
 def test_reading_stops_at_the_limit():
@@ -124,19 +173,28 @@ def test_reading_stops_at_the_limit():
 
 
 def test_web_pages_of_others_may_not_ask_unless_told(llm):
-    preflight = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
-    asked = [("OPTIONS", "/v1/completions", {"headers": preflight}), completion(Origin="https://a.example", Authorization="Bearer key")]
+    preflight = {
+        "Origin": "https://a.example",
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    asked = [
+        ("OPTIONS", "/v1/completions", {"headers": preflight}),
+        completion(Origin="https://a.example", Authorization="Bearer key"),
+    ]
     for one in ask(llm, *asked, api_keys=("key",)):
         assert not [name for name in one.headers if name.startswith("access-control")]
     for origins, allowed in ((("https://a.example",), "https://a.example"), (("*",), "*")):
-        for one in ask(llm, *asked, api_keys=("key",), cors_origins=origins):  # a preflight has no key
+        # a preflight has no key
+        for one in ask(llm, *asked, api_keys=("key",), cors_origins=origins):
             assert one.status_code == 200 and one.headers["access-control-allow-origin"] == allowed
     (other, _) = ask(llm, *asked, cors_origins=("https://b.example",))
     assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
 
 def test_names_of_others_do_not_lead_here(llm):
-    """A web page whose name was made to point to this machine can't ask a server that nothing else protects."""
+    """A web page whose name was made to point to this machine can't ask a server that nothing else
+    protects."""
 
     def with_host(name: str) -> tuple:
         return completion(Host=name)
@@ -153,15 +211,27 @@ def test_names_of_others_do_not_lead_here(llm):
     ]
     codes = [one.status_code for one in ask(llm, *map(with_host, names))]
     assert codes == [200] * 4 + [400] * 4
-    assert [one.status_code for one in ask(llm, with_host("proxy.example"), allowed_hosts=("proxy.example",))] == [200]
+    assert [
+        one.status_code
+        for one in ask(llm, with_host("proxy.example"), allowed_hosts=("proxy.example",))
+    ] == [200]
     assert [one.status_code for one in ask(llm, with_host("any.example"), host="0.0.0.0")] == [200]
-    key = completion(Host="any.example", Authorization="Bearer key")  # whoever knows the key is no stranger
+    # whoever knows the key is no stranger
+    key = completion(Host="any.example", Authorization="Bearer key")
     assert [one.status_code for one in ask(llm, key, api_keys=("key",))] == [200]
 
 
 @pytest.mark.parametrize(
     ("host", "loopback"),
-    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False), ("a.b", False)],
+    [
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("a.b", False),
+    ],
 )
 def test_which_addresses_are_this_machine_alone(host, loopback):
     assert ServeSettings(host=host).loopback is loopback
@@ -169,9 +239,20 @@ def test_which_addresses_are_this_machine_alone(host, loopback):
 
 def test_prompts_are_not_logged_unless_told(llm, caplog):
     caplog.set_level(logging.DEBUG)
-    bad = ("POST", "/v1/completions", {"json": {"model": "tiny", "prompt": SECRET, "no_such_field": 1}})
+    bad = (
+        "POST",
+        "/v1/completions",
+        {"json": {"model": "tiny", "prompt": SECRET, "no_such_field": 1}},
+    )
     long = completion(SECRET * 100)
-    broken = ("POST", "/v1/completions", {"content": f'{{"prompt": "{SECRET}'.encode(), "headers": {"Content-Type": "application/json"}})
+    broken = (
+        "POST",
+        "/v1/completions",
+        {
+            "content": f'{{"prompt": "{SECRET}'.encode(),
+            "headers": {"Content-Type": "application/json"},
+        },
+    )
     found = ask(llm, completion(SECRET), bad, long, broken)
     assert [one.status_code for one in found] == [200, 400, 400, 400]
     assert SECRET not in caplog.text
@@ -197,19 +278,39 @@ def test_nothing_is_read_or_fetched_for_a_request(llm, monkeypatch, tmp_path):
     watching = True
     sys.addaudithook(audit)
     connect = socket.socket.connect
-    monkeypatch.setattr(socket.socket, "connect", lambda *given: connected.append(given) or connect(*given))
+    monkeypatch.setattr(
+        socket.socket, "connect", lambda *given: connected.append(given) or connect(*given)
+    )
 
     def chat(content: object) -> tuple:
         return (
             "POST",
             "/v1/chat/completions",
-            {"json": {"model": "tiny", "messages": [{"role": "user", "content": content}], "max_tokens": 4}},
+            {
+                "json": {
+                    "model": "tiny",
+                    "messages": [{"role": "user", "content": content}],
+                    "max_tokens": 4,
+                }
+            },
         )
 
-    image = [{"type": "image_url", "image_url": {"url": url}} for url in (address, "http://127.0.0.1:1/x.png")]
-    files = [{"type": "file", "file": {"file_data": address}}, {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}}]
+    image = [
+        {"type": "image_url", "image_url": {"url": url}}
+        for url in (address, "http://127.0.0.1:1/x.png")
+    ]
+    files = [
+        {"type": "file", "file": {"file_data": address}},
+        {"type": "input_audio", "input_audio": {"data": address, "format": "wav"}},
+    ]
     try:
-        found = ask(llm, *(chat([part]) for part in [*image, *files]), chat(address), completion(address), completion(str(secret)))
+        found = ask(
+            llm,
+            *(chat([part]) for part in [*image, *files]),
+            chat(address),
+            completion(address),
+            completion(str(secret)),
+        )
     finally:
         watching = False
     assert [one.status_code for one in found] == [400, 400, 400, 400, 200, 200, 200]

@@ -1,4 +1,5 @@
-"""Tool calls: read from answers however they are cut into pieces, told in each API's form, forced by a grammar, and refused where unknown.
+"""Tool calls: read from answers however they are cut into pieces, told in each API's form, forced
+by a grammar, and refused where unknown.
 
 pytest tests/test_serve_tools.py
 """
@@ -17,13 +18,28 @@ from quickbeam import LLM
 from quickbeam.serve.messages import Tool
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from quickbeam.serve.tool_formats import HERMES, LLAMA3, MISTRAL, forcing_grammar, strict_grammar, tool_format
+from quickbeam.serve.tool_formats import (
+    HERMES,
+    LLAMA3,
+    MISTRAL,
+    forcing_grammar,
+    strict_grammar,
+    tool_format,
+)
 from quickbeam.serve.tools import Call, CallReader
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
-SCHEMA = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
-TOOL = {"type": "function", "function": {"name": "f", "description": "Add one.", "parameters": SCHEMA}}
+SCHEMA = {
+    "type": "object",
+    "properties": {"x": {"type": "integer"}},
+    "required": ["x"],
+    "additionalProperties": False,
+}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "Add one.", "parameters": SCHEMA},
+}
 OTHER = {"type": "function", "function": {"name": "g"}}
 TOOLS = [Tool.model_validate(TOOL), Tool.model_validate(OTHER)]
 MESSAGES = [{"role": "user", "content": "What is f of 3?"}]
@@ -38,21 +54,43 @@ TEMPLATES = {
     ),
     "llama3": (
         LLAMA3,
-        '{% for t in tools %}{{ t }}"parameters"{% endfor %}{% for m in messages %}<|start_header_id|>{{ m.content }}{% endfor %}',
+        '{% for t in tools %}{{ t }}"parameters"{% endfor %}{% for m in messages '
+        "%}<|start_header_id|>{{ m.content }}{% endfor %}",
     ),
     "mistral": (
         MISTRAL,
-        "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}[TOOL_CALLS]",
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools }}{% endif %}{% for m in messages %}{{ m.content "
+        "}}{% endfor %}[TOOL_CALLS]",
     ),
 }
 HERMES_CALL = '<tool_call>\n{"name": "f", "arguments": {"x": 3}}\n</tool_call>'
 SAID = {  # what models say, and what it means: texts, and calls with their arguments
-    "hermes": (HERMES, f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL} bye", ["Let me see.", ("f", {"x": 3}), ("f", {"x": 3}), " bye"]),
-    "hermes, no spaces": (HERMES, '<tool_call>{"name":"g","arguments":{}}</tool_call>', [("g", {})]),
-    "hermes, not closed": (HERMES, '<tool_call>\n{"name": "f", "arguments": {"x": 1}}', [("f", {"x": 1})]),
+    "hermes": (
+        HERMES,
+        f"Let me see.\n{HERMES_CALL}\n{HERMES_CALL} bye",
+        ["Let me see.", ("f", {"x": 3}), ("f", {"x": 3}), " bye"],
+    ),
+    "hermes, no spaces": (
+        HERMES,
+        '<tool_call>{"name":"g","arguments":{}}</tool_call>',
+        [("g", {})],
+    ),
+    "hermes, not closed": (
+        HERMES,
+        '<tool_call>\n{"name": "f", "arguments": {"x": 1}}',
+        [("f", {"x": 1})],
+    ),
     "hermes, no call": (HERMES, "1 < 2 and <tool> is <tool_", ["1 < 2 and <tool> is <tool_"]),
-    "hermes, cut short": (HERMES, 'So: <tool_call>\n{"name": "f", "argu', ['So: <tool_call>\n{"name": "f", "argu']),
-    "hermes, no JSON": (HERMES, "<tool_call>{x}</tool_call> sorry", ["<tool_call>{x}</tool_call> sorry"]),
+    "hermes, cut short": (
+        HERMES,
+        'So: <tool_call>\n{"name": "f", "argu',
+        ['So: <tool_call>\n{"name": "f", "argu'],
+    ),
+    "hermes, no JSON": (
+        HERMES,
+        "<tool_call>{x}</tool_call> sorry",
+        ["<tool_call>{x}</tool_call> sorry"],
+    ),
     "hermes, not an object": (HERMES, "<tool_call>[1]</tool_call>", ["<tool_call>[1]</tool_call>"]),
     "hermes, unknown tool": (
         HERMES,
@@ -70,24 +108,42 @@ SAID = {  # what models say, and what it means: texts, and calls with their argu
         ['<tool_call>{"name": "f", "arguments": {"x": 1e999}}</tool_call>'],
     ),
     "hermes, too deep": (HERMES, "<tool_call>" + "[" * 9000, ["<tool_call>" + "[" * 9000]),
-    "hermes, types are the model's": (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "3"}}</tool_call>', [("f", {"x": "3"})]),
+    "hermes, types are the model's": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": {"x": "3"}}</tool_call>',
+        [("f", {"x": "3"})],
+    ),
     "llama3": (LLAMA3, '{"name": "f", "parameters": {"x": 3}}', [("f", {"x": 3})]),
-    "llama3, tagged": (LLAMA3, '<|python_tag|>{"name": "f", "parameters": {"x": 3}}', [("f", {"x": 3})]),
+    "llama3, tagged": (
+        LLAMA3,
+        '<|python_tag|>{"name": "f", "parameters": {"x": 3}}',
+        [("f", {"x": 3})],
+    ),
     "llama3, JSON that is none": (LLAMA3, '{"answer": 4}', ['{"answer": 4}']),
-    "llama3, later": (LLAMA3, 'It is {"name": "f", "parameters": {"x": 3}}', ['It is {"name": "f", "parameters": {"x": 3}}']),
+    "llama3, later": (
+        LLAMA3,
+        'It is {"name": "f", "parameters": {"x": 3}}',
+        ['It is {"name": "f", "parameters": {"x": 3}}'],
+    ),
     "mistral": (
         MISTRAL,
         'Well[TOOL_CALLS] [{"name": "f", "arguments": {"x": 3}}, {"name": "g", "arguments": {}}]',
         ["Well", ("f", {"x": 3}), ("g", {})],
     ),
-    "mistral, one unknown": (MISTRAL, '[TOOL_CALLS] [{"name": "h", "arguments": {}}]', ['[TOOL_CALLS] [{"name": "h", "arguments": {}}]']),
+    "mistral, one unknown": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "h", "arguments": {}}]',
+        ['[TOOL_CALLS] [{"name": "h", "arguments": {}}]'],
+    ),
 }
 
 
 def read(form, text, size, several=True):
     """What a reader makes of a text that comes in pieces."""
     reader = CallReader(form, TOOLS, several)
-    pieces = [piece for i in range(0, len(text), size) for piece in reader.feed(text[i : i + size])] + reader.finish()
+    pieces = [
+        piece for i in range(0, len(text), size) for piece in reader.feed(text[i : i + size])
+    ] + reader.finish()
     found = []
     for piece in pieces:
         if isinstance(piece, Call):
@@ -121,7 +177,8 @@ def test_one_call_where_one_is_asked_for():
 
 
 def test_a_tokenizers_own_template_comes_first():
-    """As those that transformers defines: calls in tags, whose arguments get their types from the schemas."""
+    """As those that transformers defines: calls in tags, whose arguments get their types from the
+    schemas."""
     field = {
         "open_pattern": r"<call=(?P<name>\w+)>",
         "close": "</call>",
@@ -131,7 +188,9 @@ def test_a_tokenizers_own_template_comes_first():
         "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
     }
     own = SimpleNamespace(
-        get_chat_template=lambda **_: "{{ tools }}", response_template={"fields": {"tool_calls": field}}, all_special_tokens=[]
+        get_chat_template=lambda **_: "{{ tools }}",
+        response_template={"fields": {"tool_calls": field}},
+        all_special_tokens=[],
     )
     form = tool_format(own)
     assert read(form, "so <call=f><x>3</x></call>", 4) == ["so ", ("f", {"x": 3})]
@@ -148,7 +207,11 @@ def test_formats_are_known_by_the_chat_template(name):
 def test_templates_that_do_not_say_how_are_refused():
     with pytest.raises(ValueError, match="does not take tools"):
         tool_format(SimpleNamespace(get_chat_template=lambda **_: "{{ messages }}"))
-    for template in ("{{ tools }}", "{{ tools }}<tool_call><function=", "{{ tools }}[TOOL_CALLS]name[ARGS]"):
+    for template in (
+        "{{ tools }}",
+        "{{ tools }}<tool_call><function=",
+        "{{ tools }}[TOOL_CALLS]name[ARGS]",
+    ):
         with pytest.raises(ValueError, match="does not know how"):
             tool_format(SimpleNamespace(get_chat_template=lambda t=template, **_: t))
 
@@ -174,11 +237,14 @@ def body(**fields):
 def test_calls_of_a_chat(scripted, llm):
     scripted.script, scripted.end = SAID["hermes"][1], "stop"
     found = good(ask(scripted, PATH, body()))["choices"][0]
-    assert found["finish_reason"] == "tool_calls" and found["message"]["content"] == "Let me see. bye"
+    assert (
+        found["finish_reason"] == "tool_calls" and found["message"]["content"] == "Let me see. bye"
+    )
     calls = found["message"]["tool_calls"]
-    assert [(call["type"], call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
-        ("function", "f", {"x": 3})
-    ] * 2
+    assert [
+        (call["type"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in calls
+    ] == [("function", "f", {"x": 3})] * 2
     assert len({call["id"] for call in calls}) == 2
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
     assert '"description": "Add one."' in shown and '"name": "g"' in shown and "strict" not in shown
@@ -195,7 +261,10 @@ def test_calls_of_a_streamed_chat(scripted):
         mine = [one for one in found if one["index"] == index]
         assert "".join(one["delta"].get("content") or "" for one in mine) == "Let me see. bye"
         calls = [call for one in mine for call in one["delta"].get("tool_calls", [])]
-        assert [(call["index"], call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls] == [
+        assert [
+            (call["index"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in calls
+        ] == [
             (0, "f", {"x": 3}),
             (1, "f", {"x": 3}),
         ]
@@ -213,7 +282,14 @@ def test_a_conversation_goes_on_after_a_call(scripted, llm):
 
 def test_parallel_calls_may_be_turned_off(scripted):
     scripted.script, scripted.end = SAID["hermes"][1], "stop"
-    assert len(good(ask(scripted, PATH, body(parallel_tool_calls=False)))["choices"][0]["message"]["tool_calls"]) == 1
+    assert (
+        len(
+            good(ask(scripted, PATH, body(parallel_tool_calls=False)))["choices"][0]["message"][
+                "tool_calls"
+            ]
+        )
+        == 1
+    )
 
 
 def test_tool_choice_none_hides_the_tools(scripted, llm):
@@ -225,31 +301,55 @@ def test_tool_choice_none_hides_the_tools(scripted, llm):
 
 def test_calls_of_a_response(scripted, llm):
     scripted.script, scripted.end = f"See. {HERMES_CALL}", "stop"
-    flat = {"type": "function", "name": "f", "description": "Add one.", "parameters": SCHEMA, "strict": False}
+    flat = {
+        "type": "function",
+        "name": "f",
+        "description": "Add one.",
+        "parameters": SCHEMA,
+        "strict": False,
+    }
     asked = {"input": "What is f of 3?", "tools": [flat]}
     found = good(ask(scripted, "/v1/responses", asked))
     text, call = found["output"]
     assert text["content"][0]["text"] == "See." and call["type"] == "function_call"
-    assert call["name"] == "f" and json.loads(call["arguments"]) == {"x": 3} and call["status"] == "completed"
+    assert (
+        call["name"] == "f"
+        and json.loads(call["arguments"]) == {"x": 3}
+        and call["status"] == "completed"
+    )
     streamed = events(ask(scripted, "/v1/responses", {**asked, "stream": True}))
     done = next(one for one in streamed if one["type"] == "response.function_call_arguments.done")
     assert json.loads(done["arguments"]) == {"x": 3} and done["output_index"] == 1
-    assert [one["type"] for one in streamed[-1]["response"]["output"]] == ["message", "function_call"]
+    assert [one["type"] for one in streamed[-1]["response"]["output"]] == [
+        "message",
+        "function_call",
+    ]
     history = [{"role": "user", "content": "What is f of 3?"}, *found["output"]]
     history.append({"type": "function_call_output", "call_id": call["call_id"], "output": "4"})
     good(ask(scripted, "/v1/responses", {**asked, "input": history}))
     shown = llm.tokenizer.decode(scripted.jobs[0].prompt)
-    assert 'assistant: See.<tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>tool: 4' in shown
+    assert (
+        'assistant: See.<tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>tool: 4'
+    ) in shown
 
 
 REFUSED = {
     "no tools": ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    "unknown choice": ({"tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+    "unknown choice": (
+        {"tool_choice": {"type": "function", "function": {"name": "h"}}},
+        "tool_choice",
+    ),
     "the same name": ({"tools": [TOOL, TOOL]}, "tools"),
-    "a name with spaces": ({"tools": [{"type": "function", "function": {"name": "f g"}}]}, "tools[0].function.name"),
+    "a name with spaces": (
+        {"tools": [{"type": "function", "function": {"name": "f g"}}]},
+        "tools[0].function.name",
+    ),
     "another type": ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     "a grammar": ({"response_format": {"type": "json_object"}}, "response_format"),
-    "strict": ({"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]}, "tools[0].function.strict"),
+    "strict": (
+        {"tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}]},
+        "tools[0].function.strict",
+    ),
 }
 
 
@@ -260,7 +360,10 @@ def test_what_is_not_served_is_refused_by_name(scripted, name):
 
 
 def test_the_embedded_template_takes_no_tools(scripted, llm):
-    before, llm.tokenizer.chat_template = llm.tokenizer.chat_template, "{% for m in messages %}{{ m.content }}{% endfor %}"
+    before, llm.tokenizer.chat_template = (
+        llm.tokenizer.chat_template,
+        "{% for m in messages %}{{ m.content }}{% endfor %}",
+    )
     try:
         assert "does not take tools" in refused(ask(scripted, PATH, body()), "tools")
     finally:
@@ -280,12 +383,22 @@ def test_calls_are_forced_by_a_grammar(llm, choice, stream):
         "additionalProperties": False,
     }
     strict["function"]["parameters"] = limit
-    fields = {"tools": [strict], "tool_choice": choice, "temperature": 0.8, "seed": 4, "max_tokens": 200, "parallel_tool_calls": False}
+    fields = {
+        "tools": [strict],
+        "tool_choice": choice,
+        "temperature": 0.8,
+        "seed": 4,
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }
     try:
         response = ask(runner, PATH, body(**fields, stream=stream))
         if stream:
             every = [one["choices"][0] for one in chunks(response)]
-            calls, reason = [call for one in every for call in one["delta"].get("tool_calls", [])], every[-1]["finish_reason"]
+            calls, reason = (
+                [call for one in every for call in one["delta"].get("tool_calls", [])],
+                every[-1]["finish_reason"],
+            )
         else:
             found = good(response)["choices"][0]
             calls, reason = found["message"]["tool_calls"], found["finish_reason"]
@@ -299,7 +412,9 @@ def matches(lark, tokenizer, text):
     """Whether a grammar allows a text, and as a whole."""
     import llguidance.hf
 
-    matcher = llguidance.LLMatcher(llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer)), lark)
+    matcher = llguidance.LLMatcher(
+        llguidance.hf.from_tokenizer(tokenizer, n_vocab=len(tokenizer)), lark
+    )
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizer.encode(text)
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
@@ -318,17 +433,23 @@ def tokenizer(request, toy_folder):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
-    """Of text that a grammar allows, the reader makes calls; added tokens stand in it as themselves."""
+    """Of text that a grammar allows, the reader makes calls; added tokens stand in it as
+    themselves."""
     form = TEMPLATES[name][0]
     writing = form.writing
     begin, middle, end = writing.parts
     call = f'{begin}f{middle}{{"x": 3}}{end}'
-    one, two = (writing.before + between.join([call] * n) + writing.after for n, between in ((1, ""), (2, writing.between or "")))
+    one, two = (
+        writing.before + between.join([call] * n) + writing.after
+        for n, between in ((1, ""), (2, writing.between or ""))
+    )
     several = writing.between is not None
     assert matches(forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, one)
     assert matches(forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, two) == several
     assert not matches(forcing_grammar(form, TOOLS, False, tokenizer), tokenizer, two)
-    assert not matches(forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, one.replace("3", '"3"'))
+    assert not matches(
+        forcing_grammar(form, TOOLS, True, tokenizer), tokenizer, one.replace("3", '"3"')
+    )
     assert not matches(forcing_grammar(form, TOOLS[1:], True, tokenizer), tokenizer, one)
     assert read(form, one, 5) == [("f", {"x": 3})] and (not several or len(read(form, two, 5)) == 2)
 
@@ -342,7 +463,12 @@ def test_strict_grammars_allow_text_and_hold_calls_to_schemas(name, tokenizer):
     if name == "llama3" or "<tool_call>" not in tokenizer.get_added_vocab():
         assert lark is None
         return
-    assert matches(lark, tokenizer, text) and matches(lark, tokenizer, "Just text, {1} or <tool_c") and matches(lark, tokenizer, "")
+    assert (
+        matches(lark, tokenizer, text)
+        and matches(lark, tokenizer, "Just text, {1} or <tool_c")
+        and matches(lark, tokenizer, "")
+    )
     assert not matches(lark, tokenizer, text.replace('"x": 3', '"x": "3"'))
-    assert matches(lark, tokenizer, text.replace('"f"', '"g"').replace('"x": 3', '"y": "3"'))  # which is not strict
+    # which is not strict
+    assert matches(lark, tokenizer, text.replace('"f"', '"g"').replace('"x": 3', '"y": "3"'))
     assert not matches(strict_grammar(form, strict, False, tokenizer), tokenizer, text)

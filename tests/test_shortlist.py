@@ -23,22 +23,43 @@ from quickbeam.shortlist.shortlist import Routed, Shortlist, union, union_on_cpu
 from test_shortlist_head import spread
 
 VOCAB, D, EMBED = 120, 16, 8
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"))]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+    ),
+]
 
 
-def make(kind: str = "all", device: str = "cpu", schedule: Schedule | None = None, **options: object) -> Shortlist:
-    """`kind`: frequency (20 tokens), context, router (20 frequent ones, clusters of 9, the last one short) or all."""
+def make(
+    kind: str = "all", device: str = "cpu", schedule: Schedule | None = None, **options: object
+) -> Shortlist:
+    """`kind`: frequency (20 tokens), context, router (20 frequent ones, clusters of 9, the last one
+    short) or all."""
     torch.manual_seed(0)
     weight, order = torch.randn(VOCAB, D, device=device), torch.randperm(VOCAB)
     if kind == "context":
-        return Shortlist(weight, Layout.nothing(VOCAB), context=partial(ContextTokens, weight), **options)
+        return Shortlist(
+            weight, Layout.nothing(VOCAB), context=partial(ContextTokens, weight), **options
+        )
     if kind == "frequency":
         return Shortlist(weight, Layout.by_frequency(order, 20, VOCAB), **options)
     layout = Layout(order[:115], 20, 9, VOCAB)
     router = Router(RouterConfig(D, EMBED, 12, layout.clusters))
     torch.nn.init.normal_(router.down.weight)
-    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT) if kind == "all" else None
-    return Shortlist(weight, layout, router=router, schedule=schedule or Schedule(4, 1), context=context, **options)
+    context = (
+        partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT)
+        if kind == "all"
+        else None
+    )
+    return Shortlist(
+        weight,
+        layout,
+        router=router,
+        schedule=schedule or Schedule(4, 1),
+        context=context,
+        **options,
+    )
 
 
 def nodes(n: int, seed: int = 1, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,11 +72,15 @@ def nodes(n: int, seed: int = 1, device: str = "cpu") -> tuple[torch.Tensor, tor
 
 def test_a_schedule_decays_with_depth_to_its_least() -> None:
     assert [Schedule(10, 2, 0.7).clusters(depth) for depth in range(7)] == [10, 7, 4, 3, 2, 2, 2]
-    assert Schedule(100, 1, 0.7).clusters(2) == 49  # which the product in floating point just misses
+    # which the product in floating point just misses
+    assert Schedule(100, 1, 0.7).clusters(2) == 49
     assert [Schedule(3, 1, 1.0).clusters(depth) for depth in range(3)] == [3, 3, 3]
 
 
-@pytest.mark.parametrize("wrong", [(3, 4, 0.5), (3, 0, 0.5), (3, 1, 0.0), (3, 1, 1.1), (3, 1, float("nan")), (3, 1, 0.5, -1)])
+@pytest.mark.parametrize(
+    "wrong",
+    [(3, 4, 0.5), (3, 0, 0.5), (3, 1, 0.0), (3, 1, 1.1), (3, 1, float("nan")), (3, 1, 0.5, -1)],
+)
 def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> None:
     with pytest.raises(InvalidInput, match="a schedule"):
         Schedule(*wrong)
@@ -63,15 +88,23 @@ def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> Non
 
 @examples(100, derandomize=True)
 @given(st.integers(1, 400), st.integers(1, 40), st.floats(0.3, 1), st.data())
-def test_a_fitted_schedule_is_the_largest_that_keeps_to_its_share(rest: int, size: int, decay: float, data: st.DataObject) -> None:
+def test_a_fitted_schedule_is_the_largest_that_keeps_to_its_share(
+    rest: int, size: int, decay: float, data: st.DataObject
+) -> None:
     layout = Layout(torch.arange(30 + rest), 30, size, 30 + rest)
     share = data.draw(st.integers(min(30 + size, 30 + rest), 30 + rest))
     deepest = data.draw(st.integers(0, 8))
     fitted = Schedule.fit(share, layout, decay, deepest)
     room = layout.clusters - (30 + rest - share) / size
     assert fitted.expected() <= room + 1e-6
-    assert fitted.most == layout.clusters or Schedule(fitted.most + 1, max(1, int(room / 3)), decay, deepest).expected() > room
-    assert fitted.least == fitted.most or Schedule(fitted.most, fitted.least + 1, decay, deepest).expected() > room
+    assert (
+        fitted.most == layout.clusters
+        or Schedule(fitted.most + 1, max(1, int(room / 3)), decay, deepest).expected() > room
+    )
+    assert (
+        fitted.least == fitted.most
+        or Schedule(fitted.most, fitted.least + 1, decay, deepest).expected() > room
+    )
 
 
 def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -> None:
@@ -79,9 +112,13 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -
     hidden, embedded = nodes(2)
     root = shortlist.route(hidden[:1], embedded[:1], [0])
     first = shortlist.route(hidden, embedded, [1, 2], root)
-    assert first is not root and first.clusters.tolist() == shortlist.route(hidden, embedded, [1, 2]).clusters.tolist()
+    assert (
+        first is not root
+        and first.clusters.tolist() == shortlist.route(hidden, embedded, [1, 2]).clusters.tolist()
+    )
     assert shortlist.route(hidden, embedded, [2, 3], first) is first
-    assert shortlist.route(hidden, embedded, [2, 2]).clusters.tolist() != first.clusters.tolist()  # nothing above: routed
+    # nothing above: routed
+    assert shortlist.route(hidden, embedded, [2, 2]).clusters.tolist() != first.clusters.tolist()
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
@@ -98,8 +135,14 @@ def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refuse
 
 
 @examples(150, derandomize=True)
-@given(st.lists(st.lists(st.integers(0, 19), max_size=12), min_size=1, max_size=12), st.integers(1, 12), st.sets(st.integers(0, 19)))
-def test_the_context_holds_what_was_seen_last(calls: list[list[int]], window: int, skipped: set[int]) -> None:
+@given(
+    st.lists(st.lists(st.integers(0, 19), max_size=12), min_size=1, max_size=12),
+    st.integers(1, 12),
+    st.sets(st.integers(0, 19)),
+)
+def test_the_context_holds_what_was_seen_last(
+    calls: list[list[int]], window: int, skipped: set[int]
+) -> None:
     torch.manual_seed(0)
     weight, h = torch.randn(20, 5), torch.randn(2, 5)
     context = ContextTokens(weight, window, torch.tensor([token in skipped for token in range(20)]))
@@ -172,14 +215,18 @@ def union_plain(logits: torch.Tensor, wanted: list[int], most: int) -> list[int]
 
 @examples(200, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
-def test_the_union_is_that_of_each_nodes_best_clusters(n: int, clusters: int, data: st.DataObject) -> None:
+def test_the_union_is_that_of_each_nodes_best_clusters(
+    n: int, clusters: int, data: st.DataObject
+) -> None:
     row = st.lists(st.integers(-3, 3), min_size=clusters, max_size=clusters)  # with ties
     logits = torch.tensor(data.draw(st.lists(row, min_size=n, max_size=n))).float()
     wanted = data.draw(st.lists(st.integers(1, 14), min_size=n, max_size=n))
     most = data.draw(st.integers(1, clusters))
     found = union(logits, torch.tensor(wanted), most).tolist()
     expected = union_plain(logits, wanted, most)
-    assert union_on_cpu(logits.numpy(), wanted, most).tolist() == [cluster for cluster in expected if cluster >= 0]
+    assert union_on_cpu(logits.numpy(), wanted, most).tolist() == [
+        cluster for cluster in expected if cluster >= 0
+    ]
     assert found == expected + [-1] * (most - len(expected))
 
 
@@ -187,7 +234,10 @@ def test_a_nodes_clusters_do_not_depend_on_its_neighbours() -> None:
     shortlist = make("router", most=99)
     hidden, embedded = nodes(5)
     depths = [0, 1, 1, 2, 3]
-    alone = [shortlist.route(hidden[i : i + 1], embedded[i : i + 1], depths[i : i + 1]).clusters.tolist() for i in range(5)]
+    alone = [
+        shortlist.route(hidden[i : i + 1], embedded[i : i + 1], depths[i : i + 1]).clusters.tolist()
+        for i in range(5)
+    ]
     assert [len(clusters) for clusters in alone] == [4, 2, 2, 1, 1]
     assert len({tuple(clusters) for clusters in alone}) > 1
     together = shortlist.route(hidden, embedded, depths).clusters.tolist()
@@ -198,7 +248,11 @@ def test_a_nodes_clusters_do_not_depend_on_its_neighbours() -> None:
 def test_routing_is_limited_repeatable_and_leaves_chance_alone(device: str) -> None:
     shortlist = make("router", device)
     hidden, embedded = nodes(8, device=device)
-    assert shortlist.most == 4 and make("router", most=3).most == 3 and make("router", most=99).most == 11
+    assert (
+        shortlist.most == 4
+        and make("router", most=3).most == 3
+        and make("router", most=99).most == 11
+    )
     state = torch.get_rng_state()
     first, second = (shortlist.route(hidden, embedded, [0] * 8).clusters for _ in range(2))
     assert torch.equal(first, second) and len(first) == 4
@@ -216,7 +270,9 @@ def test_without_a_router_nothing_is_routed() -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", [None, "plain"])
 @pytest.mark.parametrize("kind", ["frequency", "context", "router", "all"])
-def test_what_is_scored_is_what_is_held_and_counted(kind: str, backend: str | None, device: str) -> None:
+def test_what_is_scored_is_what_is_held_and_counted(
+    kind: str, backend: str | None, device: str
+) -> None:
     shortlist = make(kind, device, backend=backend)
     torch.manual_seed(0)
     weight = torch.randn(VOCAB, D, device=device)
@@ -242,7 +298,9 @@ def test_what_is_scored_is_what_is_held_and_counted(kind: str, backend: str | No
 def test_padded_clusters_are_the_same_shortlist() -> None:
     state, (hidden, _) = make().begin(range(0, VOCAB, 7)), nodes(2)
     bare, padded = Routed(torch.tensor([2, 10])), Routed(torch.tensor([2, 10, -1, -1]))
-    assert torch.equal(spread(state.score(hidden, bare), VOCAB), spread(state.score(hidden, padded), VOCAB))
+    assert torch.equal(
+        spread(state.score(hidden, bare), VOCAB), spread(state.score(hidden, padded), VOCAB)
+    )
     assert state.size(bare) == state.size(padded)
     assert all(state.holds(token, bare) == state.holds(token, padded) for token in range(VOCAB))
 
@@ -276,7 +334,10 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     for parts, says in [
         ({"router": router}, "go together"),
         ({"schedule": schedule}, "go together"),
-        ({"router": Router(RouterConfig(4, 4, 4, 3)), "schedule": schedule}, "3 clusters, the layout has 4"),
+        (
+            {"router": Router(RouterConfig(4, 4, 4, 3)), "schedule": schedule},
+            "3 clusters, the layout has 4",
+        ),
         ({"router": router, "schedule": schedule, "most": 0}, "at most 0 clusters"),
     ]:
         with pytest.raises(InvalidInput, match=says):

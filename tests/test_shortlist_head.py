@@ -21,7 +21,8 @@ from quickbeam.shortlist.layout import Layout
 
 
 def spread(scores: Scores, vocab: int) -> torch.Tensor:
-    """`[n, vocab]` logits by token, -inf where it has no column; fails where a token has two that count."""
+    """`[n, vocab]` logits by token, -inf where it has no column; fails where a token has two that
+    count."""
     out = torch.full((len(scores.logits), vocab), -torch.inf)
     finite = scores.logits > -torch.inf
     assert bool((finite == finite[:1]).all())
@@ -31,32 +32,52 @@ def spread(scores: Scores, vocab: int) -> torch.Tensor:
     return out
 
 
-def expected(weight: torch.Tensor, h: torch.Tensor, layout: Layout, clusters: list[int]) -> torch.Tensor:
+def expected(
+    weight: torch.Tensor, h: torch.Tensor, layout: Layout, clusters: list[int]
+) -> torch.Tensor:
     out = torch.full((len(h), layout.vocab), -torch.inf)
-    for token in [*layout.order[: layout.frequent].tolist(), *(t for c in clusters for t in layout.tokens(c).tolist())]:
+    for token in [
+        *layout.order[: layout.frequent].tolist(),
+        *(t for c in clusters for t in layout.tokens(c).tolist()),
+    ]:
         out[:, token] = h.float() @ weight[token].float()
     return out
 
 
 @st.composite
 def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int]]:
-    vocab, size, d, n = draw(st.integers(1, 90)), draw(st.integers(1, 20)), draw(st.integers(1, 40)), draw(st.integers(1, 5))
+    vocab, size, d, n = (
+        draw(st.integers(1, 90)),
+        draw(st.integers(1, 20)),
+        draw(st.integers(1, 40)),
+        draw(st.integers(1, 5)),
+    )
     torch.manual_seed(draw(st.integers(0, 99)))
     order = torch.randperm(vocab)[: draw(st.integers(0, vocab))]
     layout = Layout(order, draw(st.integers(0, len(order))), size, vocab)
-    clusters = sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
+    clusters = (
+        sorted(draw(st.sets(st.sampled_from(range(layout.clusters))))) if layout.clusters else []
+    )
     return torch.randn(vocab, d), torch.randn(n, d), layout, clusters
 
 
 @pytest.mark.parametrize("backend", ["plain", "packed"])
 @examples(60, derandomize=True)
 @given(heads())
-def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(backend: str, case: tuple) -> None:
+def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(
+    backend: str, case: tuple
+) -> None:
     weight, h, layout, clusters = case
     before = weight.clone()
-    scores = BlockHead(weight, layout, backend=backend)(h, torch.tensor(clusters, dtype=torch.int64))
-    torch.testing.assert_close(spread(scores, layout.vocab), expected(weight, h, layout, clusters), rtol=1e-4, atol=1e-5)
-    assert scores.logits.shape == (len(h), len(scores.tokens)) and scores.tokens.dtype is torch.int64
+    scores = BlockHead(weight, layout, backend=backend)(
+        h, torch.tensor(clusters, dtype=torch.int64)
+    )
+    torch.testing.assert_close(
+        spread(scores, layout.vocab), expected(weight, h, layout, clusters), rtol=1e-4, atol=1e-5
+    )
+    assert (
+        scores.logits.shape == (len(h), len(scores.tokens)) and scores.tokens.dtype is torch.int64
+    )
     assert torch.equal(weight, before)
 
 
@@ -68,19 +89,35 @@ def test_packed_blocks_hold_where_weights_can_be_packed_and_where_not(
     if not packable:
         monkeypatch.setattr(head, "pack_weight", lambda weight: None)
     torch.manual_seed(0)
-    weight, h, layout = torch.randn(300, 48).to(dtype), torch.randn(6, 48).to(dtype)[::2], Layout(torch.randperm(300)[:290], 70, 32, 300)
+    weight, h, layout = (
+        torch.randn(300, 48).to(dtype),
+        torch.randn(6, 48).to(dtype)[::2],
+        Layout(torch.randperm(300)[:290], 70, 32, 300),
+    )
     packed = BlockHead(weight, layout, backend="packed")
     for clusters in ([], [6], [0, 2, 5]):
         scores = packed(h, torch.tensor(clusters, dtype=torch.int64))
         assert scores.logits.dtype is dtype
-        torch.testing.assert_close(spread(scores, 300), expected(weight, h, layout, clusters), rtol=0.02, atol=0.15)
+        torch.testing.assert_close(
+            spread(scores, 300), expected(weight, h, layout, clusters), rtol=0.02, atol=0.15
+        )
 
 
-def test_packing_that_works_for_some_blocks_only_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packing_that_works_for_some_blocks_only_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
-    weight, h, layout = torch.randn(60, 8), torch.randn(2, 8), Layout(torch.randperm(60), 10, 20, 60)
+    weight, h, layout = (
+        torch.randn(60, 8),
+        torch.randn(2, 8),
+        Layout(torch.randperm(60), 10, 20, 60),
+    )
     seen: list[int] = []
-    monkeypatch.setattr(head, "pack_weight", lambda block: None if seen.append(len(block)) or len(seen) == 3 else block.clone())
+    monkeypatch.setattr(
+        head,
+        "pack_weight",
+        lambda block: None if seen.append(len(block)) or len(seen) == 3 else block.clone(),
+    )
     scores = BlockHead(weight, layout, backend="packed")(h, torch.tensor([1, 2]))
     assert len(seen) == 3
     torch.testing.assert_close(spread(scores, 60), expected(weight, h, layout, [1, 2]))
@@ -89,7 +126,11 @@ def test_packing_that_works_for_some_blocks_only_is_given_up(monkeypatch: pytest
 @pytest.mark.parametrize("backend", ["plain", "packed"])
 def test_padding_behind_the_clusters_counts_for_nothing(backend: str) -> None:
     torch.manual_seed(0)
-    weight, h, layout = torch.randn(60, 8), torch.randn(2, 8), Layout(torch.randperm(60), 10, 20, 60)
+    weight, h, layout = (
+        torch.randn(60, 8),
+        torch.randn(2, 8),
+        Layout(torch.randperm(60), 10, 20, 60),
+    )
     made = BlockHead(weight, layout, backend=backend)
     bare, padded = made(h, torch.tensor([1])), made(h, torch.tensor([1, -1, -1]))
     assert torch.equal(spread(bare, 60), spread(padded, 60))
@@ -104,10 +145,14 @@ def test_a_head_is_made_for_so_many_clusters() -> None:
         made(weight[:1], torch.tensor([0, 1, 2]))
 
 
-def test_a_cpu_takes_packed_blocks_and_others_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_takes_packed_blocks_and_others_are_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     weight, layout = torch.randn(60, 8), Layout(torch.randperm(60), 10, 20, 60)
     assert BlockHead(weight, layout).backend == "packed"
-    with pytest.raises(InvalidInput, match=r"unknown backend 'fast'.*plain, packed, native, triton"):
+    with pytest.raises(
+        InvalidInput, match=r"unknown backend 'fast'.*plain, packed, native, triton"
+    ):
         BlockHead(weight, layout, backend="fast")
     with pytest.raises(InvalidInput, match="'packed' needs a CPU"):
         BlockHead(weight.to("meta"), layout, backend="packed")
@@ -119,7 +164,9 @@ def test_a_cpu_takes_packed_blocks_and_others_are_refused_by_name(monkeypatch: p
         BlockHead(weight, layout, backend="triton")
 
 
-def test_without_triton_cuda_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_triton_cuda_falls_back_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(head.importlib.util, "find_spec", lambda name: None)
     with caplog.at_level(logging.INFO, logger=head.__name__):
         assert head._choose(None, "cuda") == "plain"
@@ -133,4 +180,6 @@ def test_without_triton_cuda_falls_back_and_says_so(monkeypatch: pytest.MonkeyPa
 def test_triton_is_not_imported_where_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # an import would fail
     for backend in ("plain", "packed", None):
-        BlockHead(torch.randn(6, 8), Layout(torch.arange(6), 2, 2, 6), backend=backend)(torch.randn(1, 8), torch.tensor([1]))
+        BlockHead(torch.randn(6, 8), Layout(torch.arange(6), 2, 2, 6), backend=backend)(
+            torch.randn(1, 8), torch.tensor([1])
+        )

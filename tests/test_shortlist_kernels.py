@@ -1,4 +1,5 @@
-"""The fused kernel against the reference: on CUDA where there is one, in Triton's interpreter (a process of its own) otherwise.
+"""The fused kernel against the reference: on CUDA where there is one, in Triton's interpreter (a
+process of its own) otherwise.
 
 pytest tests/test_shortlist_kernels.py
 """
@@ -22,13 +23,17 @@ triton = pytest.importorskip("triton")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
 DEVICE = "cuda" if CUDA else "cpu"
-runs_kernels = pytest.mark.skipif(not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter")
+runs_kernels = pytest.mark.skipif(
+    not (INTERPRETED or CUDA), reason="needs CUDA; see the test with the interpreter"
+)
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is in it already")
 def test_all_of_this_holds_in_tritons_interpreter() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True
+    )
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
 
 
@@ -45,7 +50,9 @@ def test_all_of_this_holds_in_tritons_interpreter() -> None:
         (1, 1, 3, 1, 1, [1]),
     ],
 )
-def test_the_kernel_gives_what_the_reference_does(n: int, d: int, vocab: int, frequent: int, size: int, clusters: list[int]) -> None:
+def test_the_kernel_gives_what_the_reference_does(
+    n: int, d: int, vocab: int, frequent: int, size: int, clusters: list[int]
+) -> None:
     torch.manual_seed(0)
     weight, h = torch.randn(vocab, d, device=DEVICE), torch.randn(n, d, device=DEVICE)
     layout = Layout(torch.randperm(vocab), frequent, size, vocab)
@@ -55,7 +62,12 @@ def test_the_kernel_gives_what_the_reference_does(n: int, d: int, vocab: int, fr
     scores = made(h, chosen)
     assert scores.logits.shape == (n, (-(-frequent // size) + most) * size)
     assert scores.tokens.device == scores.logits.device == h.device
-    torch.testing.assert_close(spread(scores, vocab), expected(weight.cpu(), h.cpu(), layout, clusters), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        spread(scores, vocab),
+        expected(weight.cpu(), h.cpu(), layout, clusters),
+        rtol=1e-4,
+        atol=1e-4,
+    )
     assert not scores.tokens[scores.logits[0] == -torch.inf].any()
 
     padded = made(h, torch.nn.functional.pad(chosen, (0, most - len(clusters)), value=-1))
@@ -69,7 +81,9 @@ def test_a_strided_input_and_no_rows_are_fine() -> None:
     weight, layout = torch.randn(60, 8, device=DEVICE), Layout(torch.randperm(60), 10, 20, 60)
     made = BlockHead(weight, layout, backend="triton")
     wide, chosen = torch.randn(4, 16, device=DEVICE), torch.tensor([2], device=DEVICE)
-    torch.testing.assert_close(made(wide[::2, ::2], chosen).logits, made(wide[::2, ::2].contiguous(), chosen).logits)
+    torch.testing.assert_close(
+        made(wide[::2, ::2], chosen).logits, made(wide[::2, ::2].contiguous(), chosen).logits
+    )
     assert made(wide[:0, :8], chosen).logits.shape == (0, 80)
 
 
@@ -77,7 +91,10 @@ def test_a_strided_input_and_no_rows_are_fine() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    weight, h = torch.randn(60, 512, device=DEVICE).to(dtype), torch.randn(3, 512, device=DEVICE).to(dtype)
+    weight, h = (
+        torch.randn(60, 512, device=DEVICE).to(dtype),
+        torch.randn(3, 512, device=DEVICE).to(dtype),
+    )
     layout = Layout(torch.randperm(60), 10, 20, 60)
     if dtype is torch.bfloat16 and not CUDA:
         with pytest.raises(InvalidInput, match="bfloat16"):
@@ -86,7 +103,9 @@ def test_half_precision_is_summed_in_single(dtype: torch.dtype) -> None:
     scores = BlockHead(weight, layout, backend="triton")(h, torch.tensor([1], device=DEVICE))
     assert scores.logits.dtype is dtype
     exact = expected(weight.cpu(), h.cpu(), layout, [1])
-    torch.testing.assert_close(spread(scores, 60), exact.to(dtype).float(), rtol=torch.finfo(dtype).eps, atol=1e-3)
+    torch.testing.assert_close(
+        spread(scores, 60), exact.to(dtype).float(), rtol=torch.finfo(dtype).eps, atol=1e-3
+    )
 
 
 @pytest.mark.skipif(not CUDA, reason="needs CUDA")
@@ -94,19 +113,26 @@ def test_a_captured_call_follows_the_clusters_it_is_given() -> None:
     torch.manual_seed(0)
     weight, h = torch.randn(290, 64, device=DEVICE), torch.randn(3, 64, device=DEVICE)
     layout = Layout(torch.randperm(290), 40, 50, 290)
-    made, chosen = BlockHead(weight, layout, most=3, backend="triton"), torch.tensor([0, 1, 2], device=DEVICE)
+    made, chosen = (
+        BlockHead(weight, layout, most=3, backend="triton"),
+        torch.tensor([0, 1, 2], device=DEVICE),
+    )
     made(h, chosen)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         scores = made(h, chosen)
     chosen.copy_(torch.tensor([1, 4, -1]))
     graph.replay()
-    torch.testing.assert_close(spread(scores, 290), expected(weight.cpu(), h.cpu(), layout, [1, 4]), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        spread(scores, 290), expected(weight.cpu(), h.cpu(), layout, [1, 4]), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="nothing is compiled in the interpreter")
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-def test_the_kernel_compiles_for_cuda_without_one(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernel_compiles_for_cuda_without_one(
+    dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -114,8 +140,14 @@ def test_the_kernel_compiles_for_cuda_without_one(dtype: str, tmp_path: Path, mo
     from quickbeam.shortlist.kernels import block_logits
 
     tile = {"N": 16, "S": 64, "D": 64}
-    signature = dict.fromkeys(block_logits.arg_names, "i32") | {"chosen": "*i64"} | dict.fromkeys(tile, "constexpr")
+    signature = (
+        dict.fromkeys(block_logits.arg_names, "i32")
+        | {"chosen": "*i64"}
+        | dict.fromkeys(tile, "constexpr")
+    )
     signature |= dict.fromkeys(("h", "weight", "out"), f"*{dtype}")
     source = ASTSource(block_logits, signature, tile)
-    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": True})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", 80, 32), options={"enable_fp_fusion": True}
+    )
     assert "mma" in made.asm["ptx"] or dtype == "fp32"

@@ -40,12 +40,19 @@ def artefact() -> Artefact:
 
 @examples(100, derandomize=True)
 @given(st.integers(1, 50), st.data(), st.integers(1, 20))
-def test_every_token_of_the_order_is_frequent_or_in_one_cluster(vocab: int, data: st.DataObject, size: int) -> None:
+def test_every_token_of_the_order_is_frequent_or_in_one_cluster(
+    vocab: int, data: st.DataObject, size: int
+) -> None:
     order = shuffled(vocab)[: data.draw(st.integers(0, vocab))]
     layout = Layout(order, data.draw(st.integers(0, len(order))), size, vocab)
-    parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
+    parts = [
+        layout.order[: layout.frequent],
+        *(layout.tokens(cluster) for cluster in range(layout.clusters)),
+    ]
     assert torch.equal(torch.cat(parts), order)
-    assert all(len(part) == size for part in parts[1:-1]) and all(1 <= len(part) <= size for part in parts[1:])
+    assert all(len(part) == size for part in parts[1:-1]) and all(
+        1 <= len(part) <= size for part in parts[1:]
+    )
     found = {int(token): cluster for cluster, part in enumerate(parts, FREQUENT) for token in part}
     assert layout.cluster_of.tolist() == [found.get(token, ABSENT) for token in range(vocab)]
 
@@ -82,7 +89,9 @@ def test_a_layout_by_frequency_is_the_head_of_the_ranking() -> None:
         (torch.tensor([1, 2]), 1, 1, 0, "0 tokens"),
     ],
 )
-def test_an_impossible_layout_is_refused(order: torch.Tensor, frequent: int, size: int, vocab: int, says: str) -> None:
+def test_an_impossible_layout_is_refused(
+    order: torch.Tensor, frequent: int, size: int, vocab: int, says: str
+) -> None:
     with pytest.raises(InvalidInput, match=says):
         Layout(order, frequent, size, vocab)
 
@@ -98,13 +107,19 @@ def test_a_router_scores_clusters_from_two_normed_inputs() -> None:
 
 
 @pytest.mark.parametrize("packable", [True, False])
-def test_the_fast_router_gives_what_the_router_does(packable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fast_router_gives_what_the_router_does(
+    packable: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not packable:
         monkeypatch.setattr("quickbeam.shortlist.router.pack_weight", lambda weight: None)
     router, (hidden, embedded) = some_router(5), (torch.randn(3, 6), torch.randn(3, 4))
     expected = router(hidden, embedded).detach()
-    torch.testing.assert_close(FastRouter(router, torch.float32, hidden.device)(hidden, embedded), expected)
-    rounded = FastRouter(router, torch.bfloat16, hidden.device)(hidden.bfloat16(), embedded.bfloat16())
+    torch.testing.assert_close(
+        FastRouter(router, torch.float32, hidden.device)(hidden, embedded), expected
+    )
+    rounded = FastRouter(router, torch.bfloat16, hidden.device)(
+        hidden.bfloat16(), embedded.bfloat16()
+    )
     assert rounded.dtype is torch.float32
     torch.testing.assert_close(rounded, expected, rtol=0.05, atol=0.05)
 
@@ -116,17 +131,24 @@ def test_a_router_of_impossible_size_is_refused(wrong: object) -> None:
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_an_artefact_comes_back_as_it_was_saved(artefact: Artefact, tmp_path: Path, routed: bool) -> None:
+def test_an_artefact_comes_back_as_it_was_saved(
+    artefact: Artefact, tmp_path: Path, routed: bool
+) -> None:
     folder = tmp_path / "new" / "folder"
     assert not Artefact.there(folder)
     before = artefact if routed else Artefact(artefact.layout, artefact.ranking)
     before.save(folder)
     assert Artefact.there(folder)
-    assert sorted(path.name for path in folder.iterdir()) == ["shortlist.json", "shortlist.safetensors"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "shortlist.json",
+        "shortlist.safetensors",
+    ]
     state = torch.get_rng_state()
     after = Artefact.load(folder)
     assert torch.equal(torch.get_rng_state(), state)
-    assert torch.equal(after.layout.order, before.layout.order) and torch.equal(after.ranking, before.ranking)
+    assert torch.equal(after.layout.order, before.layout.order) and torch.equal(
+        after.ranking, before.ranking
+    )
     for field in ("frequent", "size", "vocab", "clusters"):
         assert getattr(after.layout, field) == getattr(before.layout, field)
     assert after.deepest == before.deepest == 4 * routed
@@ -142,7 +164,9 @@ def test_an_artefact_comes_back_as_it_was_saved(artefact: Artefact, tmp_path: Pa
 
 def test_what_is_written_is_small(artefact: Artefact, tmp_path: Path) -> None:
     artefact.save(tmp_path)
-    dtypes = {name: tensor.dtype for name, tensor in load_file(tmp_path / "shortlist.safetensors").items()}
+    dtypes = {
+        name: tensor.dtype for name, tensor in load_file(tmp_path / "shortlist.safetensors").items()
+    }
     assert dtypes.pop("order") is torch.int32 and dtypes.pop("ranking") is torch.int32
     assert dtypes and set(dtypes.values()) == {torch.bfloat16}
 
@@ -172,11 +196,16 @@ def test_a_missing_or_broken_file_is_named(artefact: Artefact, tmp_path: Path, n
         ({"deepest": -1}, "deepest=-1: must be at least 0"),
         ({"router": {"width": 8}}, "does not describe a shortlist"),
         ({"router": 3}, "does not describe a shortlist"),
-        ({"router": {"hidden_size": 6, "embed_size": 4, "width": 9, "clusters": 5}}, "size mismatch"),
+        (
+            {"router": {"hidden_size": 6, "embed_size": 4, "width": 9, "clusters": 5}},
+            "size mismatch",
+        ),
         ({"router": {"hidden_size": 6, "embed_size": 4, "width": 0, "clusters": 5}}, "width=0"),
     ],
 )
-def test_fields_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path, change: dict[str, object], says: str) -> None:
+def test_fields_that_do_not_fit_are_refused(
+    artefact: Artefact, tmp_path: Path, change: dict[str, object], says: str
+) -> None:
     artefact.save(tmp_path)
     path = tmp_path / "shortlist.json"
     record = json.loads(path.read_text())
@@ -204,13 +233,17 @@ def test_tensors_that_do_not_fit_are_refused(artefact: Artefact, tmp_path: Path)
         ("order", None, "order.* is missing"),
         ("router.down.weight", None, "Missing key"),
     ]:
-        changed = {key: value for key, value in whole.items() if key != name} | ({} if tensor is None else {name: tensor})
+        changed = {key: value for key, value in whole.items() if key != name} | (
+            {} if tensor is None else {name: tensor}
+        )
         save_file(changed, path)
         with pytest.raises(InvalidInput, match=says):
             Artefact.load(tmp_path)
 
 
-def test_a_save_that_fails_leaves_the_last_one(artefact: Artefact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_last_one(
+    artefact: Artefact, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     artefact.save(tmp_path)
 
     def full_disk(tensors: object, path: Path) -> None:

@@ -18,7 +18,12 @@ from quickbeam.bench.structured import BOUND, FREE, Task, measure, tasks
 from quickbeam.cli.app import app
 from quickbeam.grammar import Grammar
 
-SCHEMA = {"type": "object", "properties": {"size": {"enum": ["small", "large"]}}, "required": ["size"], "additionalProperties": False}
+SCHEMA = {
+    "type": "object",
+    "properties": {"size": {"enum": ["small", "large"]}},
+    "required": ["size"],
+    "additionalProperties": False,
+}
 TASK = Task("size", "one two three", SCHEMA)
 PARAMS = SamplingParams(max_tokens=48, temperature=0.8)
 
@@ -39,15 +44,24 @@ def test_the_tasks_have_schemas_that_an_answer_can_fit():
 
 def test_answers_with_a_schema_fit_it_and_are_the_same_with_every_method(llm):
     rows = measure(llm, [TASK], parse_methods("ar,pld,logitspec"), 3, PARAMS)
-    assert list(rows) == [(kind, name) for kind in (FREE, BOUND) for name in ("ar", "pld", "logitspec")]
+    assert list(rows) == [
+        (kind, name) for kind in (FREE, BOUND) for name in ("ar", "pld", "logitspec")
+    ]
     for (kind, name), row in rows.items():
         assert row.answers == row.identical == 3 and row.tokens_per_second > 0
         assert row.valid == (3 if kind == BOUND else 0)
-        assert kind == FREE or name == "ar" or row.steps < row.tokens, "what the grammar forces takes no step of its own"
+        assert kind == FREE or name == "ar" or row.steps < row.tokens, (
+            "what the grammar forces takes no step of its own"
+        )
 
 
 def test_what_is_cut_short_or_differs_is_counted(llm, monkeypatch):
-    assert measure(llm, [TASK], parse_methods("ar"), 1, SamplingParams(max_tokens=4))[BOUND, "ar"].valid == 0
+    assert (
+        measure(llm, [TASK], parse_methods("ar"), 1, SamplingParams(max_tokens=4))[
+            BOUND, "ar"
+        ].valid
+        == 0
+    )
     answer = structured._answer
 
     def other(llm, task, item, params):
@@ -63,7 +77,18 @@ def test_what_is_cut_short_or_differs_is_counted(llm, monkeypatch):
 def test_the_command(toy_folder, tmp_path, monkeypatch):
     monkeypatch.setattr(structured, "tasks", lambda: [TASK])
     record = tmp_path / "record.json"
-    options = ["--model", toy_folder, "--methods", "ar,pld", "--answers", "2", "--max-tokens", "40", "--json", str(record)]
+    options = [
+        "--model",
+        toy_folder,
+        "--methods",
+        "ar,pld",
+        "--answers",
+        "2",
+        "--max-tokens",
+        "40",
+        "--json",
+        str(record),
+    ]
     result = CliRunner().invoke(app, ["bench", "structured", *options], catch_exceptions=False)
     assert result.exit_code == 0, result.stderr
     assert "2 of 2" in result.stdout

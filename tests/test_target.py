@@ -11,7 +11,15 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, JambaConfig, LlamaConfig, MambaConfig, Qwen3NextConfig, T5Config, T5ForConditionalGeneration
+from transformers import (
+    AutoModelForCausalLM,
+    JambaConfig,
+    LlamaConfig,
+    MambaConfig,
+    Qwen3NextConfig,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 from cases import examples
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
@@ -70,7 +78,9 @@ def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str, fast: bool) 
         target.commit(tree, tree.path(len(tree) - 1))
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if "llama" in name or "mistral" in name or "qwen" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in CONFIGS if "llama" in name or "mistral" in name or "qwen" in name]
+)
 def test_lean_forward_is_taken_and_equal(name: str) -> None:
     model = tiny(name)
     assert LeanModel.fits(model)
@@ -79,12 +89,29 @@ def test_lean_forward_is_taken_and_equal(name: str) -> None:
 
 
 @pytest.mark.parametrize("attend", [attend_grouped, attend_sdpa])
-@pytest.mark.parametrize("layer", [Layer(0, 0.3), Layer(0, 0.3, window=5), Layer(0, 0.3, softcap=4.0), Layer(0, 0.3, sinks=torch.randn(4))])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        Layer(0, 0.3),
+        Layer(0, 0.3, window=5),
+        Layer(0, 0.3, softcap=4.0),
+        Layer(0, 0.3, sinks=torch.randn(4)),
+    ],
+)
 @pytest.mark.parametrize("pairwise", [False, True])
 def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
     torch.manual_seed(0)
-    for start, n, chain in ((0, 5, True), (6, 1, True), (7, 1, True), (7, 6, False), (400, 9, False), (401, 9, True)):
-        store = KVPool([LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise).new()
+    for start, n, chain in (
+        (0, 5, True),
+        (6, 1, True),
+        (7, 1, True),
+        (7, 6, False),
+        (400, 9, False),
+        (401, 9, True),
+    ):
+        store = KVPool(
+            [LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise
+        ).new()
         store.reserve(start)
         store.write(0, store.rows(range(start)), torch.randn(2, start, 8), torch.randn(2, start, 6))
         store.length = start
@@ -93,13 +120,16 @@ def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
         step = Step(store, torch.tensor(depth) + start, visible, exact=pairwise)
         store.write(0, step.rows, torch.randn(2, step.n, 8), torch.randn(2, step.n, 6))
         query = torch.randn(step.n, 4, 8)
-        torch.testing.assert_close(attend(query, step, layer), attend_plain(query, step, layer), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(
+            attend(query, step, layer), attend_plain(query, step, layer), atol=2e-6, rtol=1e-5
+        )
 
 
 @examples(60)
 @given(st.data())
 def test_any_tree_and_commit_give_what_a_fresh_run_gives(data: st.DataObject) -> None:
-    """Whatever was verified, accepted and rejected before, the next step's logits are those of the certain tokens alone."""
+    """Whatever was verified, accepted and rejected before, the next step's logits are those of the
+    certain tokens alone."""
     target, fresh = _pair()
     target.reset()
     seed = data.draw(st.integers(0, 2**32))
@@ -139,7 +169,12 @@ def test_store_grows_in_blocks_and_keeps_what_is_there() -> None:
         for order in range(20):
             store.reserve(order + 2)
             for layer in range(3):
-                store.write(layer, store.rows([order]), keys[layer][:, order : order + 1], values[layer][:, order : order + 1])
+                store.write(
+                    layer,
+                    store.rows([order]),
+                    keys[layer][:, order : order + 1],
+                    values[layer][:, order : order + 1],
+                )
             store.commit([0])
         assert store.capacity == 24
         rows = store.rows(range(20))
@@ -195,7 +230,11 @@ HEADS = dict(num_attention_heads=2, num_key_value_heads=1)
 
 @pytest.mark.parametrize(
     "config",
-    [MambaConfig(**SMALL, state_size=4), JambaConfig(**SMALL, **HEADS), Qwen3NextConfig(**SMALL, **HEADS)],
+    [
+        MambaConfig(**SMALL, state_size=4),
+        JambaConfig(**SMALL, **HEADS),
+        Qwen3NextConfig(**SMALL, **HEADS),
+    ],
     ids=["mamba", "jamba", "qwen3-next"],
 )
 def test_recurrent_and_hybrid_models_are_refused(config) -> None:
@@ -204,7 +243,9 @@ def test_recurrent_and_hybrid_models_are_refused(config) -> None:
 
 
 def test_encoder_decoders_are_refused() -> None:
-    model = T5ForConditionalGeneration(T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=VOCAB, d_model=16, d_ff=16, d_kv=8, num_layers=1, num_heads=2)
+    )
     with pytest.raises(InvalidInput, match="encoder-decoder"):
         Target(model)
 

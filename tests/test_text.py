@@ -1,4 +1,5 @@
-"""Detokenisation and stopping, against decoding everything at each token. Run: pytest tests/test_text.py"""
+"""Detokenisation and stopping, against decoding everything at each token. Run: pytest
+tests/test_text.py"""
 
 from __future__ import annotations
 
@@ -31,38 +32,85 @@ BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 @cache
 def byte_level(merge_all: bool = False) -> PreTrainedTokenizerFast:
-    """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a character."""
+    """As GPT-2's. `merge_all` lets merges cross words and characters, so that tokens end within a
+    character."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not merge_all)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=not merge_all
+    )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        SENTENCES, trainers.BpeTrainer(vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False)
+        SENTENCES,
+        trainers.BpeTrainer(
+            vocab_size=600, initial_alphabet=alphabet, special_tokens=SPECIAL, show_progress=False
+        ),
     )
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=SPECIAL)
 
 
 @cache
 def sentencepiece() -> PreTrainedTokenizerFast:
-    """As Llama 2's: a leading space that decoding strips, and single bytes for what the vocabulary lacks (emoji, here)."""
+    """As Llama 2's: a leading space that decoding strips, and single bytes for what the vocabulary
+    lacks (emoji, here)."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     latin = [sentence for sentence in SENTENCES if sentence.isascii()]
-    trained.train_from_iterator(latin, trainers.BpeTrainer(vocab_size=150, special_tokens=["<unk>", *SPECIAL], show_progress=False))
+    trained.train_from_iterator(
+        latin,
+        trainers.BpeTrainer(
+            vocab_size=150, special_tokens=["<unk>", *SPECIAL], show_progress=False
+        ),
+    )
     model = json.loads(trained.to_str())["model"]
-    vocab = {token: i for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].__getitem__), *BYTES])}
+    vocab = {
+        token: i
+        for i, token in enumerate([*sorted(model["vocab"], key=model["vocab"].__getitem__), *BYTES])
+    }
     merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", additional_special_tokens=SPECIAL)
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", additional_special_tokens=SPECIAL
+    )
 
 
-TOKENIZERS = {"byte-level": byte_level, "merged bytes": lambda: byte_level(True), "sentencepiece": sentencepiece}
+TOKENIZERS = {
+    "byte-level": byte_level,
+    "merged bytes": lambda: byte_level(True),
+    "sentencepiece": sentencepiece,
+}
 kinds = st.sampled_from(list(TOKENIZERS))
 texts = st.lists(
     st.one_of(
-        st.sampled_from(["the", " dog", " ", "  ", "\n", "天气", "🎉", "🎊🚀", "👩‍👩‍👧‍👦", "é", "ß", ".", ",", "привет"]),
+        st.sampled_from(
+            [
+                "the",
+                " dog",
+                " ",
+                "  ",
+                "\n",
+                "天气",
+                "🎉",
+                "🎊🚀",
+                "👩‍👩‍👧‍👦",
+                "é",
+                "ß",
+                ".",
+                ",",
+                "привет",
+            ]
+        ),
         st.text(alphabet="ab c你好🎉é\n", max_size=4),
         st.sampled_from(SENTENCES),
     ),
@@ -75,17 +123,24 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 
 
 def decode(tokenizer: PreTrainedTokenizerFast, ids: Sequence[int]) -> str:
-    """What `ids` say. Where they end within a character: the text up to there, then what the decoder makes of the rest.
+    """What `ids` say. Where they end within a character: the text up to there, then what the
+    decoder makes of the rest.
 
-    A byte-fallback decoder alone would turn the complete characters before it, if they are bytes too, into U+FFFD as well.
+    A byte-fallback decoder alone would turn the complete characters before it, if they are bytes
+    too, into U+FFFD as well.
     """
     whole = len(ids)
-    while whole and str(tokenizer.decode(list(ids[:whole]), skip_special_tokens=True)).endswith("\ufffd"):
+    while whole and str(tokenizer.decode(list(ids[:whole]), skip_special_tokens=True)).endswith(
+        "\ufffd"
+    ):
         whole -= 1
-    return "".join(str(tokenizer.decode(list(part), skip_special_tokens=True)) for part in (ids[:whole], ids[whole:]))
+    return "".join(
+        str(tokenizer.decode(list(part), skip_special_tokens=True))
+        for part in (ids[:whole], ids[whole:])
+    )
 
 
-# --- Detokenizer ---------------------------------------------------------------------------------------------------------------------
+# --- Detokenizer ----------------------------------------------------------------------------------
 
 
 @examples(300)
@@ -95,7 +150,9 @@ def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str |
     tokenizer = TOKENIZERS[kind]()
     ids = []
     for text, special in parts:
-        ids += encode(tokenizer, text) + ([] if special is None else [tokenizer.convert_tokens_to_ids(special)])
+        ids += encode(tokenizer, text) + (
+            [] if special is None else [tokenizer.convert_tokens_to_ids(special)]
+        )
     detokenizer, shown = Detokenizer(tokenizer), ""
     for i, token in enumerate(ids):
         shown += detokenizer.append(token)
@@ -110,7 +167,8 @@ def test_pieces_make_up_the_decoded_text(kind: str, parts: list[tuple[str, str |
 @examples(150)
 @given(text=texts, data=st.data())
 def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
-    """Models need not choose the tokens that the tokenizer would: here any tokens that spell the same bytes."""
+    """Models need not choose the tokens that the tokenizer would: here any tokens that spell the
+    same bytes."""
     tokenizer = byte_level(True)
     vocab = {token: i for token, i in tokenizer.get_vocab().items() if token not in SPECIAL}
     rest, ids = "".join(tokenizer.convert_ids_to_tokens(encode(tokenizer, text))), []
@@ -128,7 +186,11 @@ def test_any_segmentation_into_tokens(text: str, data: st.DataObject) -> None:
 
 def test_special_tokens_can_be_shown() -> None:
     tokenizer = byte_level()
-    ids = [*encode(tokenizer, "the dog"), tokenizer.convert_tokens_to_ids("<user>"), *encode(tokenizer, " 🎉")]
+    ids = [
+        *encode(tokenizer, "the dog"),
+        tokenizer.convert_tokens_to_ids("<user>"),
+        *encode(tokenizer, " 🎉"),
+    ]
     detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
     assert "".join(map(detokenizer.append, ids)) + detokenizer.flush() == "the dog<user> 🎉"
 
@@ -175,7 +237,8 @@ def test_bytes_that_are_no_text_are_shown_and_do_not_pile_up(kind: str) -> None:
 
 
 def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
-    """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer has no token for."""
+    """Tokens that decoding leaves out, of several kinds: special ones, and ids that the tokenizer
+    has no token for."""
     left_out = [*tokenizer.convert_tokens_to_ids(SPECIAL), len(tokenizer) + 5]
     return [left_out[i % 3] for i in range(count)]
 
@@ -184,7 +247,11 @@ def special(tokenizer: PreTrainedTokenizerFast, count: int) -> list[int]:
 @pytest.mark.parametrize("before", ["", "the dog", " ", "🎉", "the 🎉 dog "])
 def test_tokens_that_show_nothing_do_not_pile_up(kind: str, before: str) -> None:
     tokenizer = Counting(TOKENIZERS[kind]())
-    ids = [*encode(tokenizer.tokenizer, before), *special(tokenizer.tokenizer, 5000), *encode(tokenizer.tokenizer, " and 🎉 on.")]
+    ids = [
+        *encode(tokenizer.tokenizer, before),
+        *special(tokenizer.tokenizer, 5000),
+        *encode(tokenizer.tokenizer, " and 🎉 on."),
+    ]
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
     assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True)
@@ -196,11 +263,20 @@ def test_tokens_that_show_nothing_do_not_pile_up(kind: str, before: str) -> None
 def test_tokens_that_show_nothing_may_stand_within_a_character(kind: str) -> None:
     """A character is waited for as long as it takes, and only bytes count."""
     tokenizer = Counting(TOKENIZERS[kind]())
-    spell = ["<0xF0>", "<0x9F>", "<0x8E>", "<0x89>"] if kind == "sentencepiece" else ["ð", "Ł", "İ", "ī"]
+    spell = (
+        ["<0xF0>", "<0x9F>", "<0x8E>", "<0x89>"]
+        if kind == "sentencepiece"
+        else ["ð", "Ł", "İ", "ī"]
+    )
     vocab = tokenizer.tokenizer.get_vocab()
     spell = [byte for byte in spell if byte in vocab]
-    party = [vocab[byte] for byte in spell] if len(spell) == 4 else encode(tokenizer.tokenizer, "🎉")
-    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable([byte, *special(tokenizer.tokenizer, 1700)] for byte in party)]
+    party = (
+        [vocab[byte] for byte in spell] if len(spell) == 4 else encode(tokenizer.tokenizer, "🎉")
+    )
+    ids = [
+        *encode(tokenizer.tokenizer, "the"),
+        *chain.from_iterable([byte, *special(tokenizer.tokenizer, 1700)] for byte in party),
+    ]
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(map(detokenizer.append, ids))
     assert shown == tokenizer.tokenizer.decode(ids, skip_special_tokens=True) == "the🎉"
@@ -211,11 +287,16 @@ def test_tokens_that_show_nothing_may_stand_within_a_character(kind: str) -> Non
 @pytest.mark.parametrize("kind", TOKENIZERS)
 @pytest.mark.parametrize("byte", [0x80, 0xF0])
 @pytest.mark.parametrize("skipped", [0, 1, 6])
-def test_bytes_that_never_become_a_character_do_not_pile_up(kind: str, byte: int, skipped: int) -> None:
+def test_bytes_that_never_become_a_character_do_not_pile_up(
+    kind: str, byte: int, skipped: int
+) -> None:
     tokenizer = Counting(TOKENIZERS[kind]())
     name = f"<0x{byte:02X}>" if kind == "sentencepiece" else {0x80: "Ģ", 0xF0: "ð"}[byte]
     stray = tokenizer.tokenizer.get_vocab()[name]
-    ids = [*encode(tokenizer.tokenizer, "the"), *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 1000))]
+    ids = [
+        *encode(tokenizer.tokenizer, "the"),
+        *chain.from_iterable(repeat([stray, *special(tokenizer.tokenizer, skipped)], 1000)),
+    ]
     detokenizer = Detokenizer(tokenizer)
     shown = "".join(map(detokenizer.append, ids)) + detokenizer.flush()
     assert shown == "the" + "\ufffd" * 1000
@@ -223,7 +304,8 @@ def test_bytes_that_never_become_a_character_do_not_pile_up(kind: str, byte: int
 
 
 class Stripping:
-    """A tokenizer of characters that strips its texts, as those of transformers do that run sentencepiece in Python; 0 is left out."""
+    """A tokenizer of characters that strips its texts, as those of transformers do that run
+    sentencepiece in Python; 0 is left out."""
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in ids if i).strip()
@@ -248,7 +330,7 @@ def test_spaces_for_ever_do_not_pile_up() -> None:
     assert max(tokenizer.sizes) <= 100
 
 
-# --- Output --------------------------------------------------------------------------------------------------------------------------
+# --- Output ---------------------------------------------------------------------------------------
 
 
 def brute_force(
@@ -267,7 +349,12 @@ def brute_force(
             return list(ids[:n]), decode(tokenizer, ids[: n - 1]), "stop"
         before, text = len(text.rstrip("\ufffd")), decode(tokenizer, ids[:n])
         if n > min_tokens:  # what is complete by now and was not before
-            spans = [(i, i + len(s)) for s in stop for i in range(len(text)) if text.startswith(s, i) and i + len(s) > before]
+            spans = [
+                (i, i + len(s))
+                for s in stop
+                for i in range(len(text))
+                if text.startswith(s, i) and i + len(s) > before
+            ]
             if spans:
                 return list(ids[:n]), text[: min(spans)[include]], "stop"
         if n == max_tokens:
@@ -277,13 +364,20 @@ def brute_force(
 
 @examples(300)
 @given(kind=kinds, text=texts, data=st.data())
-def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: st.DataObject) -> None:
+def test_the_answer_ends_where_brute_force_ends_it(
+    kind: str, text: str, data: st.DataObject
+) -> None:
     tokenizer = TOKENIZERS[kind]()
     ids = encode(tokenizer, text)
     text = decode(tokenizer, ids)
     spans = st.tuples(st.integers(0, max(0, len(text) - 1)), st.integers(1, 8))
     near = spans.map(lambda span: text[span[0] : sum(span)] or "x")  # found in the text, mostly
-    stop = data.draw(st.lists(st.one_of(near, near.map(lambda s: s + "!"), st.text("ab", min_size=1, max_size=2)), max_size=3))
+    stop = data.draw(
+        st.lists(
+            st.one_of(near, near.map(lambda s: s + "!"), st.text("ab", min_size=1, max_size=2)),
+            max_size=3,
+        )
+    )
     ends = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
     eos = data.draw(st.lists(st.sampled_from(ids or [0]), max_size=2))
     max_tokens = data.draw(st.integers(1, len(ids) + 3))
@@ -296,7 +390,15 @@ def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: s
         include_stop_str_in_output=data.draw(st.booleans()),
     )
     all_ends = [*ends, *([] if params.ignore_eos else eos)]
-    expected = brute_force(tokenizer, ids, stop, all_ends, max_tokens, params.min_tokens, params.include_stop_str_in_output)
+    expected = brute_force(
+        tokenizer,
+        ids,
+        stop,
+        all_ends,
+        max_tokens,
+        params.min_tokens,
+        params.include_stop_str_in_output,
+    )
 
     output, shown = Output(tokenizer, params, eos), ""
     for token in ids:
@@ -305,7 +407,12 @@ def test_the_answer_ends_where_brute_force_ends_it(kind: str, text: str, data: s
         assert expected[1].startswith(shown)  # what was shown is never taken back
         if finished:
             break
-        held = [n for s in stop for n in range(len(s)) if output.text.endswith(s[:n]) and not params.include_stop_str_in_output]
+        held = [
+            n
+            for s in stop
+            for n in range(len(s))
+            if output.text.endswith(s[:n]) and not params.include_stop_str_in_output
+        ]
         assert len(output.text) - len(shown) == max(held, default=0)  # nor held back without need
     if output.finish_reason is None:
         output.close("interrupted")
@@ -389,7 +496,14 @@ def test_close_ends_an_answer_once() -> None:
 def test_stop_strings_wait_for_min_tokens() -> None:
     tokenizer = byte_level()
     vocab = tokenizer.get_vocab()
-    for min_tokens, text, count in [(0, "x", 3), (2, "x", 3), (3, "xabx", 6), (4, "xabx", 6), (5, "xabx", 6), (6, "xabxabx", 9)]:
+    for min_tokens, text, count in [
+        (0, "x", 3),
+        (2, "x", 3),
+        (3, "xabx", 6),
+        (4, "xabx", 6),
+        (5, "xabx", 6),
+        (6, "xabxabx", 9),
+    ]:
         output = Output(tokenizer, SamplingParams(max_tokens=10, stop="ab", min_tokens=min_tokens))
         for character in "xabxabxab":
             if output.append(vocab[character]):
@@ -431,7 +545,12 @@ def test_a_stop_string_can_stay_in_the_text() -> None:
 def test_text_after_an_included_stop_string_is_cut() -> None:
     tokenizer = byte_level()
     [dog] = encode(tokenizer, " dog")
-    for stop, text in [(["o"], " do"), (["g", "og", "do"], " do"), (["dog", "do"], " do"), (["og", "x"], " dog")]:
+    for stop, text in [
+        (["o"], " do"),
+        (["g", "og", "do"], " do"),
+        (["dog", "do"], " do"),
+        (["og", "x"], " dog"),
+    ]:
         output = Output(tokenizer, SamplingParams(stop=stop, include_stop_str_in_output=True))
         assert output.append(dog)
         assert output.text == output.take() == text

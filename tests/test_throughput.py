@@ -48,28 +48,35 @@ def test_every_answer_is_the_one_given_alone(toy_folder, rate, cancel):
             found = cell.to_json()
             assert found["identical"] == found["prompts"] == 18
             assert found["tokens_per_second"] > 0 and found["p50_ttft_ms"] <= found["p95_ttft_ms"]
-            assert name == "logitspec" or (found["cancelled"] > 0) == (cancel > 0)  # a tree of any width may be a whole answer
+            # a tree of any width may be a whole answer
+            assert name == "logitspec" or (found["cancelled"] > 0) == (cancel > 0)
     assert cells[1]["ar"].to_json()["mean_accepted_tokens"] == 1.0
     assert ratios(cells)[1]["ar"] == 1.0
 
 
 def test_sampled_answers_are_those_given_alone_where_they_are_coupled(toy_folder):
-    """`ar+residual` draws its tokens otherwise: its answers are others, and need not be the same."""
+    """`ar+residual` draws its tokens otherwise: its answers are others, and need not be the
+    same."""
     params = SamplingParams(max_tokens=12, temperature=0.6, seed=3, ignore_eos=True)
     with LLM(toy_folder, "dyspec", dtype="float32", drafter=toy_folder) as llm:
         items = parse_methods("ar,pld,dyspec:8,ar+residual", drafter=toy_folder)
         asked = requests(PROMPTS[:5], None, 0.2, 12)
         cells = measure(llm, asked, items, [1, 3], params)
-        assert [[cell.identical for cell in by_name.values()] for by_name in cells.values()] == [[5, 5, 5, None]] * 2
+        assert [[cell.identical for cell in by_name.values()] for by_name in cells.values()] == [
+            [5, 5, 5, None]
+        ] * 2
         plain, drawn = (
-            {one.prompt: one.token_ids for one in cells[3][name].answers if not one.cancelled} for name in ("ar", "ar+residual")
+            {one.prompt: one.token_ids for one in cells[3][name].answers if not one.cancelled}
+            for name in ("ar", "ar+residual")
         )
         assert plain != drawn
         wrong = {tuple(ids): [1] * 12 for ids, _ in PROMPTS}
         assert measure(llm, asked, items[:1], [2], params, alone=wrong)[2]["ar"].identical == 0
         for other in (replace(params, seed=None), replace(params, coupling="residual")):
             assert measure(llm, asked, items[:1], [2], other)[2]["ar"].identical is None
-        found = measure(llm, asked, parse_methods("ar,pld+coupled"), [2], replace(params, coupling="residual"))[2]
+        found = measure(
+            llm, asked, parse_methods("ar,pld+coupled"), [2], replace(params, coupling="residual")
+        )[2]
         assert (found["ar"].identical, found["pld+coupled"].identical) == (None, 5)
 
 
@@ -77,22 +84,36 @@ def test_another_answer_is_not_identical(toy_folder, monkeypatch):
     """The wrong version: an engine that gives one sequence another's token now and then."""
     with LLM(toy_folder, "ar") as llm:
         known = {tuple(ids): [1] * 12 for ids, _ in PROMPTS}
-        cells = measure(llm, requests(PROMPTS, None, 0.0, 12), parse_methods("ar"), [2], PARAMS, alone=known)
+        cells = measure(
+            llm, requests(PROMPTS, None, 0.0, 12), parse_methods("ar"), [2], PARAMS, alone=known
+        )
     assert cells[2]["ar"].identical == 0
 
 
 def test_figures_of_a_cell():
-    answers = [Answered((1,), 0.0, first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4), Answered((2,), 1.0, cancelled=True)]
+    answers = [
+        Answered((1,), 0.0, first=1.0, last=3.0, token_ids=[1, 2, 3], steps=1, nodes=4),
+        Answered((2,), 1.0, cancelled=True),
+    ]
     found = Cell(seconds=4.0, answers=answers, decoding_seconds=2.0, decoding_tokens=3).to_json()
     assert found["tokens_per_second"] == 0.75 and found["decoding_tokens_per_second"] == 1.5
     assert found["p50_ttft_ms"] == 1000.0 and found["p95_tpot_ms"] == 1000.0
-    assert found["mean_accepted_tokens"] == 2.0 and found["nodes_per_step"] == 4.0 and found["cancelled"] == 1
+    assert (
+        found["mean_accepted_tokens"] == 2.0
+        and found["nodes_per_step"] == 4.0
+        and found["cancelled"] == 1
+    )
 
 
 def test_the_command(toy_folder, tmp_path):
     record, questions = tmp_path / "record.json", tmp_path / "questions.jsonl"
     turns = ["the cat sat", "one two three", "far too long " * 50]
-    questions.write_text("\n".join(json.dumps({"question_id": i, "category": "c", "turns": [turn]}) for i, turn in enumerate(turns)))
+    questions.write_text(
+        "\n".join(
+            json.dumps({"question_id": i, "category": "c", "turns": [turn]})
+            for i, turn in enumerate(turns)
+        )
+    )
     options = [
         "--model",
         toy_folder,
@@ -106,7 +127,9 @@ def test_the_command(toy_folder, tmp_path):
         "--questions",
         str(questions),
     ]
-    result = CliRunner().invoke(app, ["bench", "throughput", *options, "--json", str(record)], catch_exceptions=False)
+    result = CliRunner().invoke(
+        app, ["bench", "throughput", *options, "--json", str(record)], catch_exceptions=False
+    )
     assert result.exit_code == 0, result.stderr
     assert "2 at a time" in result.stdout
     found = json.loads(record.read_text())
@@ -114,15 +137,27 @@ def test_the_command(toy_folder, tmp_path):
     assert found["settings"]["skipped"] == 1
     for coupling, same in (("coupled", 2), ("residual", None)):
         given = ["--temperature", "0.6", "--coupling", coupling, "--json", str(record)]
-        result = CliRunner().invoke(app, ["bench", "throughput", *options, *given], catch_exceptions=False)
+        result = CliRunner().invoke(
+            app, ["bench", "throughput", *options, *given], catch_exceptions=False
+        )
         assert result.exit_code == 0, result.stderr
         sampled = json.loads(record.read_text())
-        assert sampled["concurrency"]["2"]["pld"]["identical"] == same and sampled["settings"]["coupling"] == coupling
+        assert (
+            sampled["concurrency"]["2"]["pld"]["identical"] == same
+            and sampled["settings"]["coupling"] == coupling
+        )
     assert set(found) >= {"environment", "model", "settings", "concurrency", "over_ar"}
 
 
 @pytest.mark.parametrize(
-    "options", [["--methods", "hf"], ["--rate", "0"], ["--concurrency", "none"], ["--server", "vllm"], ["--served", "--rate", "3"]]
+    "options",
+    [
+        ["--methods", "hf"],
+        ["--rate", "0"],
+        ["--concurrency", "none"],
+        ["--server", "vllm"],
+        ["--served", "--rate", "3"],
+    ],
 )
 def test_bad_options_are_refused_in_a_line(options):
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
@@ -139,13 +174,19 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids = {"token_ids": [4, 5]} if asked.get("return_token_ids") else {}
-        pieces = [{"choices": [{"delta": {"content": word}, **ids}]} for word in ("one ", "two ", "three")]
+        words = ("one ", "two ", "three")
+        pieces = [{"choices": [{"delta": {"content": word}, **ids}]} for word in words]
         if sys.argv[2:]:
             details = {"accepted_prediction_tokens": 4, "rejected_prediction_tokens": 3}
-            pieces.append({"choices": [], "usage": {"completion_tokens": 7, "steps": 3, "completion_tokens_details": details}})
-        self.reply(b"".join(b"data: " + json.dumps(piece).encode() + b"\\n\\n" for piece in pieces) + b"data: [DONE]\\n\\n")
+            usage = {"completion_tokens": 7, "steps": 3, "completion_tokens_details": details}
+            pieces.append({"choices": [], "usage": usage})
+        lines = [json.dumps(piece).encode() for piece in pieces] + [b"[DONE]"]
+        self.reply(b"".join(b"data: " + line + b"\\n\\n" for line in lines))
     def reply(self, body):
-        self.send_response(200); self.send_header("Content-Length", str(len(body))); self.end_headers(); self.wfile.write(body)
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -176,22 +217,34 @@ def test_tokens_are_those_that_a_server_counts_or_names(script):
 
 
 def test_what_is_served_stands_beside_what_is_not(toy_folder, script):
-    with LLM(toy_folder, "ar") as llm, Serving(parse_server(f"toy={sys.executable} {script} {{port}}")) as serving:
+    with (
+        LLM(toy_folder, "ar") as llm,
+        Serving(parse_server(f"toy={sys.executable} {script} {{port}}")) as serving,
+    ):
         asked = requests(PROMPTS[:3], None, 0.0, 12)
         others = {
-            "served": lambda some, load: serving.measure(["a"] * len(some), load, 12, False, speculation("ar", None)),
+            "served": lambda some, load: serving.measure(
+                ["a"] * len(some), load, 12, False, speculation("ar", None)
+            ),
             "peer": lambda some, load: serving.measure(["a"] * len(some), load, 12, False),
         }
         cells = measure(llm, asked, parse_methods("ar"), [1, 2], PARAMS, others=others)
     assert all(list(by_name) == ["ar", "served", "peer"] for by_name in cells.values())
-    assert [cell.identical for cell in cells[2].values()] == [3, 0, None], "a server that names other tokens is found out"
+    assert [cell.identical for cell in cells[2].values()] == [3, 0, None], (
+        "a server that names other tokens is found out"
+    )
 
 
 def test_a_server_that_does_not_come_up_is_an_error():
     with (
         pytest.raises(QuickbeamError, match="ended before it served: no model here"),
-        Serving(Server("toy", (sys.executable, "-c", "raise SystemExit('no model here')  # {port}"))),
+        Serving(
+            Server("toy", (sys.executable, "-c", "raise SystemExit('no model here')  # {port}"))
+        ),
     ):
         pass
-    with pytest.raises(InvalidInput, match="can't start"), Serving(Server("toy", ("no-such-program", "{port}"))):
+    with (
+        pytest.raises(InvalidInput, match="can't start"),
+        Serving(Server("toy", ("no-such-program", "{port}"))),
+    ):
         pass

@@ -32,7 +32,8 @@ class Letters:
 
 
 class Page(HTMLParser):
-    """A page's elements with their attributes, and its text. Fails where elements are not nested."""
+    """A page's elements with their attributes, and its text. Fails where elements are not
+    nested."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -71,7 +72,9 @@ def trace() -> dict[str, Any]:
     recorder = Trace()
     recorder(StepRecord(some_tree(), [0, 1, 3], 7, [0, 4, 7], 0.001, 0.002, 0.004))
     recorder(StepRecord(TokenTree(7), [0], 2, [2], 0.0, 0.002, 0.003))
-    completion = Completion(EVIL, [1, 0, 4, 7, 2], "stop", Statistics(5, 2, 0.007, 0.1), EVIL, "dyspec")
+    completion = Completion(
+        EVIL, [1, 0, 4, 7, 2], "stop", Statistics(5, 2, 0.007, 0.1), EVIL, "dyspec"
+    )
     return recorder.to_json(completion, Letters())
 
 
@@ -107,7 +110,10 @@ def change(*keys: Any, to: object) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (change("format", to="something"), "not a trace; give a file that `quickbeam generate --trace` wrote"),
+        (
+            change("format", to="something"),
+            "not a trace; give a file that `quickbeam generate --trace` wrote",
+        ),
         (change("version", to=2), "a trace of version 2; this quickbeam reads version 1"),
         (change("answer", to=[]), "answer='[]'; must be dict"),
         (change("answer", "method", to=3), "answer: method='3'; must be str"),
@@ -115,23 +121,40 @@ def change(*keys: Any, to: object) -> Callable[[dict[str, Any]], None]:
         (change("steps", 1, to="x"), "step 2: 'x'; must be an object"),
         (change("steps", 0, "nodes", to=[]), "step 1: has no nodes"),
         (change("steps", 0, "next", to={}), "step 1, next: has no 'token'"),
-        (change("steps", 0, "nodes", 3, "parent", to=3), "step 1, node 3: parent 3; must be an earlier node"),
+        (
+            change("steps", 0, "nodes", 3, "parent", to=3),
+            "step 1, node 3: parent 3; must be an earlier node",
+        ),
         (change("steps", 0, "nodes", 0, "parent", to=-2), "step 1, node 0: parent -2"),
         (change("steps", 0, "nodes", 2, "parent", to=-1), "step 1, node 2: parent -1"),
-        (change("steps", 0, "nodes", 2, "accepted", to=1), "step 1, node 2: accepted='1'; must be bool"),
-        (change("steps", 0, "nodes", 2, "token", to=True), "step 1, node 2: token='True'; must be int"),
-        (change("steps", 0, "nodes", 2, "value", to=float("nan")), "step 1, node 2: value='nan'; must be int or float"),
+        (
+            change("steps", 0, "nodes", 2, "accepted", to=1),
+            "step 1, node 2: accepted='1'; must be bool",
+        ),
+        (
+            change("steps", 0, "nodes", 2, "token", to=True),
+            "step 1, node 2: token='True'; must be int",
+        ),
+        (
+            change("steps", 0, "nodes", 2, "value", to=float("nan")),
+            "step 1, node 2: value='nan'; must be int or float",
+        ),
         (change("steps", 0, "seconds", to=10**400), "step 1: seconds='1000"),
     ],
 )
-def test_damaged_records_are_named(trace: dict[str, Any], tmp_path: Path, damage: Callable, words: str) -> None:
+def test_damaged_records_are_named(
+    trace: dict[str, Any], tmp_path: Path, damage: Callable, words: str
+) -> None:
     damage(trace)
     with pytest.raises(InvalidInput) as caught:
         read_trace(written(tmp_path / "t.json", trace))
     assert words in str(caught.value) and "t.json" in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "not a trace"), (b"[" * 99999, "JSON")])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [(b"{", "not JSON"), (b"\xff", "not JSON"), (b"[]", "not a trace"), (b"[" * 99999, "JSON")],
+)
 def test_other_files_are_named(tmp_path: Path, content: bytes, words: str) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(InvalidInput, match=words):
@@ -148,12 +171,20 @@ def test_the_page_shows_everything_and_loads_nothing(trace: dict[str, Any]) -> N
     tags = {tag for tag, _ in drawn.elements}
     assert not tags & {"script", "link", "img", "iframe", "object"}
     assert "http" not in html and "url(" not in html and "@import" not in html
-    assert not any(name in attrs for _, attrs in drawn.elements for name in ("src", "href", "onclick"))
+    assert not any(
+        name in attrs for _, attrs in drawn.elements for name in ("src", "href", "onclick")
+    )
     assert EVIL.strip() in drawn.text, "texts are shown as they are"
     assert drawn.of_class("accepted") == 3 + 1 and drawn.of_class("next") == 2
     assert drawn.of_class("node") == 6 + 1 + 2
     assert sum(tag == "details" for tag, _ in drawn.elements) == 2
-    for words in ("step 1: 5 drafted, 2 accepted, 3 emitted", "step 2: 0 drafted", "MAT", "dyspec", "drafting 1.0 ms, verifying 2.0 ms"):
+    for words in (
+        "step 1: 5 drafted, 2 accepted, 3 emitted",
+        "step 2: 0 drafted",
+        "MAT",
+        "dyspec",
+        "drafting 1.0 ms, verifying 2.0 ms",
+    ):
         assert words in drawn.text
     titles = {attrs.get("title") for _, attrs in drawn.elements}
     assert "token 4, depth 2, ngram, value 0.125" in titles
@@ -174,10 +205,21 @@ def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
     for i in range(40):
         parent = rng.randrange(max(0, i - 4), i) if i else -1
         depth = nodes[parent]["depth"] + 1 if i else 0
-        nodes.append({"token": i, "text": f"n{i}", "parent": parent, "depth": depth, "source": "x", "value": 0.0, "accepted": False})
+        nodes.append(
+            {
+                "token": i,
+                "text": f"n{i}",
+                "parent": parent,
+                "depth": depth,
+                "source": "x",
+                "value": 0.0,
+                "accepted": False,
+            }
+        )
 
     class Nesting(HTMLParser):
-        """The parent that the lists give each node: the one before it on its line, or the last of the line that its list is below."""
+        """The parent that the lists give each node: the one before it on its line, or the last of
+        the line that its list is below."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -198,7 +240,9 @@ def test_a_drawn_tree_holds_each_node_once_below_its_parent(seed: int) -> None:
 
     nesting = Nesting()
     nesting.feed(draw_tree(nodes, {}))
-    assert nesting.parents == {f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)}
+    assert nesting.parents == {
+        f"n{i}": f"n{node['parent']}" if i else "" for i, node in enumerate(nodes)
+    }
 
 
 def test_a_chain_deeper_than_pythons_stack_is_drawn() -> None:
@@ -220,7 +264,9 @@ def run(monkeypatch):
 
 @pytest.mark.parametrize(("prompt", "code"), [("hello", 0), ("interrupt", 130)])
 @pytest.mark.parametrize("options", [[], ["--json"], ["--raw"]])
-def test_generate_records_and_inspect_draws(run, tmp_path: Path, prompt: str, code: int, options: list[str]) -> None:
+def test_generate_records_and_inspect_draws(
+    run, tmp_path: Path, prompt: str, code: int, options: list[str]
+) -> None:
     recorded, drawn = tmp_path / "t.json", tmp_path / "t.html"
     assert run("generate", prompt, "--trace", recorded, *options).exit_code == code
     steps = read_trace(recorded)["steps"]
@@ -233,15 +279,24 @@ def test_generate_records_and_inspect_draws(run, tmp_path: Path, prompt: str, co
     assert sorted(path.name for path in tmp_path.iterdir()) == ["t.html", "t.json"]
 
 
-def test_places_that_cannot_be_written_are_named_before_any_work(run, tmp_path: Path, trace: dict[str, Any]) -> None:
+def test_places_that_cannot_be_written_are_named_before_any_work(
+    run, tmp_path: Path, trace: dict[str, Any]
+) -> None:
     fake_llm.CALLS.clear()
     result = run("generate", "hello", "--trace", tmp_path / "no" / "t.json")
-    assert result.exit_code == 2 and "--trace" in result.stderr and "does not exist" in result.stderr and fake_llm.CALLS == []
+    assert (
+        result.exit_code == 2
+        and "--trace" in result.stderr
+        and "does not exist" in result.stderr
+        and fake_llm.CALLS == []
+    )
     recorded = written(tmp_path / "t.json", trace)
     result = run("inspect", recorded, "--html", tmp_path)
     assert result.exit_code == 2 and "--html" in result.stderr and "is a folder" in result.stderr
     result = run("inspect", tmp_path / "missing.json")
-    assert result.exit_code == 2 and result.stderr.count("\n") == 1 and "missing.json" in result.stderr
+    assert (
+        result.exit_code == 2 and result.stderr.count("\n") == 1 and "missing.json" in result.stderr
+    )
 
 
 def test_a_full_disk_is_a_failure_that_keeps_the_answer(run, tmp_path: Path, monkeypatch) -> None:
@@ -269,7 +324,9 @@ def test_a_real_answers_trace_holds_its_tokens(toy_folder: str, tmp_path: Path) 
         "20",
         "--ignore-eos",
     ]
-    done = CliRunner().invoke(app, ["generate", "abc abc", *options, "--json", "--trace", str(recorded)])
+    done = CliRunner().invoke(
+        app, ["generate", "abc abc", *options, "--json", "--trace", str(recorded)]
+    )
     assert done.exit_code == 0, done.stderr
     answer, trace = json.loads(done.stdout), read_trace(recorded)
     told = []
@@ -277,6 +334,9 @@ def test_a_real_answers_trace_holds_its_tokens(toy_folder: str, tmp_path: Path) 
         accepted = [node["token"] for node in step["nodes"][1:] if node["accepted"]]
         told += [*accepted, step["next"]["token"]][: step["emitted"]]
     assert told == answer["token_ids"][1:] and len(trace["steps"]) == answer["steps"]
-    assert {node["source"] for step in trace["steps"] for node in step["nodes"]} == {"root", "drafter"}
+    assert {node["source"] for step in trace["steps"] for node in step["nodes"]} == {
+        "root",
+        "drafter",
+    }
     assert CliRunner().invoke(app, ["inspect", str(recorded), "--html", str(drawn)]).exit_code == 0
     assert Page(drawn.read_text(encoding="utf-8")).of_class("next") == answer["steps"]

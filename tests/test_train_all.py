@@ -14,11 +14,37 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
 
 
-def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(toy_folder: str, tmp_path: Path) -> None:
+def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(
+    toy_folder: str, tmp_path: Path
+) -> None:
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
-    arguments = ["train", "all", "--model", toy_folder, "--out", str(out), "--prompts", str(prompts), "--tokens", "1500", "--length", "64"]
-    arguments += ["--slots", "8", "--epochs", "1", "--rows", "500", "--limit", "2", "--max-tokens", "8"]
+    arguments = [
+        "train",
+        "all",
+        "--model",
+        toy_folder,
+        "--out",
+        str(out),
+        "--prompts",
+        str(prompts),
+        "--tokens",
+        "1500",
+        "--length",
+        "64",
+    ]
+    arguments += [
+        "--slots",
+        "8",
+        "--epochs",
+        "1",
+        "--rows",
+        "500",
+        "--limit",
+        "2",
+        "--max-tokens",
+        "8",
+    ]
 
     first = CliRunner().invoke(app, arguments)
     assert first.exit_code == 0, first.output
@@ -30,10 +56,16 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(toy_folde
     assert all(row["identical"] == row["prompts"] for row in methods.values() if row["prompts"])
     made = (out / "router.json").stat().st_mtime_ns
     again = CliRunner().invoke(app, arguments)
-    assert again.exit_code == 0 and "2 of 3" not in again.output and (out / "router.json").stat().st_mtime_ns == made
+    assert (
+        again.exit_code == 0
+        and "2 of 3" not in again.output
+        and (out / "router.json").stat().st_mtime_ns == made
+    )
 
     (tmp_path / "nothing").mkdir()
-    refused = CliRunner().invoke(app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "nothing")])
+    refused = CliRunner().invoke(
+        app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "nothing")]
+    )
     assert refused.exit_code == 2 and "is not a drafter" in " ".join(refused.output.split())
     further = [*arguments, "--out", str(tmp_path / "more"), "--start", str(out), "--quote", "0.3"]
     assert CliRunner().invoke(app, further).exit_code == 0

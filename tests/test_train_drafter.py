@@ -40,7 +40,9 @@ def conversations(count: int, seed: int = 0) -> list[Conversation]:
     for _ in range(count):
         n = int(torch.randint(8, 30, (1,), generator=generator))
         tokens = (torch.randint(VOCAB, (1,), generator=generator) + 3 * torch.arange(n)) % VOCAB
-        hidden = torch.cat([torch.randn(n, SIZE, generator=generator), 4 * codes[(tokens + 3) % VOCAB]], 1)
+        hidden = torch.cat(
+            [torch.randn(n, SIZE, generator=generator), 4 * codes[(tokens + 3) % VOCAB]], 1
+        )
         found.append(Conversation(tokens.int(), torch.arange(n) >= 4, hidden.bfloat16(), 0.0))
     return found
 
@@ -64,7 +66,9 @@ def network(seed: int = 0) -> EagleHead:
     return EagleHead(CONFIG, embedding, head)
 
 
-def trainer(shards: Shards, folder: Path, recipe: drafter.Recipe = SMALL, every: float = 1e9) -> Trainer:
+def trainer(
+    shards: Shards, folder: Path, recipe: drafter.Recipe = SMALL, every: float = 1e9
+) -> Trainer:
     return Trainer(network(), HEAD, shards, recipe, folder, Accelerator(cpu=True), every)
 
 
@@ -76,8 +80,14 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law_at_every_depth() -> 
     expected = 0.0
     with torch.no_grad(), drafter.autocast(torch.device("cpu")):
         for depth, step in enumerate(unroll(net, batch, 3)):
-            scores, target = net.feature(step.out).bfloat16() @ HEAD.bfloat16().T, step.target @ HEAD.bfloat16().T
-            rows = [-(target[i].float().softmax(-1) @ scores[i].float().log_softmax(-1)) for i in range(len(scores))]
+            scores, target = (
+                net.feature(step.out).bfloat16() @ HEAD.bfloat16().T,
+                step.target @ HEAD.bfloat16().T,
+            )
+            rows = [
+                -(target[i].float().softmax(-1) @ scores[i].float().log_softmax(-1))
+                for i in range(len(scores))
+            ]
             expected += 0.5**depth * float(sum(rows)) / len(rows)
     loss = drafter.Objective(net, recipe)(batch, HEAD.bfloat16(), torch.zeros(VOCAB))
     assert float(loss.detach()) == pytest.approx(expected, rel=1e-3)
@@ -85,17 +95,28 @@ def test_the_loss_is_the_cross_entropy_with_the_targets_law_at_every_depth() -> 
 
 def test_the_losss_gradient_is_that_of_its_formula() -> None:
     generator = torch.Generator().manual_seed(4)
-    features, shift = torch.randn(7, D, generator=generator, requires_grad=True), torch.randn(VOCAB, generator=generator)
-    laws, weights = torch.randn(7, VOCAB, generator=generator).softmax(-1), torch.randn(7, generator=generator)
+    features, shift = (
+        torch.randn(7, D, generator=generator, requires_grad=True),
+        torch.randn(VOCAB, generator=generator),
+    )
+    laws, weights = (
+        torch.randn(7, VOCAB, generator=generator).softmax(-1),
+        torch.randn(7, generator=generator),
+    )
     plain = -(laws * (features @ HEAD.T + shift).log_softmax(-1)).sum(-1)
     own = drafter.CrossEntropy.apply(features, HEAD, shift, *drafter.mean_rows(laws, HEAD, shift))
     torch.testing.assert_close(own, plain)
-    torch.testing.assert_close(*(torch.autograd.grad(each @ weights, features)[0] for each in (own, plain)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(each @ weights, features)[0] for each in (own, plain))
+    )
 
 
 def test_answers_from_the_first_token_on_have_fewer_rows_in_later_passes() -> None:
     """What the target said is looked up in the first pass: the same as asking it at each."""
-    early = [conversation._replace(answer=torch.arange(len(conversation.tokens)) >= i) for i, conversation in enumerate(conversations(3))]
+    early = [
+        conversation._replace(answer=torch.arange(len(conversation.tokens)) >= i)
+        for i, conversation in enumerate(conversations(3))
+    ]
     batch, counts = collate(early), []
     with torch.no_grad():
         for depth, step in enumerate(unroll(network(), batch, 4)):
@@ -108,9 +129,17 @@ def test_answers_from_the_first_token_on_have_fewer_rows_in_later_passes() -> No
 
 def test_padding_changes_no_loss() -> None:
     alone = conversations(1, seed=1)
-    longer = Conversation(torch.zeros(40, dtype=torch.int32), torch.zeros(40, dtype=torch.bool), torch.randn(40, 2 * SIZE).bfloat16(), 0.0)
+    longer = Conversation(
+        torch.zeros(40, dtype=torch.int32),
+        torch.zeros(40, dtype=torch.bool),
+        torch.randn(40, 2 * SIZE).bfloat16(),
+        0.0,
+    )
     net, recipe = network(), drafter.Recipe(depths=2, loss_vocab=VOCAB)
-    losses = [drafter.Objective(net, recipe)(collate(batch), HEAD, torch.zeros(VOCAB)) for batch in (alone, [*alone, longer])]
+    losses = [
+        drafter.Objective(net, recipe)(collate(batch), HEAD, torch.zeros(VOCAB))
+        for batch in (alone, [*alone, longer])
+    ]
     assert float(losses[0].detach()) == pytest.approx(float(losses[1].detach()), rel=1e-3)
 
 
@@ -119,11 +148,22 @@ def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
     counts = torch.arange(vocab).flip(0)
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
     chooser = drafter.LossVocabulary(counts, 400, seed=0)
-    batch = collate([Conversation(torch.tensor([1990, 1991]).int(), torch.ones(2, dtype=torch.bool), torch.zeros(2, 4), 0.0)])
+    batch = collate(
+        [
+            Conversation(
+                torch.tensor([1990, 1991]).int(),
+                torch.ones(2, dtype=torch.bool),
+                torch.zeros(2, 4),
+                0.0,
+            )
+        ]
+    )
     sums = []
     for _ in range(300):
         tokens, shift = chooser.choose(batch)
-        assert len(tokens.unique()) == len(tokens) <= 400 and {*range(200), 1990, 1991} <= set(tokens.tolist())
+        assert len(tokens.unique()) == len(tokens) <= 400 and {*range(200), 1990, 1991} <= set(
+            tokens.tolist()
+        )
         sums.append(float((logits[tokens] + shift).exp().sum()))
     assert sum(sums) / len(sums) == pytest.approx(float(logits.exp().sum()), rel=0.02)
     whole, shift = drafter.LossVocabulary(counts, 9999, seed=0).choose(batch)
@@ -132,12 +172,19 @@ def test_a_sampled_vocabulary_estimates_the_whole_softmax() -> None:
 
 def test_training_learns_what_the_text_holds(shards: Shards, tmp_path: Path) -> None:
     before = drafter.hold_out(network(), shards, drafter.split(shards)[1], HEAD, 2)
-    run = trainer(shards, tmp_path / "out", drafter.Recipe(epochs=40, batch=128, depths=2, lr=5e-3, warmup=2, loss_vocab=VOCAB))
+    run = trainer(
+        shards,
+        tmp_path / "out",
+        drafter.Recipe(epochs=40, batch=128, depths=2, lr=5e-3, warmup=2, loss_vocab=VOCAB),
+    )
     held = run.run(lambda report: None)
     assert before.agreement[0] < 0.4 and held.agreement[0] > 0.9 and held.agreement[1] > 0.8
     assert held.overlap[0] > before.overlap[0] and held.loss < before.loss
     saved = EagleHead.load(tmp_path / "out")
-    assert all(torch.equal(p, q.bfloat16().float()) for p, q in zip(saved.parameters(), run.network.parameters(), strict=True))
+    assert all(
+        torch.equal(p, q.bfloat16().float())
+        for p, q in zip(saved.parameters(), run.network.parameters(), strict=True)
+    )
 
 
 def test_nothing_held_out_is_trained_on(shards: Shards) -> None:
@@ -145,7 +192,9 @@ def test_nothing_held_out_is_trained_on(shards: Shards) -> None:
     assert held and not set(train) & set(held) and sorted(train + held) == list(range(60))
 
 
-def test_a_second_run_goes_on_where_the_first_was_interrupted(shards: Shards, tmp_path: Path) -> None:
+def test_a_second_run_goes_on_where_the_first_was_interrupted(
+    shards: Shards, tmp_path: Path
+) -> None:
     first = trainer(shards, tmp_path / "out", every=0.0)
 
     def stop(report: Report) -> None:
@@ -155,8 +204,14 @@ def test_a_second_run_goes_on_where_the_first_was_interrupted(shards: Shards, tm
     with pytest.raises(KeyboardInterrupt):
         first.run(stop)
     second = trainer(shards, tmp_path / "out")
-    assert (second.step, second.seen) == (first.step, first.seen) == (3, first.seen) and second.seconds > 0
-    assert all(torch.equal(p, q) for p, q in zip(first.network.parameters(), second.network.parameters(), strict=True))
+    assert (second.step, second.seen) == (first.step, first.seen) == (
+        3,
+        first.seen,
+    ) and second.seconds > 0
+    assert all(
+        torch.equal(p, q)
+        for p, q in zip(first.network.parameters(), second.network.parameters(), strict=True)
+    )
     moments = [state["exp_avg"] for state in second._optimizer.state_dict()["state"].values()]
     assert any(m.any() for m in moments)
     second.run(lambda report: None)
@@ -167,20 +222,42 @@ def test_a_second_run_goes_on_where_the_first_was_interrupted(shards: Shards, tm
 
 def test_the_rate_rises_stays_and_falls() -> None:
     recipe = drafter.Recipe(lr=1.0, warmup=10, cooldown=0.5)
-    assert [recipe.rate(0, 0), recipe.rate(9, 0.1), recipe.rate(99, 0.5), recipe.rate(99, 0.75), recipe.rate(99, 1)] == [0.1, 1, 1, 0.5, 0]
+    assert [
+        recipe.rate(0, 0),
+        recipe.rate(9, 0.1),
+        recipe.rate(99, 0.5),
+        recipe.rate(99, 0.75),
+        recipe.rate(99, 1),
+    ] == [0.1, 1, 1, 0.5, 0]
 
 
 def test_steps_look_further_ahead_as_the_run_goes_on_and_hidden_states_lead_at_first() -> None:
     recipe = drafter.Recipe(depths=3)
-    assert [recipe.ahead(done) for done in (0, 0.49, 0.5, 0.69, 0.71, 0.95, 1)] == [1, 1, 2, 2, 3, 3, 3]
+    assert [recipe.ahead(done) for done in (0, 0.49, 0.5, 0.69, 0.71, 0.95, 1)] == [
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+        3,
+    ]
     batch, losses = collate(conversations(2)), []
     for done in (0.0, 0.25, 0.49, 0.5):
-        objective = drafter.Objective(network(), drafter.Recipe(depths=1, regression=4, lead=0.5, whole=0))
+        objective = drafter.Objective(
+            network(), drafter.Recipe(depths=1, regression=4, lead=0.5, whole=0)
+        )
         losses.append(float(objective(batch, HEAD, torch.zeros(VOCAB), done).detach()))
     with torch.no_grad(), drafter.autocast(torch.device("cpu")):
         (step,) = unroll(network(), batch, 1)
-        distance = float(torch.nn.functional.smooth_l1_loss(network().feature(step.out).float(), step.target.float()))
-    assert losses[0] - losses[3] == pytest.approx(4 * distance, rel=0.02) and losses[1] - losses[3] == pytest.approx(2 * distance, rel=0.02)
+        distance = float(
+            torch.nn.functional.smooth_l1_loss(
+                network().feature(step.out).float(), step.target.float()
+            )
+        )
+    assert losses[0] - losses[3] == pytest.approx(4 * distance, rel=0.02) and losses[1] - losses[
+        3
+    ] == pytest.approx(2 * distance, rel=0.02)
 
 
 def test_all_tokens_count_at_first_and_then_answers_only() -> None:
@@ -190,11 +267,17 @@ def test_all_tokens_count_at_first_and_then_answers_only() -> None:
     assert everything.answer.sum(1).tolist() == lengths and len(set(lengths)) > 1
     assert batch.answer.sum() < everything.answer.sum()
     objective = drafter.Objective(network(), drafter.Recipe(depths=1, regression=0, whole=0.5))
-    losses = [float(objective(b, HEAD, torch.zeros(VOCAB), done).detach()) for b in (batch, everything) for done in (0.4, 0.5)]
+    losses = [
+        float(objective(b, HEAD, torch.zeros(VOCAB), done).detach())
+        for b in (batch, everything)
+        for done in (0.4, 0.5)
+    ]
     assert losses[0] == losses[2] == losses[3] != losses[1]
 
 
-def test_what_goes_wrong_is_named(shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_is_named(
+    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = trainer(shards, tmp_path / "out", every=0.0)
 
     def diverge(report: Report) -> None:
@@ -221,34 +304,76 @@ def test_what_goes_wrong_is_named(shards: Shards, tmp_path: Path, monkeypatch: p
 
 
 def command(*arguments: str) -> list[str]:
-    return ["train", "drafter", "--tokens", "1500", "--length", "64", "--slots", "8", "--batch", "256", "--loss-vocab", "128", *arguments]
+    return [
+        "train",
+        "drafter",
+        "--tokens",
+        "1500",
+        "--length",
+        "64",
+        "--slots",
+        "8",
+        "--batch",
+        "256",
+        "--loss-vocab",
+        "128",
+        *arguments,
+    ]
 
 
 def test_the_command_writes_trains_and_its_drafter_drafts(toy_folder: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     out = tmp_path / "out"
-    arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2", "--out", str(out))
+    arguments = command(
+        "--model", toy_folder, "--prompts", str(prompts), "--epochs", "2", "--out", str(out)
+    )
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "needs at most" in result.output and "held-out agreement" in result.output
     card = (out / "README.md").read_text()
     assert "--epochs 2" in card and "| 5 |" in card
-    again = CliRunner().invoke(app, arguments)  # text and training are done: nothing but the figures
-    assert again.exit_code == 0 and json.loads((out / "training.json").read_text())["recipe"]["epochs"] == 2
-    more = CliRunner().invoke(app, [*arguments[:-1], str(tmp_path / "more"), "--start", str(out), "--lr", "1e-7", "--epochs", "0.01"])
+    # text and training are done: nothing but the figures
+    again = CliRunner().invoke(app, arguments)
+    assert (
+        again.exit_code == 0
+        and json.loads((out / "training.json").read_text())["recipe"]["epochs"] == 2
+    )
+    more = CliRunner().invoke(
+        app,
+        [
+            *arguments[:-1],
+            str(tmp_path / "more"),
+            "--start",
+            str(out),
+            "--lr",
+            "1e-7",
+            "--epochs",
+            "0.01",
+        ],
+    )
     assert more.exit_code == 0 and "--start out" in (tmp_path / "more" / "README.md").read_text()
     first, second = (EagleHead.load(folder).state_dict() for folder in (out, tmp_path / "more"))
-    assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)  # trained on, hardly at all
+    # trained on, hardly at all
+    assert all(torch.allclose(first[name], second[name], atol=1e-3) for name in first)
     llm = LLM(toy_folder, "dyspec", dtype="float32", drafter=str(out))
     answer = llm.generate("abc", SamplingParams(max_tokens=16, ignore_eos=True))
-    assert answer.token_ids == llm.generate("abc", SamplingParams(max_tokens=16, ignore_eos=True), method="ar").token_ids
+    assert (
+        answer.token_ids
+        == llm.generate(
+            "abc", SamplingParams(max_tokens=16, ignore_eos=True), method="ar"
+        ).token_ids
+    )
     assert answer.statistics.sources["drafter"].drafted > 0
 
 
-def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_to_the_command(
+    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(*arguments: str) -> str:
-        result = CliRunner().invoke(app, command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments))
+        result = CliRunner().invoke(
+            app, command("--model", toy_folder, "--out", str(tmp_path / "out"), *arguments)
+        )
         assert result.exit_code == 2
         return " ".join(result.output.split())
 
@@ -261,13 +386,20 @@ def test_bad_input_to_the_command(toy_folder: str, tmp_path: Path, monkeypatch: 
     assert "hidden_size 16 instead of" in told("--start", str(tmp_path / "other"))
 
 
-def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_is_given_up_before_training(
+    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     recipe = drafter.Recipe(epochs=0.1, batch=64, depths=1, loss_vocab=64)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
-    training = stages.DrafterTraining(stages.Plan(toy_folder, tmp_path / "out", 600, prompts, 4, 64, recipe=recipe))
+    training = stages.DrafterTraining(
+        stages.Plan(toy_folder, tmp_path / "out", 600, prompts, 4, 64, recipe=recipe)
+    )
     training.write_text(lambda tokens, rate: None)
-    layer = weakref.ref(training.model.get_input_embeddings()), weakref.ref(training.model.base_model.layers[0])
+    layer = (
+        weakref.ref(training.model.get_input_embeddings()),
+        weakref.ref(training.model.base_model.layers[0]),
+    )
     there: list[bool] = []
     made = stages.Trainer
 
@@ -280,13 +412,23 @@ def test_the_model_is_given_up_before_training(toy_folder: str, tmp_path: Path, 
     assert there == [True, False]  # the drafter reads the embedding; nothing reads the layers
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
-def test_an_interrupted_command_keeps_its_text(toy_folder: str, tmp_path: Path, how: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
+def test_an_interrupted_command_keeps_its_text(
+    toy_folder: str, tmp_path: Path, how: signal.Signals
+) -> None:
     out = tmp_path / "out"
-    arguments = command("--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out))
+    arguments = command(
+        "--model", toy_folder, "--prompts", str(tmp_path / "prompts.jsonl"), "--out", str(out)
+    )
     arguments[arguments.index("1500")] = "300000"
-    (tmp_path / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8_000)))
-    with subprocess.Popen([sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True) as run:
+    (tmp_path / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8_000))
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "quickbeam", *arguments], stderr=subprocess.PIPE, text=True
+    ) as run:
         assert run.stderr is not None
         for told in run.stderr:
             if told.startswith("text: "):
@@ -305,12 +447,20 @@ def test_the_statement_of_memory_holds(tmp_path: Path, toy_folder: str) -> None:
         "import pathlib, re, sys\n"
         "from quickbeam.cli.app import app\n"
         "try:\n    app(sys.argv[1:])\n"
-        "finally:\n    print('peak', int(re.search(r'VmHWM:\\s+(\\d+)', pathlib.Path('/proc/self/status').read_text())[1]) / 2**20)\n"
+        "finally:\n    print('peak', int(re.search(r'VmHWM:\\s+(\\d+)', "
+        "pathlib.Path('/proc/self/status').read_text())[1]) / 2**20)\n"
     )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     run = subprocess.run(
-        [sys.executable, "-c", code, *command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "1", "--out", str(out))],
+        [
+            sys.executable,
+            "-c",
+            code,
+            *command(
+                "--model", toy_folder, "--prompts", str(prompts), "--epochs", "1", "--out", str(out)
+            ),
+        ],
         capture_output=True,
         text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -326,10 +476,27 @@ def test_two_processes_train_one_drafter(toy_folder: str, tmp_path: Path) -> Non
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(80)))
     out = tmp_path / "out"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "-m", "quickbeam"]  # as accelerate's launcher does
-    arguments = command("--model", toy_folder, "--prompts", str(prompts), "--epochs", "2", "--out", str(out))
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run([*launch, *arguments], capture_output=True, text=True, env=environment, timeout=300)
+    # as accelerate's launcher does
+    launch = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node",
+        "2",
+        "-m",
+        "quickbeam",
+    ]
+    arguments = command(
+        "--model", toy_folder, "--prompts", str(prompts), "--epochs", "2", "--out", str(out)
+    )
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "ACCELERATE_USE_CPU": "true",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    run = subprocess.run(
+        [*launch, *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
     assert run.returncode == 0, run.stderr
     assert {path.name[:5] for path in (out / "text").glob("*.safetensors")} == {"text0", "text1"}
     assert run.stderr.count("held-out agreement by depth") == 1

@@ -1,4 +1,5 @@
-"""Text for training on disk: files give back what was put in, prompts are read, batches hold every conversation once.
+"""Text for training on disk: files give back what was put in, prompts are read, batches hold every
+conversation once.
 
 pytest tests/test_train_shards.py
 """
@@ -16,14 +17,23 @@ from safetensors.torch import save_file
 from models import VOCAB
 from quickbeam.errors import InvalidInput
 from quickbeam.train import shards
-from quickbeam.train.shards import Conversation, Shards, ShardWriter, read_prompts, side_by_side, spread_lengths
+from quickbeam.train.shards import (
+    Conversation,
+    Shards,
+    ShardWriter,
+    read_prompts,
+    side_by_side,
+    spread_lengths,
+)
 
 
 def conversation(seed: int) -> Conversation:
     generator = torch.Generator().manual_seed(seed)
     n = 3 + seed % 5
     tokens = torch.randint(VOCAB, (n,), generator=generator, dtype=torch.int32)
-    return Conversation(tokens, tokens % 2 == 0, torch.randn(n, 4, generator=generator).bfloat16(), seed / 8)
+    return Conversation(
+        tokens, tokens % 2 == 0, torch.randn(n, 4, generator=generator).bfloat16(), seed / 8
+    )
 
 
 def write(folder: Path, *seeds: int) -> None:
@@ -36,7 +46,9 @@ def write(folder: Path, *seeds: int) -> None:
 
 def same(found: Shards, seeds: list[int]) -> bool:
     pairs = list(zip(found, map(conversation, seeds), strict=True))
-    return all(all(map(torch.equal, a[:3], b[:3])) and a.temperature == b.temperature for a, b in pairs)
+    return all(
+        all(map(torch.equal, a[:3], b[:3])) and a.temperature == b.temperature for a, b in pairs
+    )
 
 
 def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,15 +59,25 @@ def test_shards_give_back_what_was_written(tmp_path: Path, monkeypatch: pytest.M
     write(tmp_path, 7, 8)  # adds to the first
     found, files = Shards(tmp_path), sorted(tmp_path.glob("*"))
     made = [conversation(seed) for seed in range(9)]
-    assert len(files) > 3 and [file.name for file in files[:2]] == ["text-00000.safetensors", "text-00001.safetensors"]
+    assert len(files) > 3 and [file.name for file in files[:2]] == [
+        "text-00000.safetensors",
+        "text-00001.safetensors",
+    ]
     assert same(found, list(range(9))) and len(found) == 9
-    assert found.tokens == sum(len(c.tokens) for c in made) and found.length(4) == len(made[4].tokens)
+    assert found.tokens == sum(len(c.tokens) for c in made) and found.length(4) == len(
+        made[4].tokens
+    )
     assert found.answers == sum(int(c.answer.sum()) for c in made)
-    assert torch.equal(found.counts(VOCAB), torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB))
+    assert torch.equal(
+        found.counts(VOCAB),
+        torch.bincount(torch.cat([c.tokens for c in made]).long(), minlength=VOCAB),
+    )
 
 
 @pytest.mark.parametrize("damage", ["cut", "other tensors"])
-def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path: Path, damage: str) -> None:
+def test_a_broken_file_is_named_and_its_place_taken_by_no_other(
+    tmp_path: Path, damage: str
+) -> None:
     for seed in range(3):
         write(tmp_path, seed)
     broken = tmp_path / "text-00001.safetensors"
@@ -63,7 +85,9 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path: Path, 
         broken.write_bytes(broken.read_bytes()[:-9])
     else:
         save_file({"length": torch.tensor([3]), "temperature": torch.tensor([0.0])}, broken)
-    with pytest.raises(InvalidInput, match=r"text-00001\.safetensors is not a shard of text .*: delete it"):
+    with pytest.raises(
+        InvalidInput, match=r"text-00001\.safetensors is not a shard of text .*: delete it"
+    ):
         Shards(tmp_path)
     broken.unlink()
     write(tmp_path, 3)
@@ -71,11 +95,29 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(tmp_path: Path, 
 
 
 def test_prompts_have_three_forms(tmp_path: Path) -> None:
-    path, messages = tmp_path / "prompts.jsonl", [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}]
+    path, messages = (
+        tmp_path / "prompts.jsonl",
+        [{"role": "system", "content": "s"}, {"role": "user", "content": "ü"}],
+    )
     records = [{"prompt": "a"}, {"turns": ["b", "c"]}, {"messages": messages}, {"messages": []}]
-    path.write_text("\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8")
-    assert read_prompts(path) == [[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}], messages]
-    for line in ("{", "[]", "5", '"messages"', '{"turns": []}', '{"messages": [{"role": "user"}]}', '{"messages": ["a"]}', '{"text": "a"}'):
+    path.write_text(
+        "\n\n".join(json.dumps(record, ensure_ascii=False) for record in records), encoding="utf-8"
+    )
+    assert read_prompts(path) == [
+        [{"role": "user", "content": "a"}],
+        [{"role": "user", "content": "b"}],
+        messages,
+    ]
+    for line in (
+        "{",
+        "[]",
+        "5",
+        '"messages"',
+        '{"turns": []}',
+        '{"messages": [{"role": "user"}]}',
+        '{"messages": ["a"]}',
+        '{"text": "a"}',
+    ):
         path.write_text(f'{{"prompt": "a"}}\n{line}\n')
         with pytest.raises(InvalidInput, match="line 2: want"):
             read_prompts(path)
@@ -97,7 +139,8 @@ def test_batches_hold_every_index_once_and_no_more_than_asked() -> None:
     assert max(sizes) <= 1000 and sum(sizes) < 1.3 * sum(lengths) and sum(sizes) / len(sizes) > 750
     order = [min(lengths[i] for i in batch) for batch in batches]
     assert order != sorted(order) and batches != spread_lengths(lengths, 1000, generator)
-    assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])  # one longer than a batch is a batch
+    # one longer than a batch is a batch
+    assert spread_lengths([50, 7], 10, generator) in ([[0], [1]], [[1], [0]])
 
 
 def test_batches_of_a_step_weigh_about_the_same() -> None:
@@ -111,6 +154,8 @@ def test_batches_of_a_step_weigh_about_the_same() -> None:
     order = side_by_side(batches, weights, 2, generator)
     assert sorted(order) == sorted(batches) and order[-1] == min(batches, key=weight)
     gaps = [abs(weight(a) - weight(b)) for a, b in zip(order[:100:2], order[1:100:2], strict=True)]
-    assert sum(gaps) < 0.1 * sum(abs(weight(a) - weight(b)) for a, b in zip(batches[:100:2], batches[1:100:2], strict=True))
+    assert sum(gaps) < 0.1 * sum(
+        abs(weight(a) - weight(b)) for a, b in zip(batches[:100:2], batches[1:100:2], strict=True)
+    )
     firsts = [weight(batch) for batch in order[:100:2]]
     assert firsts != sorted(firsts) and order != side_by_side(batches, weights, 2, generator)

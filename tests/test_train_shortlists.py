@@ -34,11 +34,39 @@ def test_a_twelfth_is_frequent(vocab: int, frequent: int) -> None:
 def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A drafter's folder with clusters."""
     folder = tmp_path_factory.mktemp("drafter")
-    (folder / "prompts.jsonl").write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
-    drafter = ["drafter", "--prompts", str(folder / "prompts.jsonl"), "--tokens", "1500", "--length", "64", "--slots", "8"]
-    run(folder, toy_folder, *drafter, "--epochs", "1", "--batch", "256", "--loss-vocab", "128", "--depths", "1")
+    (folder / "prompts.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60))
+    )
+    drafter = [
+        "drafter",
+        "--prompts",
+        str(folder / "prompts.jsonl"),
+        "--tokens",
+        "1500",
+        "--length",
+        "64",
+        "--slots",
+        "8",
+    ]
+    run(
+        folder,
+        toy_folder,
+        *drafter,
+        "--epochs",
+        "1",
+        "--batch",
+        "256",
+        "--loss-vocab",
+        "128",
+        "--depths",
+        "1",
+    )
     said = run(folder, toy_folder, "clusters", "--size", "16", "--frequent", "33")
-    assert "the 33 frequent tokens are" in said and "14 clusters of 16" in said and "dropped" not in said
+    assert (
+        "the 33 frequent tokens are" in said
+        and "14 clusters of 16" in said
+        and "dropped" not in said
+    )
     return folder
 
 
@@ -49,22 +77,49 @@ def folder(made: Path, tmp_path: Path) -> Path:
 
 
 def run(folder: Path, model: str, command: str, *arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["train", command, "--out", str(folder), "--model", model, *arguments])
+    result = CliRunner().invoke(
+        app, ["train", command, "--out", str(folder), "--model", model, *arguments]
+    )
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
 
 def test_the_commands_make_a_shortlist(toy_folder: str, folder: Path) -> None:
-    said = run(folder, toy_folder, "router", "--rows", "400", "--epochs", "3", "--depths", "2", "--width", "32")
-    assert "needs at most" in said and "epoch 3 of 3" in said and "held-out recall at depth 2" in said
+    said = run(
+        folder,
+        toy_folder,
+        "router",
+        "--rows",
+        "400",
+        "--epochs",
+        "3",
+        "--depths",
+        "2",
+        "--width",
+        "32",
+    )
+    assert (
+        "needs at most" in said
+        and "epoch 3 of 3" in said
+        and ("held-out recall at depth 2") in said
+    )
     artefact = Artefact.load(folder)
     assert artefact.layout.frequent == 33 and artefact.layout.size == 16
     assert artefact.router is not None and artefact.router.config == RouterConfig(32, 32, 32, 14)
     record = json.loads((folder / "router.json").read_text())
-    assert record["rows"] == 400 and record["held_out"]["choices"] == [0, 1, 2, 4, 8] and len(record["held_out"]["recall"]) == 2
+    assert (
+        record["rows"] == 400
+        and record["held_out"]["choices"] == [0, 1, 2, 4, 8]
+        and len(record["held_out"]["recall"]) == 2
+    )
     card = (folder / "ROUTER.md").read_text()
-    assert f"quickbeam train router --model {toy_folder} --rows 400 --epochs 3 --width 32 --depths 2" in card
-    assert "14 clusters of 16 tokens" in card and f"| 2 | {record['held_out']['recall'][1][0]:.4f} |" in card
+    assert (
+        f"quickbeam train router --model {toy_folder} --rows 400 --epochs 3 --width 32 --depths 2"
+    ) in card
+    assert (
+        "14 clusters of 16 tokens" in card
+        and (f"| 2 | {record['held_out']['recall'][1][0]:.4f} |") in card
+    )
     assert not list(folder.glob("*.part"))
 
     said = run(folder, toy_folder, "clusters", "--size", "32")
@@ -73,7 +128,9 @@ def test_the_commands_make_a_shortlist(toy_folder: str, folder: Path) -> None:
     assert not (folder / "ROUTER.md").exists() and not (folder / "router.json").exists()
 
 
-def test_nothing_held_out_is_trained_on(toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_held_out_is_trained_on(
+    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     taken: list[tuple[list[int], float]] = []
     plain = shortlists.collect
 
@@ -88,7 +145,10 @@ def test_nothing_held_out_is_trained_on(toy_folder: str, folder: Path, monkeypat
     assert (plainly, mixed) == (0.0, 0.3) and held and not set(held) & set(train)
     assert sorted(held + train) == list(range(len(stage.shards)))
     texts = [stage.shards[i].tokens for i in train]
-    assert stage.counts().tolist() == torch.bincount(torch.cat(texts).long(), minlength=len(stage.head)).tolist()
+    assert (
+        stage.counts().tolist()
+        == torch.bincount(torch.cat(texts).long(), minlength=len(stage.head)).tolist()
+    )
 
 
 def test_an_interrupted_training_keeps_the_best_so_far(toy_folder: str, folder: Path) -> None:
@@ -104,7 +164,9 @@ def test_an_interrupted_training_keeps_the_best_so_far(toy_folder: str, folder: 
     assert "of 50 epochs" in (folder / "ROUTER.md").read_text()
 
 
-def test_bad_input_to_the_commands(toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_to_the_commands(
+    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(command: str, *arguments: str, at: Path = folder) -> str:
         return run(at, toy_folder, command, *arguments, code=2)
 
@@ -122,11 +184,20 @@ def test_bad_input_to_the_commands(toy_folder: str, folder: Path, monkeypatch: p
     for shard in (folder / "text").glob("*.safetensors"):
         shard.unlink()
     writer = ShardWriter(folder / "text")
-    writer.add(Conversation(torch.arange(9).int(), torch.ones(9, dtype=torch.bool), torch.zeros(9, 8).bfloat16(), 0.0))
+    writer.add(
+        Conversation(
+            torch.arange(9).int(),
+            torch.ones(9, dtype=torch.bool),
+            torch.zeros(9, 8).bfloat16(),
+            0.0,
+        )
+    )
     writer.flush()
     assert "the text holds hidden states of 8" in told("router")
     monkeypatch.setattr(shortlists, "load_model", None)  # what follows is refused without the model
-    network = EagleHead(EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40))
+    network = EagleHead(
+        EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
+    )
     network.save(folder)
     for command in ("clusters", "router"):
         assert "a fixed shortlist" in told(command)

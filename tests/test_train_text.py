@@ -1,4 +1,5 @@
-"""Text for training: conversations say what was said, whoever else speaks beside them, and their hidden states are the model's.
+"""Text for training: conversations say what was said, whoever else speaks beside them, and their
+hidden states are the model's.
 
 pytest tests/test_train_text.py
 """
@@ -30,14 +31,19 @@ LENGTH, QUESTION = 80, 12
 
 
 @torch.inference_mode()
-def plain(model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits `[n, vocab]` and hidden states `[n, L * d]` by transformers (not the one before the final norm)."""
+def plain(
+    model: PreTrainedModel, ids: list[int], layers: tuple[int, ...]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits `[n, vocab]` and hidden states `[n, L * d]` by transformers (not the one before the
+    final norm)."""
     out = model(torch.tensor([ids]), output_hidden_states=True, use_cache=False)
     count = len(out.hidden_states) - 1
-    return out.logits[0], torch.cat([out.hidden_states[min(layer, count)][0] for layer in layers], -1)
+    return out.logits[0], torch.cat(
+        [out.hidden_states[min(layer, count)][0] for layer in layers], -1
+    )
 
 
-# --- conversations -------------------------------------------------------------------------------------------------------------------
+# --- conversations --------------------------------------------------------------------------------
 
 
 def watched(model: PreTrainedModel, layers: tuple[int, ...]) -> Model:
@@ -52,9 +58,12 @@ class Chat:
 
     def __init__(self, folder: str) -> None:
         self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
         for layer in self.model.model.layers:
-            torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5)  # what came before matters
+            # what came before matters
+            torch.nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5)
         self.end = self.model.config.eos_token_id
         self.template = Template.of(self.tokenizer, {self.end})
         self.model.lm_head.bias = torch.nn.Parameter(torch.zeros(self.model.config.vocab_size))
@@ -64,12 +73,21 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         return self.tokenizer(text, add_special_tokens=False)["input_ids"]
 
-    def writer(self, prompts: list[list[int]] | None = None, fond: float = 0.0, **recipe: Any) -> Writer:
+    def writer(
+        self, prompts: list[list[int]] | None = None, fond: float = 0.0, **recipe: Any
+    ) -> Writer:
         model = copy.deepcopy(self.model)
         model.lm_head.bias.data[20:24] += fond  # of saying the same few things
         template = self.template if prompts is None else None
-        settings = Recipe(LENGTH, QUESTION, openers=("Why", "Tell me"), **{"circle": LENGTH, "quote": 0.0, **recipe})
-        return Writer(watched(model, (1, 3)), 4, self.encode, template, self.template.stops, settings, prompts)
+        settings = Recipe(
+            LENGTH,
+            QUESTION,
+            openers=("Why", "Tell me"),
+            **{"circle": LENGTH, "quote": 0.0, **recipe},
+        )
+        return Writer(
+            watched(model, (1, 3)), 4, self.encode, template, self.template.stops, settings, prompts
+        )
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +101,9 @@ def written(chat: Chat) -> list[Conversation]:
     return list(itertools.islice(chat.writer(), 48))
 
 
-def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(chat: Chat, written: list[Conversation]) -> None:
+def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(
+    chat: Chat, written: list[Conversation]
+) -> None:
     kinds = set()
     for tokens, answer, hidden, temperature in written:
         assert len(tokens) == len(answer) == len(hidden) <= LENGTH and hidden.dtype == torch.float32
@@ -91,17 +111,26 @@ def test_hidden_states_are_those_of_a_plain_run_and_greedy_answers_are_greedy(ch
         torch.testing.assert_close(hidden, states, atol=1e-4, rtol=1e-4)
         said = answer.nonzero()[:, 0]
         kinds.add(greedy := temperature == 0)
-        assert temperature < 1 and (not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long()))
-    assert kinds == {True, False} and 0 < sum(len(c.tokens) == LENGTH for c in written) < len(written)
+        assert temperature < 1 and (
+            not greedy or torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
+        )
+    assert kinds == {True, False} and 0 < sum(len(c.tokens) == LENGTH for c in written) < len(
+        written
+    )
 
 
 def turns(chat: Chat, ids: list[int]) -> Iterator[tuple[int, int, bool]]:
-    """Where each turn is said, from and to, and whether it is an answer; in between stands what the template and openers force."""
+    """Where each turn is said, from and to, and whether it is an answer; in between stands what the
+    template and openers force."""
     t, at, forced, answering = chat.template, 0, chat.template.begin, False
     while at < len(ids):
         assert ids[at : at + len(forced)] == forced[: len(ids) - at]
         at = min(at + len(forced), len(ids))
-        at += 0 if answering else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
+        at += (
+            0
+            if answering
+            else max(len(words) * (ids[at : at + len(words)] == words) for words in chat.openers)
+        )
         last = min(LENGTH if answering else at + QUESTION, len(ids))
         end = next((i + 1 for i in range(at, last) if ids[i] in t.stops), last)
         yield at, end, answering
@@ -110,13 +139,17 @@ def turns(chat: Chat, ids: list[int]) -> Iterator[tuple[int, int, bool]]:
         at, answering = end, not answering
 
 
-def test_turns_follow_the_template_and_answers_are_marked(chat: Chat, written: list[Conversation]) -> None:
+def test_turns_follow_the_template_and_answers_are_marked(
+    chat: Chat, written: list[Conversation]
+) -> None:
     answers = list[int]()
     for tokens, answer, _, _ in written:
         ids, marks = tokens.tolist(), [False] * len(tokens)
         for begin, end, answering in turns(chat, ids):
             marks[begin:end] = [answering] * (end - begin)
-        assert marks == answer.tolist() and (len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops))
+        assert marks == answer.tolist() and (
+            len(ids) == LENGTH or (marks[-1] and ids[-1] in chat.template.stops)
+        )
         answers.append(sum(b and not a for a, b in itertools.pairwise(marks)))
     assert {1, 2} <= set(answers)
 
@@ -127,7 +160,9 @@ QUOTES = (Quote("aaa ", " bbb"), Quote("ccc ", " ddd", open=True))
 def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat: Chat) -> None:
     t, found, longer, earlier = chat.template, [0, 0], 0, list[str]()
     words = [(chat.encode(quote.before), chat.encode(quote.after)) for quote in QUOTES]
-    for tokens, answer, hidden, _ in itertools.islice(chat.writer(quote=0.7, quotes=QUOTES, documents=()), 60):
+    for tokens, answer, hidden, _ in itertools.islice(
+        chat.writer(quote=0.7, quotes=QUOTES, documents=()), 60
+    ):
         ids, said = tokens.tolist(), int(answer.nonzero()[0])
         torch.testing.assert_close(hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4)
         assert ids[: len(t.begin)] == t.begin
@@ -139,7 +174,9 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat:
             passage, rest = asked[len(before) : end], asked[end + len(after) :]
             assert 0.1 * LENGTH - 1 <= len(passage) <= 2 / 3 * LENGTH
             parts = [",".join(map(str, part)) for part in pieces(passage, chat.encode("\n\n"))]
-            assert all(part in " ".join(earlier) for part in parts) and len(set(parts)) == len(parts)
+            assert all(part in " ".join(earlier) for part in parts) and len(set(parts)) == len(
+                parts
+            )
             assert rest[1 - len(t.reply) :] == t.reply[1:] and len(rest) <= QUESTION + len(t.reply)
             assert rest == t.reply or kind == 1
             longer += len(rest) > len(t.reply)
@@ -148,7 +185,9 @@ def test_quotes_stand_between_their_words_and_are_what_was_answered_before(chat:
     assert min(found) > 5 and longer > 2
 
 
-def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_written_without_the_template_and_quoted(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(text, "LEAST", 3)
     writer = chat.writer(quote=0.6, quotes=QUOTES[:1], documents=("zzz",), document=20)
     before, opening = chat.encode("aaa "), chat.encode("zzz")
@@ -156,16 +195,23 @@ def test_documents_are_written_without_the_template_and_quoted(chat: Chat, monke
     conversations = iter(writer)
     for tokens, answer, hidden, temperature in itertools.islice(conversations, 80):
         ids = tokens.tolist()
-        if ids[: len(raw + opening)] == raw + opening:  # trained on as they are: all but how they begin is the model's own
+        # trained on as they are: all but how they begin is the model's own
+        if ids[: len(raw + opening)] == raw + opening:
             documents.append(ids[len(raw) :])
-            assert answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))] and temperature == text.Recipe.document_temperature
-            torch.testing.assert_close(hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4)
+            assert (
+                answer.tolist() == [i >= len(raw + opening) for i in range(len(ids))]
+                and temperature == text.Recipe.document_temperature
+            )
+            torch.testing.assert_close(
+                hidden, plain(chat.model, ids, (1, 3))[1], atol=1e-4, rtol=1e-4
+            )
             continue
         assert ids[: len(begin)] == begin and answer.any()
         asked = ids[len(begin) :]
         quoted += asked[: len(before)] == before and asked[len(before) :][: len(opening)] == opening
     written = list(writer._written)
-    documents += [c.tokens.tolist()[len(raw) :] for c in itertools.islice(conversations, 8)]  # the last of them were under way
+    # the last of them were under way
+    documents += [c.tokens.tolist()[len(raw) :] for c in itertools.islice(conversations, 8)]
     assert quoted > 5 and len(written) > 5
     assert all(words in [ids[: len(words)] for ids in documents] for words in written)
     for words in written:
@@ -189,9 +235,21 @@ def pieces(ids: list[int], between: list[int]) -> list[list[int]]:
 
 def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
     t = chat.template
-    turns = [{"role": role, "content": text} for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "x"))]
+    turns = [
+        {"role": role, "content": text}
+        for role, text in (("user", "hi"), ("assistant", "yo"), ("user", "so"), ("assistant", "x"))
+    ]
     whole = chat.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)
-    made = [*t.begin, *chat.encode("hi"), *t.reply, *chat.encode("yo"), *t.again, *chat.encode("so"), *t.reply, *chat.encode("x")]
+    made = [
+        *t.begin,
+        *chat.encode("hi"),
+        *t.reply,
+        *chat.encode("yo"),
+        *t.again,
+        *chat.encode("so"),
+        *t.reply,
+        *chat.encode("x"),
+    ]
     assert whole[: len(made)] == made and chat.tokenizer.decode(whole[len(made) :]) == "\n"
     assert t.stops == {chat.end, t.reply[0]}
 
@@ -201,19 +259,30 @@ def test_pieces_make_up_what_the_template_says(chat: Chat) -> None:
     [
         (None, "no chat template"),
         ("{{ messages | length }} turns", "changes what users say"),
-        ("{% for m in messages %}{{ m.content | upper | reverse }};{% endfor %}", "changes what users say"),
+        (
+            "{% for m in messages %}{{ m.content | upper | reverse }};{% endfor %}",
+            "changes what users say",
+        ),
         ("{% for m in messages %}{{ m.content }};{% endfor %}", "says nothing before"),
-        ("-{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %};{% endif %}{% endfor %}", "says nothing before"),
+        (
+            "-{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %};{% endif %}{% "
+            "endfor %}",
+            "says nothing before",
+        ),
     ],
 )
-def test_templates_that_cannot_be_read_off_are_refused(chat: Chat, monkeypatch: pytest.MonkeyPatch, source: str, words: str) -> None:
+def test_templates_that_cannot_be_read_off_are_refused(
+    chat: Chat, monkeypatch: pytest.MonkeyPatch, source: str, words: str
+) -> None:
     monkeypatch.setattr(chat.tokenizer, "chat_template", source)
     with pytest.raises(InvalidInput, match=f"{words}.*give --prompts"):
         Template.of(chat.tokenizer, {7})
 
 
 def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> None:
-    again, other = ([c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1))
+    again, other = (
+        [c.tokens.tolist() for c in itertools.islice(chat.writer(seed=seed), 6)] for seed in (0, 1)
+    )
     assert again == [c.tokens.tolist() for c in written[:6]] != other
 
 
@@ -240,9 +309,13 @@ def test_every_prompt_is_answered_once(chat: Chat) -> None:
     found = list(chat.writer([*prompts, [1] * LENGTH, [1] * (LENGTH - 1)]))
     assert sorted(c.tokens[: int(c.answer.nonzero()[0])].tolist() for c in found) == sorted(prompts)
     for tokens, answer, hidden, _ in found:
-        torch.testing.assert_close(hidden, plain(chat.model, tokens.tolist(), (1, 3))[1], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            hidden, plain(chat.model, tokens.tolist(), (1, 3))[1], atol=1e-4, rtol=1e-4
+        )
         said = tokens[answer].tolist()
-        assert answer[-len(said) :].all() and not any(token in chat.template.stops for token in said[:-1])
+        assert answer[-len(said) :].all() and not any(
+            token in chat.template.stops for token in said[:-1]
+        )
         assert said[-1] in chat.template.stops or len(tokens) == LENGTH
     with pytest.raises(InvalidInput, match="raise --length"):
         chat.writer([[1] * LENGTH])
@@ -286,10 +359,18 @@ class Places(Pool):
 
 
 class Script:
-    """A model that nearly always says what follows a token in `after`; any other token is a little less likely."""
+    """A model that nearly always says what follows a token in `after`; any other token is a little
+    less likely."""
 
     after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
-    device, native, vocab_size, chunk, granularity, beside = torch.device("cpu"), True, 20, 512, 64, 64
+    device, native, vocab_size, chunk, granularity, beside = (
+        torch.device("cpu"),
+        True,
+        20,
+        512,
+        64,
+        64,
+    )
     context_length = most_nodes = None
 
     def __init__(self) -> None:
@@ -311,7 +392,13 @@ class Script:
             logits = torch.zeros(len(tokens), 20)
             logits[range(len(tokens)), [self.after.get(token, 2) for token in tokens]] = 8.0
             hidden = torch.tensor(tokens)[:, None].float()
-            passed.append(Passed(logits if isinstance(part, Draft) else logits[-1:], hidden, logits.argmax(-1).tolist()))
+            passed.append(
+                Passed(
+                    logits if isinstance(part, Draft) else logits[-1:],
+                    hidden,
+                    logits.argmax(-1).tolist(),
+                )
+            )
         return passed
 
 
@@ -326,14 +413,27 @@ def test_each_speaks_at_a_temperature_of_their_own(reply: list[int]) -> None:
         users |= set(tokens[~answer].tolist())
         if temperature == 0:
             follow = [Script.after.get(token, 2) for token in tokens.tolist()]
-            assert all(b == a for a, b, said in zip(follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False) if said)
+            assert all(
+                b == a
+                for a, b, said in zip(
+                    follow, tokens[1:].tolist(), answer[1:].tolist(), strict=False
+                )
+                if said
+            )
     assert len(users) > 15
 
 
 def test_documents_have_a_temperature_of_their_own() -> None:
     heats = {"document_temperature": 1e-3, "user_temperature": 30.0, "quote": 0.5, "document": 40}
     template = Template([1], [2, 3], [2, 4], frozenset({2}), raw=[9])
-    writer = Writer(Script(), 3, lambda text: [10], template, template.stops, Recipe(90, 5, openers=(), documents=("x",), **heats))
+    writer = Writer(
+        Script(),
+        3,
+        lambda text: [10],
+        template,
+        template.stops,
+        Recipe(90, 5, openers=(), documents=("x",), **heats),
+    )
     Script.after[5], Script.after[10] = 6, 5
     Script.after[6] = 10  # 10 5 6 10 5 6 …
     try:
@@ -343,7 +443,10 @@ def test_documents_have_a_temperature_of_their_own() -> None:
         del Script.after[5], Script.after[6]
         Script.after[10] = 2
     assert len(writer._written) > 2
-    assert all(words == [(10, 5, 6)[i % 3] for i in range(len(words))] and len(words) > 30 for words in writer._written)
+    assert all(
+        words == [(10, 5, 6)[i % 3] for i in range(len(words))] and len(words) > 30
+        for words in writer._written
+    )
 
 
 def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
@@ -352,16 +455,34 @@ def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
     writer = Writer(Script(), 8, lambda text: [], template, template.stops, recipe)
     first = [c.tokens[1].item() for c in itertools.islice(writer, count)]  # of a user, after 1
     likely = math.exp(8 / heat) / (math.exp(8 / heat) + 19)
-    assert abs(first.count(Script.after[1]) / count - likely) < 4 * math.sqrt(likely * (1 - likely) / count)
+    assert abs(first.count(Script.after[1]) / count - likely) < 4 * math.sqrt(
+        likely * (1 - likely) / count
+    )
     others = [token for token in first if token not in (Script.after[1], 2)]
-    assert set(others) == set(range(20)) - {Script.after[1], 2} and len({first.count(token) for token in set(others)}) > 3
+    assert (
+        set(others) == set(range(20)) - {Script.after[1], 2}
+        and len({first.count(token) for token in set(others)}) > 3
+    )
 
 
-KINDS = ("llama", "qwen3", "mistral-window", "gemma3-window", "gpt2", "gemma2-softcap-window", "gpt-oss-sinks")
+KINDS = (
+    "llama",
+    "qwen3",
+    "mistral-window",
+    "gemma3-window",
+    "gpt2",
+    "gemma2-softcap-window",
+    "gpt-oss-sinks",
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in KINDS), ("llama", torch.bfloat16), ("gpt2", torch.bfloat16)]
+    ("name", "dtype"),
+    [
+        *((name, torch.float32) for name in KINDS),
+        ("llama", torch.bfloat16),
+        ("gpt2", torch.bfloat16),
+    ],
 )
 def test_models_of_all_kinds_say_what_they_would_alone(name: str, dtype: torch.dtype) -> None:
     model, rng = tiny(name), random.Random(3)
@@ -370,12 +491,21 @@ def test_models_of_all_kinds_say_what_they_would_alone(name: str, dtype: torch.d
     template = Template([1], reply, again, frozenset(range(20)))  # turns are short
     recipe = Recipe(40, 6, quote=0.0, openers=("x",), circle=40, documents=())
     made = watched(copy.deepcopy(model).to(dtype), layers)
-    writer = Writer(made, 5, lambda text: [rng.randrange(20, VOCAB) for _ in range(3)], template, template.stops, recipe)
+    writer = Writer(
+        made,
+        5,
+        lambda text: [rng.randrange(20, VOCAB) for _ in range(3)],
+        template,
+        template.stops,
+        recipe,
+    )
     tolerance = 2e-5 if dtype is torch.float32 else 0.06
     conversations = iter(writer)
     for tokens, answer, hidden, temperature in itertools.islice(conversations, 12):
         logits, states = plain(model, tokens.tolist(), layers)
-        torch.testing.assert_close(hidden.float() / states.abs().max(), states / states.abs().max(), atol=tolerance, rtol=0)
+        torch.testing.assert_close(
+            hidden.float() / states.abs().max(), states / states.abs().max(), atol=tolerance, rtol=0
+        )
         said = answer.nonzero()[:, 0]
         if temperature == 0 and dtype is torch.float32:
             assert torch.equal(logits[said - 1].argmax(-1), tokens[said].long())
@@ -388,10 +518,25 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
     model = copy.deepcopy(chat.model)
     model.config.max_position_embeddings = 40
     prompts = [chat.encode("say"), chat.encode("aa")]
-    writer = Writer(watched(model, (1,)), 2, chat.encode, None, frozenset(), Recipe(LENGTH, circle=LENGTH), prompts)
+    writer = Writer(
+        watched(model, (1,)),
+        2,
+        chat.encode,
+        None,
+        frozenset(),
+        Recipe(LENGTH, circle=LENGTH),
+        prompts,
+    )
     assert [len(c.tokens) for c in writer] == [39, 39]
     with pytest.raises(InvalidInput, match="template alone fills 8 tokens: raise --length"):
-        Writer(watched(copy.deepcopy(chat.model), (1,)), 2, chat.encode, chat.template, chat.template.stops, Recipe(8))
+        Writer(
+            watched(copy.deepcopy(chat.model), (1,)),
+            2,
+            chat.encode,
+            chat.template,
+            chat.template.stops,
+            Recipe(8),
+        )
 
 
 def test_what_goes_wrong_in_the_model_is_told(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""`model.generate` with our loop gives what it gives without, or says why not. `pytest tests/test_transformers_face.py`"""
+"""`model.generate` with our loop gives what it gives without, or says why not. `pytest
+tests/test_transformers_face.py`"""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ PAD, END = 0, 2
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
 ROWS = torch.tensor([TEXT, [PAD] * 5 + [11, 12, 13, 11, 12, 13, 11], [PAD] * 9 + [40, 41, 42]])
 MASK = (ROWS != PAD).long()
-COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)  # not in older versions of transformers
+# not in older versions of transformers
+COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)
 GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
 
 
@@ -68,14 +70,22 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     yield found
 
 
-@pytest.mark.parametrize(("layout", "method"), few([(one, "auto") for one in CONFIGS] + [("llama", "ar"), ("gpt2", "pld")], [
-    ("llama", "auto"), ("llama", "ar"), ("gpt2", "pld"), ("gemma3-window", "auto"), ("qwen2-window", "auto"),
+@pytest.mark.parametrize(("layout", "method"), few([(one, "auto") for one in CONFIGS] + [("llama",
+    "ar"), ("gpt2", "pld")], [
+    ("llama", "auto"), ("llama", "ar"), ("gpt2", "pld"), ("gemma3-window", "auto"),
+    ("qwen2-window", "auto"),
 ]))  # fmt: skip
 def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None:
     model = tiny(layout)
     expected = model.generate(ROWS, attention_mask=MASK, **GREEDY)
-    assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate, method=method), expected)
-    assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)  # the model is as it was
+    assert torch.equal(
+        model.generate(
+            ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate, method=method
+        ),
+        expected,
+    )
+    # the model is as it was
+    assert torch.equal(model.generate(ROWS, attention_mask=MASK, **GREEDY), expected)
 
 
 def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
@@ -83,40 +93,61 @@ def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
     params = SamplingParams(max_tokens=40, stop_token_ids=(END,), ignore_eos=True)
     ours = Model(copy.deepcopy(model))
     rows = [
-        answer(ours, make_policy((), "none"), params, [token for token in row if token != PAD]).output.token_ids for row in ROWS.tolist()
+        answer(
+            ours, make_policy((), "none"), params, [token for token in row if token != PAD]
+        ).output.token_ids
+        for row in ROWS.tolist()
     ]
-    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)[:, ROWS.shape[1] :]
+    found = model.generate(ROWS, attention_mask=MASK, **GREEDY, custom_generate=generate)[
+        :, ROWS.shape[1] :
+    ]
     width = max(map(len, rows))
     assert found.tolist() == [row + [PAD] * (width - len(row)) for row in rows]
 
 
-def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(llama: PreTrainedModel) -> None:
-    plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[:, ROWS.shape[1] :]
+def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(
+    llama: PreTrainedModel,
+) -> None:
+    plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[
+        :, ROWS.shape[1] :
+    ]
     ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20])]
     wanted = {**GREEDY, "eos_token_id": ends, "pad_token_id": 96}
     expected = llama.generate(ROWS, attention_mask=MASK, **wanted)
     assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
-    assert torch.equal(llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate), expected)
+    assert torch.equal(
+        llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate), expected
+    )
 
 
 @pytest.mark.parametrize("asked", [
-    dict(max_length=20), dict(repetition_penalty=1.7), dict(min_new_tokens=7), dict(min_length=30), dict(suppress_tokens=[5, 11]),
-    dict(bad_words_ids=[[5], [12]]), dict(sequence_bias={(6,): 3.0, (7,): -5.0}, repetition_penalty=1.3), dict(renormalize_logits=True),
-    dict(max_time=60.0), dict(use_cache=False), dict(return_dict_in_generate=True), dict(cache_implementation="static"),
+    dict(max_length=20), dict(repetition_penalty=1.7), dict(min_new_tokens=7), dict(min_length=30),
+    dict(suppress_tokens=[5, 11]),
+    dict(bad_words_ids=[[5], [12]]), dict(sequence_bias={(6,): 3.0, (7,): -5.0},
+        repetition_penalty=1.3), dict(renormalize_logits=True),
+    dict(max_time=60.0), dict(use_cache=False), dict(return_dict_in_generate=True),
+    dict(cache_implementation="static"),
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
 def test_settings_that_have_their_like(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
     wanted = {**GREEDY, **asked}
     if "repetition_penalty" in asked and not COUNTS_NO_PADDING:
         with pytest.raises(InvalidInput, match="rows of one length"):
             llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate)
-        expected, found = (llama.generate(ROWS[:1], **wanted, **how) for how in ({}, {"custom_generate": generate}))
+        expected, found = (
+            llama.generate(ROWS[:1], **wanted, **how) for how in ({}, {"custom_generate": generate})
+        )
         assert torch.equal(found, expected)
         return
     if "max_length" in asked:
         del wanted["max_new_tokens"]
     if "min_length" in asked or "min_new_tokens" in asked:
-        wanted["eos_token_id"] = llama.generate(ROWS, attention_mask=MASK, **GREEDY)[:, -40:].unique().tolist()[1:20]
-    expected, found = (llama.generate(ROWS, attention_mask=MASK, **wanted, **how) for how in ({}, {"custom_generate": generate}))
+        wanted["eos_token_id"] = (
+            llama.generate(ROWS, attention_mask=MASK, **GREEDY)[:, -40:].unique().tolist()[1:20]
+        )
+    expected, found = (
+        llama.generate(ROWS, attention_mask=MASK, **wanted, **how)
+        for how in ({}, {"custom_generate": generate})
+    )
     if "return_dict_in_generate" in asked:
         assert type(found) is type(expected)
         expected, found = expected.sequences, found.sequences
@@ -135,7 +166,9 @@ class Heard(BaseStreamer):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_a_streamer_hears_the_prompt_each_token_and_the_end(llama: PreTrainedModel, rows: int) -> None:
+def test_a_streamer_hears_the_prompt_each_token_and_the_end(
+    llama: PreTrainedModel, rows: int
+) -> None:
     told = []
     for how in ({}, {"custom_generate": generator(method="logitspec", budget=6)}):
         told.append(Heard())
@@ -156,36 +189,59 @@ class Until(StoppingCriteria):
 
 
 @pytest.mark.parametrize("end", [END, None])
-def test_stopping_criteria_are_asked_after_each_token(llama: PreTrainedModel, end: int | None) -> None:
+def test_stopping_criteria_are_asked_after_each_token(
+    llama: PreTrainedModel, end: int | None
+) -> None:
     wanted = {**GREEDY, "eos_token_id": end}
     plain = llama.generate(ROWS, attention_mask=MASK, **wanted)
     ends, seen, found = [int(plain[0, 15]), int(plain[1, 25]), int(plain[2, 30])], [], []
     for how in ({}, {"custom_generate": generate}):
         seen.append(Until(ends))
-        found.append(llama.generate(ROWS, attention_mask=MASK, **wanted, stopping_criteria=StoppingCriteriaList([seen[-1]]), **how))
+        found.append(
+            llama.generate(
+                ROWS,
+                attention_mask=MASK,
+                **wanted,
+                stopping_criteria=StoppingCriteriaList([seen[-1]]),
+                **how,
+            )
+        )
     assert torch.equal(*found) and seen[0].shown == seen[1].shown
     assert found[0].shape[1] < ROWS.shape[1] + 40
 
 
 def test_stop_strings_and_time(toy_folder: str) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(toy_folder), AutoTokenizer.from_pretrained(toy_folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(toy_folder),
+        AutoTokenizer.from_pretrained(toy_folder),
+    )
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
     stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
     expected, found = (
-        model.generate(ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]), **how) for how in ({}, {"custom_generate": generate})
+        model.generate(ids, **wanted, stopping_criteria=StoppingCriteriaList([stop]), **how)
+        for how in ({}, {"custom_generate": generate})
     )
     assert torch.equal(found, expected) and expected.shape[1] < ids.shape[1] + 24
-    assert model.generate(ids, **wanted, max_time=0.0, custom_generate=generate).shape[1] == ids.shape[1] + 1
+    assert (
+        model.generate(ids, **wanted, max_time=0.0, custom_generate=generate).shape[1]
+        == ids.shape[1] + 1
+    )
 
 
 def test_a_smaller_model_drafts(toy_folder: str) -> None:
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(toy_folder), AutoTokenizer.from_pretrained(toy_folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(toy_folder),
+        AutoTokenizer.from_pretrained(toy_folder),
+    )
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
     wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
     mine = generator(method="dyspec", drafter=toy_folder, tokenizer=tokenizer)
-    found = [model.generate(ids, **wanted, custom_generate=how) for how in (mine, generator(method="dyspec", drafter=toy_folder))]
+    found = [
+        model.generate(ids, **wanted, custom_generate=how)
+        for how in (mine, generator(method="dyspec", drafter=toy_folder))
+    ]
     expected = model.generate(ids, **wanted)
     assert all(torch.equal(one, expected) for one in found)
     with pytest.raises(InvalidInput, match="drafter"):
@@ -201,32 +257,50 @@ SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id
 @pytest.mark.parametrize("asked", [
     dict(top_k=0), dict(temperature=0.6), dict(top_k=7, temperature=1.4), dict(top_p=0.8, top_k=0),
     dict(min_p=0.1, top_k=0, temperature=0.7),
-    dict(top_k=20, top_p=0.9, min_p=0.05, temperature=0.8, repetition_penalty=1.4, suppress_tokens=[7], sequence_bias={(8,): 2.0}),
+    dict(top_k=20, top_p=0.9, min_p=0.05, temperature=0.8, repetition_penalty=1.4,
+        suppress_tokens=[7], sequence_bias={(8,): 2.0}),
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
-def test_the_law_of_a_token_is_that_of_the_processors(llama: PreTrainedModel, asked: dict[str, Any]) -> None:
+def test_the_law_of_a_token_is_that_of_the_processors(
+    llama: PreTrainedModel, asked: dict[str, Any]
+) -> None:
     taken: dict[str, Any] = {}
-    llama.generate(ROWS[:1], **SAMPLED, **asked, custom_generate=lambda model, input_ids, **given: taken.update(given))
+    llama.generate(
+        ROWS[:1],
+        **SAMPLED,
+        **asked,
+        custom_generate=lambda model, input_ids, **given: taken.update(given),
+    )
     processors, config = taken["logits_processor"], taken["generation_config"]
     params = params_of(processors, taken["stopping_criteria"], config, ROWS.shape[1], [TEXT])
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
         logits = torch.randn(VOCAB, generator=generator) * 3
         expected = processors(ROWS[:1], logits[None].clone())[0].softmax(0)
-        torch.testing.assert_close(Sampler(params, TEXT, VOCAB).law(logits), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            Sampler(params, TEXT, VOCAB).law(logits), expected, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_sampled_rows_follow_the_law_of_transformers(llama: PreTrainedModel) -> None:
     torch.manual_seed(0)
     asked, draws = dict(temperature=0.25, top_k=4, num_return_sequences=300), 300
-    rows = llama.generate(ROWS[:1], **SAMPLED, **asked, custom_generate=generate, method="logitspec", budget=4)[:, -2:].tolist()
+    rows = llama.generate(
+        ROWS[:1], **SAMPLED, **asked, custom_generate=generate, method="logitspec", budget=4
+    )[:, -2:].tolist()
     assert len(rows) == draws
 
     def law(temperature: float) -> dict[tuple[int, int], float]:
         found = {}
         first = llama(ROWS[:1]).logits[0, -1].topk(4)
-        for one, p in zip(first.indices.tolist(), (first.values / temperature).softmax(0).tolist(), strict=True):
+        for one, p in zip(
+            first.indices.tolist(), (first.values / temperature).softmax(0).tolist(), strict=True
+        ):
             second = llama(torch.tensor([[*TEXT, one]])).logits[0, -1].topk(4)
-            for two, q in zip(second.indices.tolist(), (second.values / temperature).softmax(0).tolist(), strict=True):
+            for two, q in zip(
+                second.indices.tolist(),
+                (second.values / temperature).softmax(0).tolist(),
+                strict=True,
+            ):
                 found[one, two] = p * q
         return found
 
@@ -249,7 +323,9 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedMod
     def rows(seed: int, method: str) -> list[list[int]]:
         torch.manual_seed(seed)
         wanted = {**SAMPLED, "max_new_tokens": 24, "num_return_sequences": 3}
-        return llama.generate(ROWS, attention_mask=MASK, **wanted, custom_generate=generate, method=method)[:, -24:].tolist()
+        return llama.generate(
+            ROWS, attention_mask=MASK, **wanted, custom_generate=generate, method=method
+        )[:, -24:].tolist()
 
     first = rows(1, "ar")
     assert rows(1, "ar") == rows(1, "logitspec") == rows(1, "pld") == first != rows(2, "ar")
@@ -260,26 +336,43 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedMod
 
 
 @pytest.mark.parametrize(("asked", "named"), [
-    (dict(num_beams=2), "beam_search"), (dict(prompt_lookup_num_tokens=3), "assisted"), (dict(no_repeat_ngram_size=2), "NoRepeatNGram"),
-    (dict(guidance_scale=1.5), "ClassifierFreeGuidance"), (dict(do_sample=True, typical_p=0.5), "TypicalLogitsWarper"),
-    (dict(do_sample=True, epsilon_cutoff=0.1), "EpsilonLogitsWarper"), (dict(do_sample=True, eta_cutoff=0.1), "EtaLogitsWarper"),
-    (dict(sequence_bias={(5, 6): 1.0}), r"SequenceBias.*\[5, 6\]"), (dict(bad_words_ids=[[5, 6]]), r"NoBadWords.*\[5, 6\]"),
-    (dict(begin_suppress_tokens=[5]), "SuppressTokensAtBegin"), (dict(forced_eos_token_id=END), "ForcedEOS"),
-    (dict(remove_invalid_values=True), "InfNanRemove"), (dict(exponential_decay_length_penalty=(2, 1.1)), "ExponentialDecay"),
-    (dict(prefix_allowed_tokens_fn=lambda row, ids: [5]), "PrefixConstrained"), (dict(synced_gpus=True), "synced_gpus"),
-    (dict(return_dict_in_generate=True, output_scores=True), "output_scores"), (dict(labels=ROWS[:1]), "labels"),
-    (dict(return_dict_in_generate=True, output_hidden_states=True), "output_hidden_states"), (dict(method="dypsec"), "dypsec"),
-    (dict(position_ids=torch.arange(12)[None] + 3), "position_ids"), (dict(past_key_values=DynamicCache()), "past_key_values"),
+    (dict(num_beams=2), "beam_search"), (dict(prompt_lookup_num_tokens=3), "assisted"),
+    (dict(no_repeat_ngram_size=2), "NoRepeatNGram"),
+    (dict(guidance_scale=1.5), "ClassifierFreeGuidance"),
+    (dict(do_sample=True, typical_p=0.5), "TypicalLogitsWarper"),
+    (dict(do_sample=True, epsilon_cutoff=0.1), "EpsilonLogitsWarper"),
+    (dict(do_sample=True, eta_cutoff=0.1), "EtaLogitsWarper"),
+    (dict(sequence_bias={(5, 6): 1.0}), r"SequenceBias.*\[5, 6\]"),
+    (dict(bad_words_ids=[[5, 6]]), r"NoBadWords.*\[5, 6\]"),
+    (dict(begin_suppress_tokens=[5]), "SuppressTokensAtBegin"),
+    (dict(forced_eos_token_id=END), "ForcedEOS"),
+    (dict(remove_invalid_values=True), "InfNanRemove"),
+    (dict(exponential_decay_length_penalty=(2, 1.1)), "ExponentialDecay"),
+    (dict(prefix_allowed_tokens_fn=lambda row, ids: [5]), "PrefixConstrained"),
+    (dict(synced_gpus=True), "synced_gpus"),
+    (dict(return_dict_in_generate=True, output_scores=True), "output_scores"),
+    (dict(labels=ROWS[:1]), "labels"),
+    (dict(return_dict_in_generate=True, output_hidden_states=True), "output_hidden_states"),
+    (dict(method="dypsec"), "dypsec"),
+    (dict(position_ids=torch.arange(12)[None] + 3), "position_ids"),
+    (dict(past_key_values=DynamicCache()), "past_key_values"),
     (dict(attention_mask=torch.tensor([[1] * 11 + [0]])), "attention_mask"),
     (dict(attention_mask=torch.tensor([[1, 0] + [1] * 10])), "left"),
-    (dict(logits_processor=LogitsProcessorList([processing.RepetitionPenaltyLogitsProcessor(1.2, 3)])), "prompt_ignore_length"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])), "min_tokens_to_keep"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=5), "TopKLogitsWarper.*put it first"),
-    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=0, top_p=0.5), "TopP.*twice"),
-    (dict(logits_processor=LogitsProcessorList([processing.MinLengthLogitsProcessor(20, 7)])), "eos_token_id"),
+    (dict(logits_processor=LogitsProcessorList([processing.RepetitionPenaltyLogitsProcessor(1.2,
+        3)])), "prompt_ignore_length"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9, min_tokens_to_keep=3)])),
+        "min_tokens_to_keep"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=5),
+        "TopKLogitsWarper.*put it first"),
+    (dict(logits_processor=LogitsProcessorList([TopPLogitsWarper(0.9)]), do_sample=True, top_k=0,
+        top_p=0.5), "TopP.*twice"),
+    (dict(logits_processor=LogitsProcessorList([processing.MinLengthLogitsProcessor(20, 7)])),
+        "eos_token_id"),
     (dict(max_new_tokens=5000), "context"),
 ], ids=lambda value: ",".join(value) if isinstance(value, dict) else None)  # fmt: skip
-def test_what_has_no_like_is_refused_by_name(llama: PreTrainedModel, asked: dict[str, Any], named: str) -> None:
+def test_what_has_no_like_is_refused_by_name(
+    llama: PreTrainedModel, asked: dict[str, Any], named: str
+) -> None:
     with pytest.raises(InvalidInput, match=named):
         llama.generate(ROWS[:1], **{**GREEDY, **asked}, custom_generate=generate)
 
@@ -306,11 +399,17 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight.flip(0))
     expected = model.generate(ROWS[:1], **GREEDY)
-    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), expected) and len(made) == 2
+    assert (
+        torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), expected)
+        and len(made) == 2
+    )
     model.generate(ROWS[:1], **GREEDY, custom_generate=generate, fast=False)
     assert len(made) == 3
     model.double()
-    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), model.generate(ROWS[:1], **GREEDY))
+    assert torch.equal(
+        model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
+        model.generate(ROWS[:1], **GREEDY),
+    )
     assert len(made) == 4
     engine = weakref.ref(made[-1].engine)
     made.clear()
@@ -335,10 +434,21 @@ def test_a_failure_leaves_nothing_open(llama: PreTrainedModel, made: list[Any]) 
 
     model = tiny("llama")
     with pytest.raises(RuntimeError, match="broken"):
-        model.generate(ROWS, attention_mask=MASK, **GREEDY, stopping_criteria=StoppingCriteriaList([Broken()]), custom_generate=generate)
+        model.generate(
+            ROWS,
+            attention_mask=MASK,
+            **GREEDY,
+            stopping_criteria=StoppingCriteriaList([Broken()]),
+            custom_generate=generate,
+        )
     assert not made[0].engine.busy
-    assert torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), llama.generate(ROWS[:1], **GREEDY))
+    assert torch.equal(
+        model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
+        llama.generate(ROWS[:1], **GREEDY),
+    )
 
 
 def test_the_name_does_not_hide_transformers() -> None:
-    assert quickbeam.transformers.generate is generate and AutoTokenizer.__module__.startswith("transformers.")
+    assert quickbeam.transformers.generate is generate and AutoTokenizer.__module__.startswith(
+        "transformers."
+    )

@@ -38,14 +38,21 @@ def ancestors(tree: TokenTree, node: int) -> list[int]:
 @examples(100, derandomize=True)
 @given(trees())
 def test_visible_marks_ancestors_and_self(tree: TokenTree) -> None:
-    expected = torch.tensor([[column in ancestors(tree, row) for column in range(len(tree))] for row in range(len(tree))])
+    expected = torch.tensor(
+        [
+            [column in ancestors(tree, row) for column in range(len(tree))]
+            for row in range(len(tree))
+        ]
+    )
     assert torch.equal(tree.visible(), expected)
 
 
 @pytest.mark.parametrize("length", [1, 2, 7])
 def test_visible_of_a_chain_is_causal(length: int) -> None:
     visible = chain(*range(length)).visible()
-    assert visible.dtype is torch.bool and torch.equal(visible, torch.ones(length, length).tril().bool())
+    assert visible.dtype is torch.bool and torch.equal(
+        visible, torch.ones(length, length).tril().bool()
+    )
 
 
 @examples(100, derandomize=True)
@@ -97,9 +104,20 @@ def test_what_a_node_carries() -> None:
     tree = TokenTree(3)
     law = torch.tensor([0.25, 0.75])
     node = tree.add(0, 1, "drafter", value=0.75, law=law)
-    assert (tree.token[node], tree.source[node], tree.value[node], tree.depth[node]) == (1, "drafter", 0.75, 1)
+    assert (tree.token[node], tree.source[node], tree.value[node], tree.depth[node]) == (
+        1,
+        "drafter",
+        0.75,
+        1,
+    )
     assert tree.law[node] is law
-    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.law[0]) == (3, -1, 0, 1.0, None)
+    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.law[0]) == (
+        3,
+        -1,
+        0,
+        1.0,
+        None,
+    )
 
 
 def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
@@ -115,14 +133,20 @@ def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
 @given(trees(), st.integers(1, 30))
 def test_the_first_nodes_are_a_tree_of_their_own(tree: TokenTree, count: int) -> None:
     for node in range(1, len(tree)):
-        tree.value[node], tree.probability[node], tree.law[node] = 1 / node, 0.5 / node, torch.full((2,), float(node))
+        tree.value[node], tree.probability[node], tree.law[node] = (
+            1 / node,
+            0.5 / node,
+            torch.full((2,), float(node)),
+        )
     first, kept = tree.first(count), min(count, len(tree))
     assert len(first) == kept
     for name in ("token", "parent", "depth", "source", "value", "probability"):
         assert getattr(first, name) == getattr(tree, name)[:kept]
     assert all(ours is theirs for ours, theirs in zip(first.law, tree.law, strict=False))
     for ours, theirs in zip(first.children, tree.children, strict=False):
-        assert list(ours.items()) == [(token, child) for token, child in theirs.items() if child < kept]
+        assert list(ours.items()) == [
+            (token, child) for token, child in theirs.items() if child < kept
+        ]
     before = len(tree)
     first.add(0, 50, "test")
     assert len(tree) == before and tree.child(0, 50) is None  # nothing is shared

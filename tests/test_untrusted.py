@@ -1,4 +1,5 @@
-"""What a checkpoint, a model or a trace says is not taken at its word. `pytest tests/test_untrusted.py`"""
+"""What a checkpoint, a model or a trace says is not taken at its word. `pytest
+tests/test_untrusted.py`"""
 
 from __future__ import annotations
 
@@ -35,7 +36,15 @@ def run(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["../elsewhere.safetensors", "/elsewhere.safetensors", "a/../../x", "..\\elsewhere", "C:\\x", "\\\\host\\x"]
+    "name",
+    [
+        "../elsewhere.safetensors",
+        "/elsewhere.safetensors",
+        "a/../../x",
+        "..\\elsewhere",
+        "C:\\x",
+        "\\\\host\\x",
+    ],
 )
 def test_an_index_names_files_of_its_folder_only(tmp_path: Path, name: str) -> None:
     config, state = LLAMA | {"draft_vocab_size": DRAFT}, eagle3()
@@ -56,27 +65,60 @@ def test_activations_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["dropout", "threshold", "__name__", "tanh"])
 def test_other_activations_are_refused(tmp_path: Path, name: str) -> None:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "heads": 1, "kv_heads": 1, "head_dim": 8, "target_size": 8, "vocab_size": 9}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "heads": 1,
+        "kv_heads": 1,
+        "head_dim": 8,
+        "target_size": 8,
+        "vocab_size": 9,
+    }
     with pytest.raises(InvalidInput, match=f"unknown activation '{name}'; known: silu, "):
         EagleHead(EagleConfig(**sizes, layers=(1, 2, 3), activation=name))
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": MODEL_TYPE, "layers": [1, 2, 3], "activation": name, **sizes})
+    )
     with pytest.raises(InvalidInput, match=f"unknown activation '{name}'"):
         read(tmp_path)
 
 
 def test_json_is_strict() -> None:
-    record = {"a": [-math.inf, (math.nan, 1.5)], "b": {3: math.inf}, "c": "Infinity", "d": None, "e": True, "f": 7}
-    assert json.loads(strict_json(record)) == {"a": [None, [None, 1.5]], "b": {"3": None}, "c": "Infinity", "d": None, "e": True, "f": 7}
+    record = {
+        "a": [-math.inf, (math.nan, 1.5)],
+        "b": {3: math.inf},
+        "c": "Infinity",
+        "d": None,
+        "e": True,
+        "f": 7,
+    }
+    assert json.loads(strict_json(record)) == {
+        "a": [None, [None, 1.5]],
+        "b": {"3": None},
+        "c": "Infinity",
+        "d": None,
+        "e": True,
+        "f": 7,
+    }
 
 
 def test_log_probabilities_of_banned_tokens_are_null(run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fake_llm, "Logprob", lambda token, logprob, top: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5}))
+    monkeypatch.setattr(
+        fake_llm,
+        "Logprob",
+        lambda token, logprob, top: Logprob(token, -math.inf, {5: -math.inf, 6: -0.5}),
+    )
 
     def refuse(name: str) -> None:
         raise AssertionError(f"{name} is no JSON")
 
-    record: dict[str, Any] = json.loads(run("generate", "hi", "--json", "--logprobs", "1").stdout, parse_constant=refuse)
-    assert record["logprobs"][0]["logprob"] is None and record["logprobs"][0]["top"] == {"5": None, "6": -0.5}
+    record: dict[str, Any] = json.loads(
+        run("generate", "hi", "--json", "--logprobs", "1").stdout, parse_constant=refuse
+    )
+    assert record["logprobs"][0]["logprob"] is None and record["logprobs"][0]["top"] == {
+        "5": None,
+        "6": -0.5,
+    }
 
 
 def test_control_characters_are_shown() -> None:
@@ -85,7 +127,9 @@ def test_control_characters_are_shown() -> None:
 
 
 @pytest.mark.parametrize(("terminal", "expected"), [(True, SHOWN), (False, EVIL)])
-def test_a_terminal_is_shown_what_a_pipe_is_given(monkeypatch: pytest.MonkeyPatch, terminal: bool, expected: str) -> None:
+def test_a_terminal_is_shown_what_a_pipe_is_given(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, expected: str
+) -> None:
     out = io.StringIO()
     monkeypatch.setattr(out, "isatty", lambda: terminal)
     monkeypatch.setattr(sys, "stdout", out)

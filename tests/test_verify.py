@@ -15,7 +15,15 @@ from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
-from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree, reference_verify, sample_sequences
+from toy import (
+    ToyModel,
+    chi_square,
+    exact_law,
+    path_tokens,
+    random_tree,
+    reference_verify,
+    sample_sequences,
+)
 
 SEEDS = 4
 MISTAKES = ["siblings stay in Q", "accept with Q", "R stays p", "emit from p"]
@@ -29,7 +37,7 @@ def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
     return [*path_tokens(tree, verdict.path[-1]), verdict.token]
 
 
-# --- sampling: the law of the output -------------------------------------------------------------------------------------------------
+# --- sampling: the law of the output --------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", few(range(SEEDS), [1]))
@@ -42,13 +50,17 @@ def test_sampled_output_has_the_targets_law(seed: int) -> None:
 @pytest.mark.parametrize("certain", [0.0, 1.0])
 def test_drawn_only_and_certain_only_trees_have_the_targets_law(certain: float) -> None:
     model = ToyModel(seed=11)
-    counts = sample_sequences(model, partial(random_tree, model, certain=certain), count=3000, seed=1)
+    counts = sample_sequences(
+        model, partial(random_tree, model, certain=certain), count=3000, seed=1
+    )
     assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3 / 2
 
 
 def test_reference_has_the_targets_law() -> None:
     model = ToyModel(seed=0)
-    counts = sample_sequences(model, partial(random_tree, model), reference_verify, count=10_000, seed=2)
+    counts = sample_sequences(
+        model, partial(random_tree, model), reference_verify, count=10_000, seed=2
+    )
     assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3
 
 
@@ -56,7 +68,10 @@ def test_reference_has_the_targets_law() -> None:
 def test_a_wrong_verifier_is_found_out(mistake: str) -> None:
     model = ToyModel(seed=0)
     counts = sample_sequences(
-        model, partial(random_tree, model), partial(reference_verify, mistake=mistake), count=8000 if mistake == MISTAKES[0] else 2500
+        model,
+        partial(random_tree, model),
+        partial(reference_verify, mistake=mistake),
+        count=8000 if mistake == MISTAKES[0] else 2500,
     )
     assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6
 
@@ -70,7 +85,13 @@ def test_dropping_a_drawn_token_for_its_own_value_is_found_out() -> None:
 def test_laws_that_depend_on_the_path_are_kept() -> None:
     """Penalties make the target's law depend on every token before, drafted ones included."""
     model = ToyModel(vocab=5, seed=3, zeros=0.0)
-    params = SamplingParams(temperature=0.8, top_k=4, repetition_penalty=1.5, frequency_penalty=0.7, presence_penalty=0.4)
+    params = SamplingParams(
+        temperature=0.8,
+        top_k=4,
+        repetition_penalty=1.5,
+        frequency_penalty=0.7,
+        presence_penalty=0.4,
+    )
 
     def law(context: list[int]) -> torch.Tensor:
         return Sampler(params, [0], model.vocab).law(model.target(context).log(), context[1:])
@@ -82,7 +103,9 @@ def test_laws_that_depend_on_the_path_are_kept() -> None:
             cached[tuple(context)] = law(context)
         return cached[tuple(context)]
 
-    counts = sample_sequences(model, partial(random_tree, model), count=3000, seed=5, law=cached_law)
+    counts = sample_sequences(
+        model, partial(random_tree, model), count=3000, seed=5, law=cached_law
+    )
     assert chi_square(counts, exact_law(law, model.vocab)) > 1e-3
     assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6  # the penalties matter
 
@@ -91,17 +114,28 @@ def test_toy_trees_are_deep_wide_and_mixed() -> None:
     model, rng = ToyModel(seed=0), random.Random(0)
     trees = [random_tree(model, [0], rng) for _ in range(500)]
     assert sum(max(tree.depth) >= 3 for tree in trees) > 100
-    kinds = [tuple(tree.source[child] for child in children.values()) for tree in trees for children in tree.children]
-    for kind in [("drawn", "drawn"), ("drawn", "certain"), ("certain", "drawn"), ("certain", "certain")]:
+    kinds = [
+        tuple(tree.source[child] for child in children.values())
+        for tree in trees
+        for children in tree.children
+    ]
+    for kind in [
+        ("drawn", "drawn"),
+        ("drawn", "certain"),
+        ("certain", "drawn"),
+        ("certain", "certain"),
+    ]:
         assert sum(found[:2] == kind for found in kinds) > 10
     assert any(0.0 in model.draft([a, b]).tolist() for a in range(6) for b in range(6))
 
 
-# --- sampling: against the reference, and edges --------------------------------------------------------------------------------------
+# --- sampling: against the reference, and edges ---------------------------------------------------
 
 
 @examples(150)
-@given(seed=st.integers(0, 10**6), vocab=st.integers(2, 8), certain=st.sampled_from([0.0, 0.4, 1.0]))
+@given(
+    seed=st.integers(0, 10**6), vocab=st.integers(2, 8), certain=st.sampled_from([0.0, 0.4, 1.0])
+)
 def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) -> None:
     model, rng = ToyModel(vocab, seed, noise=1.5), random.Random(seed)
     tree = random_tree(model, [0], rng, budget=20, certain=certain)
@@ -156,21 +190,30 @@ def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
         drawn.add(0, 1, "drawn", law=law)
         drawn.add(0, 2, "drawn", law=p)
         for seed in range(50):
-            assert verify_residual(drawn, lambda node: p, generator(seed)) == verify_residual(certain, lambda node: p, generator(seed))
+            assert verify_residual(drawn, lambda node: p, generator(seed)) == verify_residual(
+                certain, lambda node: p, generator(seed)
+            )
 
 
-def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     p = torch.tensor([0.25, 0.75])
     tree = TokenTree(0)
     tree.add(0, 1, "drawn", law=p.clone())
     tree.add(0, 0, "drawn", law=p.clone())
-    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)  # beyond [0, 1): rejects although R = Q
+    # beyond [0, 1): rejects although R = Q
+    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)
     emitted = {verify_residual(tree, lambda node: p, generator(seed)).token for seed in range(40)}
     assert emitted == {0, 1}
 
 
-@pytest.mark.parametrize(("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))])
-def test_tiny_residuals_keep_their_proportions(chance: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("chance", "verdict"), [(0.3, Verdict([0, 3], 2)), (0.2, Verdict([0, 2], 2))]
+)
+def test_tiny_residuals_keep_their_proportions(
+    chance: float, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     p = torch.tensor([1.0, 1e-9, 3e-9])  # once token 0 is rejected, token 1 has a quarter
     tree = TokenTree(0)
     tree.add(0, 0, "certain")
@@ -178,18 +221,26 @@ def test_tiny_residuals_keep_their_proportions(chance: float, verdict: Verdict, 
     tree.add(0, 2, "drawn", law=torch.tensor([0.0, 0.0, 1.0]))
     chances = iter([1 - 1e-10, chance, 0.5])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
-    assert verify_residual(tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()) == verdict
+    assert (
+        verify_residual(
+            tree, lambda node: p if node == 0 else torch.tensor([0.0, 0.0, 1.0]), generator()
+        )
+        == verdict
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_draft_laws_of_any_precision(dtype: torch.dtype) -> None:
-    p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])  # exact in every precision
+    # exact in every precision
+    p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])
     same, other = TokenTree(0), TokenTree(0)
     for tree, law in ((same, q), (other, q.to(dtype))):
         tree.add(0, 0, "drawn", law=law)
         tree.add(0, 1, "drawn", law=law)
     for seed in range(50):
-        assert verify_residual(same, lambda node: p, generator(seed)) == verify_residual(other, lambda node: p, generator(seed))
+        assert verify_residual(same, lambda node: p, generator(seed)) == verify_residual(
+            other, lambda node: p, generator(seed)
+        )
 
 
 def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
@@ -210,14 +261,18 @@ def test_a_seed_gives_plain_decodings_answer_under_certain_proposals() -> None:
         context, used = [0], generator(4)
         while len(context) < 40:
             tree = random_tree(model, context, rng, budget, certain=1.0)
-            verdict = verify_residual(tree, lambda node: model.target([*context, *path_tokens(tree, node)]), used)  # noqa: B023
+            verdict = verify_residual(
+                tree,
+                lambda node: model.target([*context, *path_tokens(tree, node)]),  # noqa: B023
+                used,
+            )
             context += tokens(tree, verdict)
         return context[:40]
 
     assert answer(1) == answer(4) == answer(16)
 
 
-# --- greedy --------------------------------------------------------------------------------------------------------------------------
+# --- greedy ---------------------------------------------------------------------------------------
 
 
 @examples(200)
@@ -241,7 +296,10 @@ def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> Non
         plain.append(best(plain))
     assert tokens(tree, verdict) == plain[1:]  # nothing but what plain decoding says
     assert tree.child(verdict.path[-1], verdict.token) is None  # and all of it that the tree holds
-    assert all(tree.parent[child] == node for node, child in zip(verdict.path, verdict.path[1:], strict=False))
+    assert all(
+        tree.parent[child] == node
+        for node, child in zip(verdict.path, verdict.path[1:], strict=False)
+    )
 
 
 def test_no_draft_is_plain_decoding() -> None:

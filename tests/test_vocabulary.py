@@ -1,4 +1,5 @@
-"""A feature drafter that scores a part of the vocabulary: its laws are the whole ones renormalised, and answers stay the model's.
+"""A feature drafter that scores a part of the vocabulary: its laws are the whole ones renormalised,
+and answers stay the model's.
 
 pytest tests/test_vocabulary.py
 """
@@ -37,11 +38,17 @@ from quickbeam.trees.base import NoDraft
 SHORT = tuple(word for word in VOCABS if word != "full")
 
 
-def artefact(vocab: int, size: int, frequent: int = 6, cluster: int = 5, router: bool = True) -> Artefact:
+def artefact(
+    vocab: int, size: int, frequent: int = 6, cluster: int = 5, router: bool = True
+) -> Artefact:
     """A random one for a drafter whose states are `size` wide."""
     torch.manual_seed(2)
     layout = Layout(torch.randperm(vocab), frequent, cluster, vocab)
-    return Artefact(layout, torch.randperm(vocab), Router(RouterConfig(size, size, 8, layout.clusters)) if router else None)
+    return Artefact(
+        layout,
+        torch.randperm(vocab),
+        Router(RouterConfig(size, size, 8, layout.clusters)) if router else None,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -70,11 +77,19 @@ def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
         text = pair.begin(prompt, 21, temperature, use)
         found.append([pair.drafter.answer([text.request(tree, part)])[0] for part in nodes])
     for whole, part in zip(*found, strict=True):
-        assert whole.tokens is None and part.tokens is not None and len(part.tokens.unique()) <= len(part.tokens)
-        scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(0, part.tokens[(part.values > 0).any(0)], True)
+        assert (
+            whole.tokens is None
+            and part.tokens is not None
+            and len(part.tokens.unique()) <= len(part.tokens)
+        )
+        scored = torch.zeros(VOCAB, dtype=torch.bool).index_fill_(
+            0, part.tokens[(part.values > 0).any(0)], True
+        )
         assert 3 <= int(scored.sum()) < VOCAB
         law = whole.dense() * scored
-        torch.testing.assert_close(part.dense(), law / law.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(
+            part.dense(), law / law.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3
+        )
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
 
 
@@ -86,9 +101,18 @@ def test_greedy_answers_are_plain_decodings(pairs: dict[str, Pair], name: str, v
         shortlist = make_shortlist(drafter, target, vocab, rng.randint(11, VOCAB - 1))
         for budget in (2, 16):
             prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
-            params = SamplingParams(max_tokens=rng.randint(2, 30), repetition_penalty=rng.choice([1.0, 1.3]), ignore_eos=True)
-            drafted = answer(target, DRAFTED[name](drafter), params, prompt, budget=budget, shortlist=shortlist)
-            assert drafted.output.token_ids == answer(target, NoDraft(), params, prompt).output.token_ids
+            params = SamplingParams(
+                max_tokens=rng.randint(2, 30),
+                repetition_penalty=rng.choice([1.0, 1.3]),
+                ignore_eos=True,
+            )
+            drafted = answer(
+                target, DRAFTED[name](drafter), params, prompt, budget=budget, shortlist=shortlist
+            )
+            assert (
+                drafted.output.token_ids
+                == answer(target, NoDraft(), params, prompt).output.token_ids
+            )
 
 
 def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> None:
@@ -99,15 +123,25 @@ def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> No
     pair.drafter.network.norm.weight.fill_(float("nan"))
     for vocab in SHORT:
         shortlist = make_shortlist(pair.drafter, pair.target, vocab, 20)
-        drafted = answer(pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], shortlist=shortlist)
+        drafted = answer(
+            pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], shortlist=shortlist
+        )
         assert drafted.output.token_ids == plain.output.token_ids
-        assert drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
+        assert (
+            drafted.statistics.sources["drafter"].drafted == 0
+            and drafted.statistics.drafter_calls > 0
+        )
 
 
-def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_scored_and_what_was_wanted_is_counted(
+    pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the laws that were made and the answer."""
     pair = pairs["attention"]
-    drafter, params = pair.drafter, SamplingParams(max_tokens=25, temperature=2.0, seed=1, ignore_eos=True)
+    drafter, params = (
+        pair.drafter,
+        SamplingParams(max_tokens=25, temperature=2.0, seed=1, ignore_eos=True),
+    )
     shortlist = make_shortlist(drafter, pair.target, "frequency", 25)
     asked: list[tuple[TokenTree, list[int], list[set[int]]]] = []
     answered = drafter.answer
@@ -117,18 +151,31 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair], 
         for request, laws in zip(requests, found, strict=True):
             assert laws.tokens is not None
             tokens = laws.tokens.tolist()
-            scored = [{token for token, p in zip(tokens, row, strict=True) if p > 0} for row in laws.values]
+            scored = [
+                {token for token, p in zip(tokens, row, strict=True) if p > 0}
+                for row in laws.values
+            ]
             asked.append((request.tree, list(request.nodes), scored))
         return found
 
     monkeypatch.setattr(drafter, "answer", remembered)
-    sequence = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6, shortlist=shortlist)
+    sequence = answer(
+        pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=6, shortlist=shortlist
+    )
     head = sequence.statistics.head
     assert head is not None and head.calls == len(asked) == sequence.statistics.drafter_calls
-    assert head.tokens == sum(len(rows[0]) for *_, rows in asked) and 0 < head.seconds < sequence.statistics.drafter_seconds
+    assert (
+        head.tokens == sum(len(rows[0]) for *_, rows in asked)
+        and 0 < head.seconds < sequence.statistics.drafter_seconds
+    )
     told, wanted, held = sequence.output.token_ids[1:], 0, 0
     for tree in {id(tree): tree for tree, *_ in asked}.values():
-        scored = {node: rows[i] for one, nodes, rows in asked if one is tree for i, node in enumerate(nodes)}
+        scored = {
+            node: rows[i]
+            for one, nodes, rows in asked
+            if one is tree
+            for i, node in enumerate(nodes)
+        }
         node: int | None = 0
         while told and node is not None:
             token = told.pop(0)
@@ -136,25 +183,53 @@ def test_what_was_scored_and_what_was_wanted_is_counted(pairs: dict[str, Pair], 
                 wanted, held = wanted + 1, held + (token in scored[node])
             node = tree.child(node, token)
     # The last step's tokens are not read any more.
-    assert sum(head.rare) == head.wanted - head.held and not any(head.rare_held)  # nothing is routed here
-    assert 0 < head.held < head.wanted and head.wanted <= wanted and wanted - head.wanted <= 5 and head.held <= held
+    # nothing is routed here
+    assert sum(head.rare) == head.wanted - head.held and not any(head.rare_held)
+    assert (
+        0 < head.held < head.wanted
+        and head.wanted <= wanted
+        and wanted - head.wanted <= 5
+        and head.held <= held
+    )
 
 
 def test_what_only_a_router_finds_is_counted_apart(pairs: dict[str, Pair]) -> None:
-    pair, params = pairs["attention"], SamplingParams(max_tokens=40, temperature=2.0, seed=1, ignore_eos=True)
+    pair, params = (
+        pairs["attention"],
+        SamplingParams(max_tokens=40, temperature=2.0, seed=1, ignore_eos=True),
+    )
     counts = {}
     for vocab in ("clusters", "router"):
         shortlist = make_shortlist(pair.drafter, pair.target, vocab, 22)
-        sequence = answer(pair.target, DRAFTED["greedy"](pair.drafter), params, [4, 8, 15], budget=6, shortlist=shortlist)
+        sequence = answer(
+            pair.target,
+            DRAFTED["greedy"](pair.drafter),
+            params,
+            [4, 8, 15],
+            budget=6,
+            shortlist=shortlist,
+        )
         counts[vocab] = head = sequence.statistics.head
-        assert head is not None and all(held <= rare for held, rare in zip(head.rare_held, head.rare, strict=True))
-        assert sum(head.rare) - sum(head.rare_held) == head.wanted - head.held and sum(head.rare_held) > 0
-        assert head.plus(head).rare == [2 * count for count in head.rare] and head.plus(head).wanted == 2 * head.wanted
+        assert head is not None and all(
+            held <= rare for held, rare in zip(head.rare_held, head.rare, strict=True)
+        )
+        assert (
+            sum(head.rare) - sum(head.rare_held) == head.wanted - head.held
+            and sum(head.rare_held) > 0
+        )
+        assert (
+            head.plus(head).rare == [2 * count for count in head.rare]
+            and head.plus(head).wanted == 2 * head.wanted
+        )
     assert sum(counts["router"].rare) < sum(counts["clusters"].rare)  # the context has some
 
 
 def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -> None:
-    assert {plain_vocab(word + "+context") for word in SHORT if "+" not in word} == {"frequency+context", "context", "router"}
+    assert {plain_vocab(word + "+context") for word in SHORT if "+" not in word} == {
+        "frequency+context",
+        "context",
+        "router",
+    }
     assert plain_vocab("full+context") == "full" and plain_vocab("half+context") == "half+context"
     pair, prompt = pairs["attention"], [3, 9, 4]
     made = Shortlists(pair.drafter, pair.target)
@@ -164,11 +239,16 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -
     state = shortlist.begin(prompt)
     ranked = shortlist.layout.order.tolist()
     assert state.size(shortlist.kept(None)) == len({*ranked, *prompt})
-    assert all(state.always(token) == (token in ranked or token in prompt) for token in range(VOCAB))
+    assert all(
+        state.always(token) == (token in ranked or token in prompt) for token in range(VOCAB)
+    )
 
 
 def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
-    pair, params = pairs["ours"], SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True)
+    pair, params = (
+        pairs["ours"],
+        SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True),
+    )
     drafter, said = pair.drafter, []
     shortlist, before = make_shortlist(drafter, pair.target, "router", 16), drafter.overlap
     for way in WAYS:
@@ -177,7 +257,14 @@ def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
                 Overlap(pair.target.device, way)
             continue
         drafter.overlap = Overlap(pair.target.device, way)
-        sequence = answer(pair.target, DRAFTED["greedy"](drafter), params, [4, 8, 15], budget=7, shortlist=shortlist)
+        sequence = answer(
+            pair.target,
+            DRAFTED["greedy"](drafter),
+            params,
+            [4, 8, 15],
+            budget=7,
+            shortlist=shortlist,
+        )
         said.append((sequence.output.token_ids, sequence.statistics.steps))
     drafter.overlap = before
     assert said[0] == said[1] and before.how == "none"
@@ -205,7 +292,9 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
 
     assert make_shortlist(drafter, target, "full") is None
     assert "unknown vocabulary 'half' of the drafter; known: full, frequency" in told("half")
-    assert f"must be 1 to {VOCAB}" in told("frequency", VOCAB + 1) and f"must be 1 to {VOCAB}" in told("router", 0)
+    assert f"must be 1 to {VOCAB}" in told(
+        "frequency", VOCAB + 1
+    ) and f"must be 1 to {VOCAB}" in told("router", 0)
     assert "must be at least 5, a cluster's" in told("router", 3)
     lm = LMDrafter(tiny("llama"), VOCAB)
     assert "a smaller model scores its whole vocabulary" in told("router", one=lm)
@@ -216,14 +305,20 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
     assert "a shortlist of its own" in told("frequency", one=own)
     with pytest.raises(InvalidInput, match="a shortlist of its own"):
         own.begin([1], shortlist)
-    for one, params in ((lm, SamplingParams()), (own, SamplingParams(temperature=1.0))):  # an engine refuses it before any work
+    # an engine refuses it before any work
+    for one, params in ((lm, SamplingParams()), (own, SamplingParams(temperature=1.0))):
         with pytest.raises(InvalidInput, match="--vocab full"):
             answer(target, DRAFTED["greedy"](one), params, [1], shortlist=shortlist)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
-        assert "quickbeam train shortlist" in told("frequency") and "quickbeam train shortlist" in told("router")
+        assert "quickbeam train shortlist" in told(
+            "frequency"
+        ) and "quickbeam train shortlist" in told("router")
         artefact(VOCAB, 32, router=False).save(tmp_path)
-        assert "has clusters but no router" in told("router") and make_shortlist(drafter, target, "frequency", 9) is not None
+        assert (
+            "has clusters but no router" in told("router")
+            and make_shortlist(drafter, target, "frequency", 9) is not None
+        )
         artefact(VOCAB, 16).save(tmp_path)
         assert "a router for states of 16, the drafter's are 32" in told("router")
         artefact(VOCAB + 1, 32).save(tmp_path)
@@ -259,13 +354,22 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
     for listed, expected in ((True, "frequency+context"), (False, "full")):
         llm._listed = listed
         assert llm._setting("auto", None, None).vocab == expected
-    assert llm._setting("dynaspec", None, None).vocab == "frequency+context" and llm._setting("auto", "router", 9).vocab == "router"
+    assert (
+        llm._setting("dynaspec", None, None).vocab == "frequency+context"
+        and llm._setting("auto", "router", 9).vocab == "router"
+    )
 
 
-def test_words_and_sizes_are_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_and_sizes_are_refused_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("quickbeam.target.opening.load_model", None)
     with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
         LLM(method="dyspec", vocab="half")
-    for options in (["--vocab", "half"], ["--shortlist", "99"], ["--vocab", "full", "--shortlist", "99"]):
+    for options in (
+        ["--vocab", "half"],
+        ["--shortlist", "99"],
+        ["--vocab", "full", "--shortlist", "99"],
+    ):
         result = CliRunner().invoke(app, ["generate", "abc", "--method", "dyspec", *options])
         assert result.exit_code == 2 and options[-1] in result.output

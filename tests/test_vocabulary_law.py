@@ -1,4 +1,5 @@
-"""Sampled answers have the model's law, whatever part of the vocabulary a feature drafter scores and whatever tree it fills.
+"""Sampled answers have the model's law, whatever part of the vocabulary a feature drafter scores
+and whatever tree it fills.
 
 pytest tests/test_vocabulary_law.py
 """
@@ -55,25 +56,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("name", "vocab", "temperature"), few([(*case, heat) for case in CASES for heat in (0.6, 1.0)], ALWAYS))
+@pytest.mark.parametrize(
+    ("name", "vocab", "temperature"),
+    few([(*case, heat) for case in CASES for heat in (0.6, 1.0)], ALWAYS),
+)
 def test_sampled_answers_have_the_models_law(
     folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle, "OFFERED", 1)
     torch.manual_seed(0)
-    sizes = dict(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, bos_token_id=None, eos_token_id=None)
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes)).eval()
+    sizes = dict(
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes
+        )
+    ).eval()
     laws: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.inference_mode()
     def law(ids: Sequence[int]) -> torch.Tensor:
         if tuple(ids) not in laws:
-            laws[tuple(ids)] = (model(torch.tensor([list(ids)])).logits[0, -1] / temperature).softmax(-1)
+            laws[tuple(ids)] = (
+                model(torch.tensor([list(ids)])).logits[0, -1] / temperature
+            ).softmax(-1)
         return laws[tuple(ids)]
 
     expected = exact_law(law, TOKENS, 3)
     target = Model(model)
-    config = EagleConfig(16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS)
+    config = EagleConfig(
+        16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS
+    )
     torch.manual_seed(1)
     drafter = EagleDrafter(EagleHead(config, target.embedding, target.head), target)
     drafter.folder = folder
@@ -83,8 +101,21 @@ def test_sampled_answers_have_the_models_law(
     for start in range(0, 600, TOGETHER):
         sequences = []
         for seed in range(start, start + TOGETHER):
-            params = SamplingParams(max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True)
-            sequences.append(engine.add(request(target, DRAFTED[name](drafter), params, PROMPT, budget=5, shortlist=shortlist)))
+            params = SamplingParams(
+                max_tokens=3, temperature=temperature, seed=seed, ignore_eos=True
+            )
+            sequences.append(
+                engine.add(
+                    request(
+                        target,
+                        DRAFTED[name](drafter),
+                        params,
+                        PROMPT,
+                        budget=5,
+                        shortlist=shortlist,
+                    )
+                )
+            )
         while not all(sequence.over for sequence in sequences):
             engine.step()
         for sequence in sequences:

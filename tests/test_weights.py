@@ -1,4 +1,5 @@
-"""Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer arithmetic, bit for bit.
+"""Products with weights of 8 and 4 bits: the kernels of every instruction set against plain integer
+arithmetic, bit for bit.
 
 pytest tests/test_weights.py
 """
@@ -26,10 +27,14 @@ kinds = pytest.mark.parametrize("name", [INT8, INT4])
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
-def kernels_product(kernels: Kernels, packed: QuantisedPacked, epilogue: int = library.STORE) -> Product:
+def kernels_product(
+    kernels: Kernels, packed: QuantisedPacked, epilogue: int = library.STORE
+) -> Product:
     """`[n, inputs]` bfloat16 to `[n, outputs]` float32."""
     program, outputs = Program(kernels), packed.outputs // (2 if packed.gated else 1)
-    program.linear(packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue)
+    program.linear(
+        packed, program.given("x", packed.inputs), program.given("y", outputs, True), epilogue
+    )
 
     def product(x: torch.Tensor) -> torch.Tensor:
         y = torch.zeros(len(x), outputs)
@@ -41,7 +46,9 @@ def kernels_product(kernels: Kernels, packed: QuantisedPacked, epilogue: int = l
 
 def uneven(outputs: int, inputs: int) -> torch.Tensor:
     """Weights of many sizes, with a row of zeros and one huge number."""
-    weight = number(outputs, inputs, seed=1) * 2.0 ** torch.randint(-9, 3, (outputs, 1), generator=torch.Generator().manual_seed(2))
+    weight = number(outputs, inputs, seed=1) * 2.0 ** torch.randint(
+        -9, 3, (outputs, 1), generator=torch.Generator().manual_seed(2)
+    )
     if outputs > 4:
         weight[3] = 0
         weight[4, inputs // 2] = 1e4
@@ -49,7 +56,8 @@ def uneven(outputs: int, inputs: int) -> torch.Tensor:
 
 
 def rows(n: int, inputs: int) -> torch.Tensor:
-    """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal ones."""
+    """Rows of many sizes, with one of zeros, one huge number, tiny ones, and a row of equal
+    ones."""
     x = number(n, inputs, seed=3)
     for row, change in enumerate((0.0, 1e30, 1e-35)):
         if n > row + 1:
@@ -63,11 +71,15 @@ def rows(n: int, inputs: int) -> torch.Tensor:
 @every_set
 @kinds
 @pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
-def test_weights_and_products_are_those_of_the_reference(isa: str, name: str, inputs: int, outputs: int) -> None:
+def test_weights_and_products_are_those_of_the_reference(
+    isa: str, name: str, inputs: int, outputs: int
+) -> None:
     kernels, weight = load(isa), uneven(outputs, inputs)
     packed, wanted = QuantisedPacked(kernels, [weight], name=name), quantise(weight, name)
     values, scales, lows = packed.parts()
-    assert torch.equal(values[:outputs], wanted.values) and torch.equal(scales[:outputs], wanted.scales)
+    assert torch.equal(values[:outputs], wanted.values) and torch.equal(
+        scales[:outputs], wanted.scales
+    )
     assert lows is None if wanted.lows is None else torch.equal(lows[:outputs], wanted.lows)
     assert torch.equal(packed.rows(), wanted.dense[:, :inputs].bfloat16())
     product = kernels_product(kernels, packed)
@@ -83,7 +95,11 @@ def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: 
     bias = number(217 * len(weights), like=torch.float32, seed=5)
     packed = QuantisedPacked(load(isa), weights, bias, name=name, gated=epilogue == library.GATED)
     assert rows_that_depend_on_others(kernels_product(load(isa), packed, epilogue), 96) == 0
-    product, x, before = kernels_product(load(isa), packed, epilogue), rows(40, 96), torch.get_num_threads()
+    product, x, before = (
+        kernels_product(load(isa), packed, epilogue),
+        rows(40, 96),
+        torch.get_num_threads(),
+    )
     alone = product(x)
     try:
         torch.set_num_threads(3)
@@ -91,15 +107,21 @@ def test_rows_do_not_depend_on_others_or_threads(isa: str, name: str, epilogue: 
     finally:
         torch.set_num_threads(before)
     x = number(9, 96, seed=6)
-    parts = [quantised.product(x, quantise(weight, name)) + part for weight, part in zip(weights, bias.view(-1, 217), strict=True)]
+    parts = [
+        quantised.product(x, quantise(weight, name)) + part
+        for weight, part in zip(weights, bias.view(-1, 217), strict=True)
+    ]
     if epilogue == library.GATED:
-        torch.testing.assert_close(product(x), torch.nn.functional.silu(parts[0]) * parts[1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            product(x), torch.nn.functional.silu(parts[0]) * parts[1], rtol=1e-4, atol=1e-4
+        )
     else:
         assert torch.equal(product(x), parts[0])
 
 
 def rows_that_depend_on_others(product: Product, inputs: int) -> int:
-    """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits than alone."""
+    """Run any rows side by side, 1 to 64 of them in any order; count those that give other bits
+    than alone."""
     x, rng, wrong = rows(64, inputs), random.Random(0), 0
     alone = torch.cat([product(x[i : i + 1]) for i in range(len(x))])
     for width in range(1, len(x) + 1):
@@ -130,7 +152,9 @@ def test_the_largest_sums_do_not_saturate(isa: str, name: str) -> None:
     x = torch.ones(9, 4096, dtype=torch.bfloat16)
     x[3], x[4, ::2], x[5, 1::2] = -1, -1, -1
     packed = QuantisedPacked(load(isa), [weight], name=name)
-    assert torch.equal(kernels_product(load(isa), packed)(x), quantised.product(x, quantise(weight, name)))
+    assert torch.equal(
+        kernels_product(load(isa), packed)(x), quantised.product(x, quantise(weight, name))
+    )
 
 
 @every_set
@@ -168,19 +192,24 @@ def test_weights_come_near_what_they_stand_for(name: str) -> None:
     assert error < (0.01 if name == INT8 else 0.09)
     x = number(16, 320)
     exact = x.double() @ weight.double().T
-    error = ((quantised.product(x, quantise(weight, name)).double() - exact).norm() / exact.norm()).item()
+    error = (
+        (quantised.product(x, quantise(weight, name)).double() - exact).norm() / exact.norm()
+    ).item()
     assert error < (0.015 if name == INT8 else 0.09)
 
 
 @pytest.mark.parametrize("signed", [False, True])
 def test_weights_of_sixteen_levels_keep_them(signed: bool) -> None:
-    """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they were, scaled and shifted."""
+    """A 4-bit checkpoint's weights, rounded to bfloat16, come back as the whole numbers that they
+    were, scaled and shifted."""
     generator = torch.Generator().manual_seed(0)
     levels = torch.randint(0, 16, (40, 6, 32), generator=generator)
     levels[..., 0], levels[..., 1] = 0, 15
     step = torch.rand(40, 6, 1, generator=generator) * 0.01 + 0.001
     low = -step * (8 if signed else 15 * torch.rand(40, 6, 1, generator=generator))
-    found = quantise((levels * step.half().float() + low.half().float()).flatten(1).bfloat16(), INT4)
+    found = quantise(
+        (levels * step.half().float() + low.half().float()).flatten(1).bfloat16(), INT4
+    )
     assert torch.equal(found.values.long(), levels)
     torch.testing.assert_close(found.scales.float(), step[..., 0], rtol=4e-3, atol=0)
 
@@ -189,7 +218,11 @@ def test_rows_are_rounded_to_even_and_keep_their_largest() -> None:
     x = torch.zeros(2, 64)
     x[0, :4], x[1, 32:35] = torch.tensor([127.0, 0.5, 1.5, -2.5]), torch.tensor([-254.0, 1.0, 3.0])
     values, scales = quantise_rows(x.bfloat16())
-    assert values[0, 0, :4].tolist() == [127, 0, 2, -2] and values[1, 1, :3].tolist() == [-127, 0, 2]
+    assert values[0, 0, :4].tolist() == [127, 0, 2, -2] and values[1, 1, :3].tolist() == [
+        -127,
+        0,
+        2,
+    ]
     assert scales.tolist() == [[1.0, 0.0], [0.0, 2.0]]
 
 
@@ -221,4 +254,6 @@ def test_sizes_are_those_of_what_is_packed(isa: str) -> None:
         for gated in (False, True):
             packer = Packer(load(isa), name)
             assert packer.pack(weights, None, gated).data.numel() == packer.size(weights, gated)
-    assert Quantised(torch.ones(1, 1, 32, dtype=torch.int8), torch.full((1,), 2.0)).dense.tolist() == [[2.0] * 32]
+    assert Quantised(
+        torch.ones(1, 1, 32, dtype=torch.int8), torch.full((1,), 2.0)
+    ).dense.tolist() == [[2.0] * 32]

@@ -1,4 +1,5 @@
-"""Whole models with weights of 8 and 4 bits: the same answers by every method, alone and in a batch, and what is kept on disk.
+"""Whole models with weights of 8 and 4 bits: the same answers by every method, alone and in a
+batch, and what is kept on disk.
 
 pytest tests/test_weights_models.py
 """
@@ -38,7 +39,9 @@ METHODS = ["ar", "pld", "logitspec"]
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A cache folder of the test's own, with the kernels that are compiled already."""
     from quickbeam.hub import cache_folder
 
@@ -56,18 +59,30 @@ def ids(count: int) -> list[int]:
 
 @kinds
 @pytest.mark.parametrize("way", [pytest.param("native", marks=needs_kernels), "eager"])
-def test_methods_batches_and_seeds_give_the_same_answers(toy_folder: str, name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_methods_batches_and_seeds_give_the_same_answers(
+    toy_folder: str, name: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("QUICKBEAM_KERNELS", way)
     llm = LLM(toy_folder, "ar", weights=name)
-    assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith("native (" if way == "native" else "PyTorch's")
-    for params in (SamplingParams(max_tokens=24, ignore_eos=True), SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True)):
+    assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith(
+        "native (" if way == "native" else "PyTorch's"
+    )
+    for params in (
+        SamplingParams(max_tokens=24, ignore_eos=True),
+        SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True),
+    ):
         alone = [llm.generate(prompt, params, method="ar").token_ids for prompt in PROMPTS]
         for method in METHODS[1:]:
             llm.reset()
-            assert [llm.generate(prompt, params, method=method).token_ids for prompt in PROMPTS] == alone, method
+            assert [
+                llm.generate(prompt, params, method=method).token_ids for prompt in PROMPTS
+            ] == alone, method
         if way == "native":
             llm.reset()
-            assert [found.token_ids for found in llm.generate(PROMPTS, params, method="logitspec", progress=False)] == alone
+            assert [
+                found.token_ids
+                for found in llm.generate(PROMPTS, params, method="logitspec", progress=False)
+            ] == alone
     llm.close()
 
 
@@ -84,7 +99,9 @@ def test_trees_have_the_bits_of_one_token_at_a_time(name: str, layout: str) -> N
 @kinds
 @needs_kernels
 def test_other_weights_give_other_logits_and_near_ones(name: str) -> None:
-    plain, other = (Target(Model(tiny("llama", torch.bfloat16), weights=kind)) for kind in ("bfloat16", name))
+    plain, other = (
+        Target(Model(tiny("llama", torch.bfloat16), weights=kind)) for kind in ("bfloat16", name)
+    )
     a, b = plain.prefill(ids(40)), other.prefill(ids(40))
     error = float((a - b).norm() / a.norm())
     assert 0 < error < (0.05 if name == INT8 else 0.5)
@@ -99,7 +116,8 @@ def test_every_layer_and_the_head_are_quantised(name: str) -> None:
     found = Model(model, weights=name)
     packed = [module.packed for module in model.modules() if isinstance(module, NativeLinear)]
     assert len(packed) == 3 * 4 + 1 and all(isinstance(one, QuantisedPacked) for one in packed)
-    assert torch.equal(found.head.packed.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())  # the head has 8 bits at least
+    # the head has 8 bits at least
+    assert torch.equal(found.head.packed.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())
     assert not any(type(module) is nn.Linear for module in model.modules())
 
 
@@ -139,7 +157,11 @@ def logits(folder: str | Path, name: str, told: list[str]) -> torch.Tensor:
 def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path) -> None:
     first, second = list[str](), list[str]()
     a, b = logits(toy_folder, name, first), logits(toy_folder, name, second)
-    assert torch.equal(a, b) and f"quantising to {name}" in first and f"quantising to {name}" not in second
+    assert (
+        torch.equal(a, b)
+        and f"quantising to {name}" in first
+        and f"quantising to {name}" not in second
+    )
     (file,) = (cache / "weights").iterdir()
     assert name in file.name
     older = file.with_name(f"{file.stem.rpartition('-')[0]}-older.safetensors")
@@ -151,7 +173,9 @@ def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path
 
 
 @needs_kernels
-def test_a_checkpoint_that_changes_is_quantised_again(toy_folder: str, tmp_path: Path, cache: Path) -> None:
+def test_a_checkpoint_that_changes_is_quantised_again(
+    toy_folder: str, tmp_path: Path, cache: Path
+) -> None:
     folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
     before = logits(folder, INT8, told)
     model = LLM(str(folder), "ar", dtype="float32", fast=False).model._model
@@ -164,7 +188,9 @@ def test_a_checkpoint_that_changes_is_quantised_again(toy_folder: str, tmp_path:
 
 
 @needs_kernels
-def test_a_full_disk_is_a_warning(toy_folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_disk_is_a_warning(
+    toy_folder: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def full(tensors: object, path: Path) -> None:
         path.write_bytes(b"part")
         raise OSError(28, "No space left on device")
@@ -172,7 +198,11 @@ def test_a_full_disk_is_a_warning(toy_folder: str, cache: Path, monkeypatch: pyt
     monkeypatch.setattr(weight_file, "save_file", full)
     with caplog.at_level(logging.WARNING):
         logits(toy_folder, INT8, [])
-    assert "can't be kept" in caplog.text and "No space left" in caplog.text and "QUICKBEAM_CACHE" in caplog.text
+    assert (
+        "can't be kept" in caplog.text
+        and "No space left" in caplog.text
+        and "QUICKBEAM_CACHE" in caplog.text
+    )
     assert list((cache / "weights").iterdir()) == []
 
 
@@ -182,7 +212,10 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path
         file = WeightFile.of(place, None, INT8, None)
         file.write(torch.zeros(3, dtype=torch.uint8))
         assert file.path is None and file.read(3) is None
-    assert WeightFile.of("somebody/model", "c0ffee", INT8, None).path != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
+    assert (
+        WeightFile.of("somebody/model", "c0ffee", INT8, None).path
+        != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
+    )
 
 
 # --- what is refused ---
@@ -205,7 +238,10 @@ def test_weights_that_others_quantised_are_refused() -> None:
 
     model = tiny("llama", torch.bfloat16)
     model.model.layers[0].set_submodule("mlp.up_proj", Linear4bit(32, 48, dtype=torch.bfloat16))
-    with pytest.raises(InvalidInput, match=r"own weights are quantised or adapted \(Linear4bit\); .*unquantised weights"):
+    with pytest.raises(
+        InvalidInput,
+        match=r"own weights are quantised or adapted \(Linear4bit\); .*unquantised weights",
+    ):
         Model(model, weights=INT8)
     model, packed = tiny("llama", torch.bfloat16), nn.Module()
     packed.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
@@ -238,16 +274,40 @@ def test_bench_weights_writes_its_record(toy_folder: str, tmp_path: Path) -> Non
     import json
 
     out = tmp_path / "out.json"
-    given = ["bench", "weights", "--model", toy_folder, "--widths", "1,3", "--limit", "1", "--max-tokens", "4", "--repeats", "1", "--raw"]
+    given = [
+        "bench",
+        "weights",
+        "--model",
+        toy_folder,
+        "--widths",
+        "1,3",
+        "--limit",
+        "1",
+        "--max-tokens",
+        "4",
+        "--repeats",
+        "1",
+        "--raw",
+    ]
     text = tmp_path / "text.txt"
     text.write_text("a short text, twice: a short text")
-    found = CliRunner().invoke(app, [*given, "--context", "9", "--text", str(text), "--json", str(out)])
+    found = CliRunner().invoke(
+        app, [*given, "--context", "9", "--text", str(text), "--json", str(out)]
+    )
     assert found.exit_code == 0, found.output
     record = json.loads(out.read_text())
     assert list(record["weights"]) == ["bfloat16", "int8", "int4"]
     for name, row in record["weights"].items():
-        assert set(row["pass_ms"]) == {"1", "3"} and set(row["tokens_per_second"]) == {"ar", "auto"} and row["perplexity"] > 1
-        assert row["identical"] == row["prompts"] == 1 and 0 < row["stays"] <= 1 and name in record["over_first"]
+        assert (
+            set(row["pass_ms"]) == {"1", "3"}
+            and set(row["tokens_per_second"]) == {"ar", "auto"}
+            and row["perplexity"] > 1
+        )
+        assert (
+            row["identical"] == row["prompts"] == 1
+            and 0 < row["stays"] <= 1
+            and name in record["over_first"]
+        )
     sizes = [row["bytes"] for row in record["weights"].values()]
     assert sizes[0] > sizes[1] > sizes[2] > 0
 

@@ -1,4 +1,5 @@
-"""A wheel brings the kernels compiled, and an install from it needs no compiler. `pytest tests/test_wheel.py`"""
+"""A wheel brings the kernels compiled, and an install from it needs no compiler. `pytest
+tests/test_wheel.py`"""
 
 from __future__ import annotations
 
@@ -22,7 +23,10 @@ OFFLINE = (
     "Could not find a version that satisfies the requirement",
     "No module named pip",
 )
-REPORT = "from quickbeam.target.native import library as l; k = l.kernels(); print(l.__file__, l.build.cached(k.name), k.name, sep='\\n')"
+REPORT = (
+    "from quickbeam.target.native import library as l; k = l.kernels(); print(l.__file__, "
+    "l.build.cached(k.name), k.name, sep='\\n')"
+)
 
 
 def make_wheel(folder: Path, **environment: str) -> Path:
@@ -40,10 +44,23 @@ def make_wheel(folder: Path, **environment: str) -> Path:
 
 
 def install(wheel: Path, folder: Path) -> Path:
-    """The Python of a fresh environment with the wheel in it; the rest comes from the one that runs the tests."""
+    """The Python of a fresh environment with the wheel in it; the rest comes from the one that runs
+    the tests."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run([*PIP, "--python", str(python), "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    subprocess.run(
+        [
+            *PIP,
+            "--python",
+            str(python),
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--no-index",
+            str(wheel),
+        ],
+        check=True,
+    )
     (packages,) = (folder / "lib").glob("python*/site-packages")
     (packages / "others.pth").write_text(f"{sysconfig.get_paths()['purelib']}\n")
     return python
@@ -55,16 +72,28 @@ def install(wheel: Path, folder: Path) -> Path:
 def test_a_wheel_brings_kernels_for_machines_without_a_compiler(tmp_path):
     wheel = make_wheel(tmp_path)
     assert wheel.name.endswith("-py3-none-linux_x86_64.whl")
-    names = {name.removeprefix("quickbeam/target/native/") for name in zipfile.ZipFile(wheel).namelist()}
+    names = {
+        name.removeprefix("quickbeam/target/native/") for name in zipfile.ZipFile(wheel).namelist()
+    }
     assert {f"lib/{build.file_name(name)}" for name in build.SETS} <= names
     assert {path.name for path in build.sources()} <= names
 
     python = install(wheel, tmp_path / "fresh")
-    environment = {**os.environ, "CXX": "/nonexistent", "QUICKBEAM_CACHE": str(tmp_path / "cache"), "QUICKBEAM_KERNELS": "native"}
-    done = subprocess.run([str(python), "-c", REPORT], capture_output=True, text=True, env=environment)
+    environment = {
+        **os.environ,
+        "CXX": "/nonexistent",
+        "QUICKBEAM_CACHE": str(tmp_path / "cache"),
+        "QUICKBEAM_KERNELS": "native",
+    }
+    done = subprocess.run(
+        [str(python), "-c", REPORT], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     module, library, name = done.stdout.split()
-    assert Path(module).is_relative_to(tmp_path / "fresh") and Path(library).parent == Path(module).parent / "lib"
+    assert (
+        Path(module).is_relative_to(tmp_path / "fresh")
+        and Path(library).parent == Path(module).parent / "lib"
+    )
     assert name in build.machine_sets() and not (tmp_path / "cache").exists()
 
 
@@ -74,36 +103,58 @@ def test_without_a_compiler_the_wheel_is_the_same_for_all_platforms(tmp_path):
     wheel = make_wheel(tmp_path, CXX="/nonexistent")
     assert wheel.name.endswith("-py3-none-any.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "quickbeam/target/native/program.cpp" in names and not [name for name in names if name.endswith(".so")]
+    assert "quickbeam/target/native/program.cpp" in names and not [
+        name for name in names if name.endswith(".so")
+    ]
 
 
 @pytest.mark.long
 def test_a_fresh_environment_has_all_that_demo_and_doctor_need(tmp_path):
-    """Installed with what pip finds for it, away from the checkout: nothing is borrowed from where the tests run."""
+    """Installed with what pip finds for it, away from the checkout: nothing is borrowed from where
+    the tests run."""
     wheel, python = make_wheel(tmp_path), tmp_path / "fresh" / "bin" / "python"
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "fresh")], check=True)
     done = subprocess.run(
-        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)], capture_output=True, text=True
+        [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", str(wheel)],
+        capture_output=True,
+        text=True,
     )
     if any(words in done.stderr for words in OFFLINE):
         pytest.skip("no package index to install from")
     assert done.returncode == 0, done.stderr
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "VIRTUAL_ENV", "HF_HUB_OFFLINE")
+    }
 
     def run(*arguments: str) -> str:
         command = [str(python.with_name("quickbeam")), *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600)
+        done = subprocess.run(
+            command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
+        )
         assert done.returncode == 0, done.stderr
         return done.stdout
 
     found = json.loads(run("doctor", "--json"))
     checks = {finding["check"]: finding for finding in found["findings"]}
-    assert found["can_run"] and checks["packages"]["status"] == "ok" and checks["exactness"]["status"] == "ok", found
+    assert (
+        found["can_run"]
+        and checks["packages"]["status"] == "ok"
+        and checks["exactness"]["status"] == "ok"
+    ), found
     assert not [finding for finding in found["findings"] if "can't be told" in finding["text"]]
-    assert set(checks["extras"]["data"]["installed"]) | set(checks["extras"]["data"]["missing"]) == set(EXTRAS)
+    assert set(checks["extras"]["data"]["installed"]) | set(
+        checks["extras"]["data"]["missing"]
+    ) == set(EXTRAS)
     if wheel.name.endswith("linux_x86_64.whl"):
         assert checks["kernels"]["data"]["kernels"].startswith("native")
     shown = run("demo", "--max-tokens", "24", "--svg", "demo.svg")
     assert shown.count("the same tokens") == 2 and (tmp_path / "demo.svg").is_file()
-    where = subprocess.run([str(python), "-c", "import quickbeam; print(quickbeam.__file__)"], capture_output=True, text=True, cwd=tmp_path)
+    where = subprocess.run(
+        [str(python), "-c", "import quickbeam; print(quickbeam.__file__)"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+    )
     assert Path(where.stdout.strip()).is_relative_to(tmp_path / "fresh")

@@ -29,30 +29,43 @@ seeds = st.integers(0, 10**6)
 
 def peaked(size: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor:
     """Laws whose probabilities are nearly all different."""
-    return (scale * torch.randn(size, vocab, generator=torch.Generator().manual_seed(seed))).softmax(-1)
+    return (
+        scale * torch.randn(size, vocab, generator=torch.Generator().manual_seed(seed))
+    ).softmax(-1)
 
 
 def dyadic(size: int, vocab: int, seed: int, kinds: int = 4) -> torch.Tensor:
-    """Weights `[size, vocab]` whose sums are exact in float32, so that every way of adding gives the same; many are equal, many 0."""
-    weights = torch.randint(-kinds, kinds, (size, vocab), generator=torch.Generator().manual_seed(seed)).clamp(min=0).float()
+    """Weights `[size, vocab]` whose sums are exact in float32, so that every way of adding gives
+    the same; many are equal, many 0."""
+    weights = (
+        torch.randint(-kinds, kinds, (size, vocab), generator=torch.Generator().manual_seed(seed))
+        .clamp(min=0)
+        .float()
+    )
     return weights / 2**15
 
 
 @examples(150, derandomize=True)
 @given(seeds, st.integers(1, 5), vocabs, st.integers(1, 200), st.booleans())
-def test_the_likeliest_tokens_are_those_of_a_full_sort(seed: int, size: int, vocab: int, count: int, floored: bool) -> None:
+def test_the_likeliest_tokens_are_those_of_a_full_sort(
+    seed: int, size: int, vocab: int, count: int, floored: bool
+) -> None:
     laws = peaked(size, vocab, seed)
     least = [float(law[seed % vocab]) for law in laws] if floored else None
     found = likeliest(laws, count, least)
     assert found == likeliest_plain(laws, count, least)
     for law, floor, (tokens, values) in zip(laws, least or [0.0] * size, found, strict=True):
-        order = [token for token in law.argsort(descending=True).tolist() if law[token] > floor][:count]
+        order = [token for token in law.argsort(descending=True).tolist() if law[token] > floor][
+            :count
+        ]
         assert tokens == order and values == law[order].tolist()
 
 
 @examples(80, derandomize=True)
 @given(seeds, st.sampled_from([130, 200, 1000, 4097]), st.integers(1, 200))
-def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(seed: int, vocab: int, count: int) -> None:
+def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(
+    seed: int, vocab: int, count: int
+) -> None:
     laws = torch.cat((dyadic(3, vocab, seed), torch.zeros(1, vocab), torch.full((1, vocab), 0.5)))
     for law, (tokens, values) in zip(laws, likeliest(laws, count), strict=True):
         ranked = sorted((-p, token) for token, p in enumerate(law.tolist()) if p > 0)[:count]
@@ -71,23 +84,44 @@ def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[
 
 
 @examples(100, derandomize=True)
-@given(seeds, st.integers(1, 4), st.sampled_from([128, 129, 300, 1000, 4096, 5003]), st.integers(1, 16), st.sampled_from([0.0, 0.99]))
-def test_draws_are_those_of_what_is_left(seed: int, size: int, vocab: int, count: int, sparse: float) -> None:
-    laws = dyadic(size, vocab, seed) * (torch.rand(size, vocab, generator=torch.Generator().manual_seed(seed)) >= sparse)
+@given(
+    seeds,
+    st.integers(1, 4),
+    st.sampled_from([128, 129, 300, 1000, 4096, 5003]),
+    st.integers(1, 16),
+    st.sampled_from([0.0, 0.99]),
+)
+def test_draws_are_those_of_what_is_left(
+    seed: int, size: int, vocab: int, count: int, sparse: float
+) -> None:
+    laws = dyadic(size, vocab, seed) * (
+        torch.rand(size, vocab, generator=torch.Generator().manual_seed(seed)) >= sparse
+    )
     laws = torch.cat((laws, torch.zeros(1, vocab)))
-    uniforms = torch.rand(size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
+    uniforms = torch.rand(
+        size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
     found = [list(row) for row in distinct(laws, count, torch.Generator().manual_seed(seed))]
-    assert found == [one_after_the_other(*row) for row in zip(laws, uniforms, strict=True)] and not found[-1]
+    assert (
+        found == [one_after_the_other(*row) for row in zip(laws, uniforms, strict=True)]
+        and not found[-1]
+    )
     for law, row in zip(laws, found, strict=True):
         assert len(row) == min(count, int((law > 0).sum()))
 
 
 @examples(100, derandomize=True)
 @given(seeds, st.integers(1, 4), vocabs, st.integers(1, 16))
-def test_independent_draws_are_those_of_a_running_sum(seed: int, size: int, vocab: int, count: int) -> None:
+def test_independent_draws_are_those_of_a_running_sum(
+    seed: int, size: int, vocab: int, count: int
+) -> None:
     laws = torch.cat((dyadic(size, vocab, seed), torch.zeros(1, vocab)))
-    uniforms = torch.rand(size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).tolist()
-    for law, numbers, row in zip(laws, uniforms, independent(laws, count, torch.Generator().manual_seed(seed)), strict=True):
+    uniforms = torch.rand(
+        size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).tolist()
+    for law, numbers, row in zip(
+        laws, uniforms, independent(laws, count, torch.Generator().manual_seed(seed)), strict=True
+    ):
         alone = [one_after_the_other(law, [number]) for number in numbers]
         assert [one for one in row if one[1] > 0] == [one for found in alone for one in found]
 
@@ -98,7 +132,9 @@ def test_draws_have_the_law(vocab: int) -> None:
     law, generator = peaked(1, vocab, vocab, 2.0), torch.Generator().manual_seed(0)
     counts: Counter[int] = Counter()
     for _ in range(5000):
-        counts.update(next(row)[0] for row in distinct(law.expand(3, -1).contiguous(), 1, generator))
+        counts.update(
+            next(row)[0] for row in distinct(law.expand(3, -1).contiguous(), 1, generator)
+        )
     assert chi_square(counts, dict(enumerate(law[0].tolist()))) > 1e-3
 
 
@@ -119,13 +155,18 @@ def test_draws_over_several_chunks_are_without_replacement() -> None:
     assert chi_square(counts, exact) > 1e-3
 
 
-def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number just below each running sum finds the token it belongs to, and one on it the next that has probability."""
+def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A number just below each running sum finds the token it belongs to, and one on it the next
+    that has probability."""
     law = torch.zeros(1, 200)
     holders = [0, 63, 64, 130, 198]
     law[0, holders] = torch.tensor([0.25, 0.25, 0.125, 0.125, 0.25])
     edges = [0.0, 0.25, 0.5, 0.625, 0.75]
-    numbers = torch.tensor([*edges, *(edge - 2**-53 for edge in [*edges[1:], 1.0])], dtype=torch.float64)
+    numbers = torch.tensor(
+        [*edges, *(edge - 2**-53 for edge in [*edges[1:], 1.0])], dtype=torch.float64
+    )
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: numbers.view(shape))
     rows = distinct(law.expand(len(numbers), -1).contiguous(), 1, torch.Generator())
     assert [next(row)[0] for row in rows] == [*holders, *holders]
@@ -134,13 +175,17 @@ def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(monkeypa
 
 
 @pytest.mark.parametrize("make", [peaked, dyadic])
-def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(make: Callable[..., torch.Tensor]) -> None:
+def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(
+    make: Callable[..., torch.Tensor],
+) -> None:
     laws = make(2, 150, 7)
     for law, draws in zip(laws, drawn(Laws(laws), torch.Generator().manual_seed(1)), strict=True):
         holders = law.nonzero()[:, 0].tolist()
         order = [draws.draw(i) for i in range(len(holders))]
         assert sorted(token for token, _ in order) == holders and draws.draw(len(holders)) is None
-        assert [draws.worth(i) for i in range(3)] == pytest.approx([1.0, 1 - order[0][1], 1 - order[0][1] - order[1][1]], abs=1e-6)
+        assert [draws.worth(i) for i in range(3)] == pytest.approx(
+            [1.0, 1 - order[0][1], 1 - order[0][1] - order[1][1]], abs=1e-6
+        )
 
 
 def test_peaks_are_the_largest_that_share_no_chunk() -> None:
@@ -167,12 +212,22 @@ def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_trees_over_wide_laws_are_those_of_the_plain_ways(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trees_over_wide_laws_are_those_of_the_plain_ways(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def grown() -> list[TokenTree]:
         policy = DRAFTED[name](zipf_drafter(vocab=1000))
-        return [tree_of(policy, context_of([i], 0.0), budget, 12) for i in range(4) for budget in (5, 40)]
+        return [
+            tree_of(policy, context_of([i], 0.0), budget, 12)
+            for i in range(4)
+            for budget in (5, 40)
+        ]
 
     fast = grown()
     monkeypatch.setattr("quickbeam.trees.perturbed.likeliest", likeliest_plain)
     for one, other in zip(fast, grown(), strict=True):
-        assert (one.token, one.parent, one.value) == (other.token, other.parent, other.value) and len(one) > 1
+        assert (one.token, one.parent, one.value) == (
+            other.token,
+            other.parent,
+            other.value,
+        ) and len(one) > 1

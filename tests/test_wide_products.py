@@ -1,4 +1,5 @@
-"""Products are looked at as wide as they are: kernels may choose another way for wide ones. `pytest tests/test_wide_products.py`"""
+"""Products are looked at as wide as they are: kernels may choose another way for wide ones. `pytest
+tests/test_wide_products.py`"""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ ASKED = rows_alike.__wrapped__  # without what was found before
 
 
 def otherwise(rows: range):
-    """`nn.Linear.forward`, with the bits of another kernel for wide products of so many rows, in the last outputs alone."""
+    """`nn.Linear.forward`, with the bits of another kernel for wide products of so many rows, in
+    the last outputs alone."""
     inner = nn.Linear.forward
 
     def forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
@@ -29,8 +31,13 @@ def otherwise(rows: range):
     return forward
 
 
-@pytest.mark.parametrize(("rows", "least", "most"), [(range(0), 1, 64), (range(1, 2), 2, 64), (range(33, 65), 1, 32), (range(8, 65), 1, 4)])
-def test_what_wide_kernels_do_is_seen(rows: range, least: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("rows", "least", "most"),
+    [(range(0), 1, 64), (range(1, 2), 2, 64), (range(33, 65), 1, 32), (range(8, 65), 1, 4)],
+)
+def test_what_wide_kernels_do_is_seen(
+    rows: range, least: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = ASKED("plain", INPUTS, NARROW)
     monkeypatch.setattr(nn.Linear, "forward", otherwise(rows))
     assert ASKED("plain", INPUTS, NARROW) == plain
@@ -60,7 +67,9 @@ def test_the_real_shape_is_looked_at(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_few_rows_say_the_same_as_all() -> None:
-    assert _rows_alike("plain", 64, 512, bit_exact.LOOKED_AT) == _rows_alike("plain", 64, 512, range(0, 64, 2))
+    assert _rows_alike("plain", 64, 512, bit_exact.LOOKED_AT) == _rows_alike(
+        "plain", 64, 512, range(0, 64, 2)
+    )
 
 
 def test_a_real_head_takes_little_time() -> None:
@@ -75,4 +84,6 @@ def test_weights_of_a_wide_product_are_repeated() -> None:
     for kind in ("plain", "packed", "conv"):
         product = bit_exact._product(kind, block, 20)
         assert isinstance(product, FastLinear) == (kind == "packed")
-        torch.testing.assert_close(product(x), torch.cat([x @ block.t()] * 3, 1)[:, :20], rtol=0.05, atol=0.05)
+        torch.testing.assert_close(
+            product(x), torch.cat([x @ block.t()] * 3, 1)[:, :20], rtol=0.05, atol=0.05
+        )

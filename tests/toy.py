@@ -1,6 +1,8 @@
-"""A toy target and drafter with known laws, and the means to hold sampled output against the exact law.
+"""A toy target and drafter with known laws, and the means to hold sampled output against the exact
+law.
 
-Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...), exact_law(model))` must not be tiny.
+Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...),
+exact_law(model))` must not be tiny.
 """
 
 from __future__ import annotations
@@ -26,11 +28,13 @@ Verify = Callable[[TokenTree, Callable[[int], torch.Tensor], torch.Generator], V
 class ToyModel:
     """Random laws over a small vocabulary that depend on the last three tokens.
 
-    The drafter's are the target's with noise on the logits. Either gives some tokens no probability at all, each its own (`zeros`: how
-    often), as filters and shortlists do.
+    The drafter's are the target's with noise on the logits. Either gives some tokens no probability
+    at all, each its own (`zeros`: how often), as filters and shortlists do.
     """
 
-    def __init__(self, vocab: int = 6, seed: int = 0, noise: float = 1.0, zeros: float = 0.15) -> None:
+    def __init__(
+        self, vocab: int = 6, seed: int = 0, noise: float = 1.0, zeros: float = 0.15
+    ) -> None:
         self.vocab, self._seed, self._noise, self._zeros = vocab, seed, noise, zeros
         self._laws: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -47,7 +51,10 @@ class ToyModel:
         if key not in self._laws:
             rng = np.random.default_rng([self._seed, *key])
             logits = 1.5 * rng.standard_normal(self.vocab)
-            self._laws[key] = self._law(logits, rng), self._law(logits + self._noise * rng.standard_normal(self.vocab), rng)
+            self._laws[key] = (
+                self._law(logits, rng),
+                self._law(logits + self._noise * rng.standard_normal(self.vocab), rng),
+            )
         return self._laws[key]
 
     def _law(self, logits: np.ndarray, rng: np.random.Generator) -> torch.Tensor:
@@ -62,17 +69,26 @@ def path_tokens(tree: TokenTree, node: int) -> list[int]:
 
 
 def random_tree(
-    model: ToyModel, context: list[int], rng: random.Random, budget: int = 12, certain: float = 0.35, prune: float = 0.0
+    model: ToyModel,
+    context: list[int],
+    rng: random.Random,
+    budget: int = 12,
+    certain: float = 0.35,
+    prune: float = 0.0,
 ) -> TokenTree:
-    """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without replacement side by side.
+    """A tree of up to `budget` nodes, certain proposals (a share `certain`) and draws without
+    replacement side by side.
 
-    Where it grows is partly chance, partly the estimated worth of a slot, which depends on the tokens drawn before. `prune`: drop a drawn
-    token whose probability is below it, which no policy may do.
+    Where it grows is partly chance, partly the estimated worth of a slot, which depends on the
+    tokens drawn before. `prune`: drop a drawn token whose probability is below it, which no policy
+    may do.
     """
     tree = TokenTree(context[-1])
     worth = [1.0]
     for _ in range(rng.randrange(budget)):
-        node = rng.choice([max(range(len(tree)), key=worth.__getitem__), len(tree) - 1, rng.randrange(len(tree))])
+        node = rng.choice(
+            [max(range(len(tree)), key=worth.__getitem__), len(tree) - 1, rng.randrange(len(tree))]
+        )
         taken = tree.children[node]
         q = model.draft([*context, *path_tokens(tree, node)])
         weights = [0.0 if token in taken else weight for token, weight in enumerate(q.tolist())]
@@ -94,16 +110,31 @@ def random_tree(
 
 
 def sample_sequences(
-    model: ToyModel, grow: Grow, verify: Verify = verify_residual, count: int = 5000, length: int = 3, seed: int = 0, law: Law | None = None
+    model: ToyModel,
+    grow: Grow,
+    verify: Verify = verify_residual,
+    count: int = 5000,
+    length: int = 3,
+    seed: int = 0,
+    law: Law | None = None,
 ) -> Counter[tuple[int, ...]]:
-    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `law`: the target's (the model's own)."""
-    target, rng, generator = law or model.target, random.Random(seed), torch.Generator().manual_seed(seed)
+    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `law`:
+    the target's (the model's own)."""
+    target, rng, generator = (
+        law or model.target,
+        random.Random(seed),
+        torch.Generator().manual_seed(seed),
+    )
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(count):
         context = [0]
         while len(context) <= length:
             tree = grow(context, rng)
-            verdict = verify(tree, lambda node: target([*context, *path_tokens(tree, node)]), generator)  # noqa: B023 (called here only)
+            verdict = verify(
+                tree,
+                lambda node: target([*context, *path_tokens(tree, node)]),  # noqa: B023
+                generator,
+            )
             context += [*path_tokens(tree, verdict.path[-1]), verdict.token]
         counts[tuple(context[1 : length + 1])] += 1
     return counts
@@ -121,9 +152,11 @@ def exact_law(law: Law, vocab: int, length: int = 3) -> dict[tuple[int, ...], fl
 
 
 def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """The p-value of Pearson's test that `counts` were drawn from `law`; 0 where an impossible answer occurred.
+    """The p-value of Pearson's test that `counts` were drawn from `law`; 0 where an impossible
+    answer occurred.
 
-    Cells of an expected count below 5 are merged into one, and that one into the next larger cell if it stays below 5.
+    Cells of an expected count below 5 are merged into one, and that one into the next larger cell
+    if it stays below 5.
     """
     if any(law.get(answer, 0.0) == 0 for answer in counts):
         return 0.0
@@ -137,14 +170,25 @@ def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], floa
             cells.append((expected, seen))
     cells += [(rare[0], int(rare[1]))] if rare[0] else []
     if len(cells) < 2:
-        raise ValueError(f"{total} answers are too few for a test: fewer than two cells expect 5 of them")
-    return float(chi2.sf(sum((seen - expected) ** 2 / expected for expected, seen in cells), len(cells) - 1))
+        raise ValueError(
+            f"{total} answers are too few for a test: fewer than two cells expect 5 of them"
+        )
+    return float(
+        chi2.sf(sum((seen - expected) ** 2 / expected for expected, seen in cells), len(cells) - 1)
+    )
 
 
-def reference_verify(tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator, mistake: str = "") -> Verdict:
-    """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show that the tests would find it.
+def reference_verify(
+    tree: TokenTree,
+    law: Callable[[int], torch.Tensor],
+    generator: torch.Generator,
+    mistake: str = "",
+) -> Verdict:
+    """The acceptance rule word for word, in plain lists; `mistake` puts a known error in, to show
+    that the tests would find it.
 
-    Random numbers are spent as `verify_residual` does: where nothing was drawn, one for the token itself.
+    Random numbers are spent as `verify_residual` does: where nothing was drawn, one for the token
+    itself.
     """
     path = [0]
     while True:
@@ -158,16 +202,26 @@ def reference_verify(tree: TokenTree, law: Callable[[int], torch.Tensor], genera
         tried: list[int] = []
         for token, child in tree.children[path[-1]].items():
             q = tree.law[child]
-            proposal = [float(t == token) for t in range(len(p))] if q is None else q.double().tolist()
+            proposal = (
+                [float(t == token) for t in range(len(p))] if q is None else q.double().tolist()
+            )
             if q is not None and mistake != "siblings stay in Q":
-                proposal = normalised([0.0 if t in tried else weight for t, weight in enumerate(proposal)])
-            chance = proposal[token] if mistake == "accept with Q" else min(1.0, residual[token] / proposal[token])
+                proposal = normalised(
+                    [0.0 if t in tried else weight for t, weight in enumerate(proposal)]
+                )
+            chance = (
+                proposal[token]
+                if mistake == "accept with Q"
+                else min(1.0, residual[token] / proposal[token])
+            )
             if uniform(generator) < chance:
                 path.append(child)
                 break
             tried.append(token)
             if mistake != "R stays p":
-                residual = normalised([max(r - weight, 0.0) for r, weight in zip(residual, proposal, strict=True)])
+                residual = normalised(
+                    [max(r - weight, 0.0) for r, weight in zip(residual, proposal, strict=True)]
+                )
         else:
             bonus = p if mistake == "emit from p" else residual
             return Verdict(path, pick(bonus, generator))
@@ -175,7 +229,9 @@ def reference_verify(tree: TokenTree, law: Callable[[int], torch.Tensor], genera
 
 def pick(weights: list[float], generator: torch.Generator) -> int:
     threshold = uniform(generator) * sum(weights)
-    return next(token for token, below in enumerate(itertools.accumulate(weights)) if below > threshold)
+    return next(
+        token for token, below in enumerate(itertools.accumulate(weights)) if below > threshold
+    )
 
 
 def normalised(weights: list[float]) -> list[float]:

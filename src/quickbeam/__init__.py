@@ -15,7 +15,16 @@ if TYPE_CHECKING:
     from quickbeam.params import SamplingParams
 
 __version__ = "0.2.0"
-__all__ = ["LLM", "AsyncLLM", "Completion", "Grammar", "InvalidInput", "QuickbeamError", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "Completion",
+    "Grammar",
+    "InvalidInput",
+    "QuickbeamError",
+    "SamplingParams",
+    "__version__",
+]
 
 # Imported when first asked for: torch and transformers take seconds, `quickbeam --help` should not.
 _HOME = {
@@ -28,7 +37,8 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "transformers":  # of ours: `model.generate(…, custom_generate=quickbeam.transformers.generate)`
+    # of ours: `model.generate(…, custom_generate=quickbeam.transformers.generate)`
+    if name == "transformers":
         return import_module("quickbeam.transformers")
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -36,12 +36,17 @@ class News(NamedTuple):
 
 
 class Answer:
-    """What the engine's thread (`look`) and the event loop (all else) know of an answer that is waited for. It knows nothing of the
-    `AsyncStream`, so that nobody but its user keeps that one alive."""
+    """What the engine's thread (`look`) and the event loop (all else) know of an answer that is
+    waited for. It knows nothing of the `AsyncStream`, so that nobody but its user keeps that one
+    alive."""
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
         self.stream, self._trace, self._text = stream, trace, text
-        self.loop, self.begun, self.changed = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+        self.loop, self.begun, self.changed = (
+            asyncio.get_running_loop(),
+            asyncio.Event(),
+            asyncio.Event(),
+        )
         self.delta, self.over = NOTHING, False
         self.error: BaseException | None = None
         self.on_begun: Callable[[], None] = lambda: None
@@ -56,7 +61,11 @@ class Answer:
             delta = delta._replace(steps=steps)
         fresh = begun and not self._told
         self._told = begun
-        return News(delta, begun, over, self.stream.error if over else None) if fresh or over or any(delta) else None
+        return (
+            News(delta, begun, over, self.stream.error if over else None)
+            if fresh or over or any(delta)
+            else None
+        )
 
     def hear(self, news: News) -> None:
         """Let those know who wait for it."""
@@ -83,8 +92,9 @@ class Answer:
 
 
 class AsyncStream(AsyncIterator[str]):
-    """Pieces of an answer's text as they come, for `async for`; or `deltas`, with its tokens. `completion` may be read at any time. To
-    leave the loop early and drop the stream, or to `close` it, ends the answer; its memory is free after the next step."""
+    """Pieces of an answer's text as they come, for `async for`; or `deltas`, with its tokens.
+    `completion` may be read at any time. To leave the loop early and drop the stream, or to `close`
+    it, ends the answer; its memory is free after the next step."""
 
     def __init__(self, answer: Answer, drop: Callable[[Answer], None]) -> None:
         self._answer = answer
@@ -97,7 +107,8 @@ class AsyncStream(AsyncIterator[str]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new of the answer, step by step; of several steps at once where they come faster than they are taken."""
+        """What is new of the answer, step by step; of several steps at once where they come faster
+        than they are taken."""
         while (delta := await self._next()) is not None:
             yield delta
 
@@ -109,8 +120,9 @@ class AsyncStream(AsyncIterator[str]):
             raise
 
     def watch(self, begun: Callable[[], None], over: Callable[[Stream], None]) -> None:
-        """Have `begun` called, on its event loop, when the engine has taken it up, and `over` with the answer when it is over, however it
-        ends; each once. To be called right after the stream was begun."""
+        """Have `begun` called, on its event loop, when the engine has taken it up, and `over` with
+        the answer when it is over, however it ends; each once. To be called right after the stream
+        was begun."""
         self._answer.on_begun, self._answer.on_over = begun, over
 
     async def begun(self) -> None:
@@ -136,16 +148,19 @@ class AsyncStream(AsyncIterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its end."""
+        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its
+        end."""
         return self._answer.stream.completion
 
 
 class AsyncLLM:
     """`LLM` for asyncio. Takes the same arguments, or a loaded `llm`.
 
-    A thread of its own takes the engine's steps while there is something to answer. `stream` and `chat_stream` give iterators of text,
-    `generate` and `chat` wait for whole answers. A task that is cancelled while it waits ends its answer. With `trace=True` the deltas of a
-    stream carry its steps. `beat`: when that thread last was where it should be (`time.monotonic`); it is there every second when idle.
+    A thread of its own takes the engine's steps while there is something to answer. `stream` and
+    `chat_stream` give iterators of text, `generate` and `chat` wait for whole answers. A task that
+    is cancelled while it waits ends its answer. With `trace=True` the deltas of a stream carry its
+    steps. `beat`: when that thread last was where it should be (`time.monotonic`); it is there
+    every second when idle.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
@@ -159,31 +174,48 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._run, name="quickbeam-engine", daemon=True)
         self._thread.start()
 
-    async def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> AsyncStream:
+    async def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> AsyncStream:
         """As `LLM.stream`."""
         return await self._begin(partial(self.llm.stream, prompt, params), **options)
 
-    async def chat_stream(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> AsyncStream:
+    async def chat_stream(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+    ) -> AsyncStream:
         """As `LLM.chat_stream`."""
         return await self._begin(partial(self.llm.chat_stream, messages, params), **options)
 
-    async def generate(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Completion:
-        """The whole answer to one prompt. For several, gather them: they share the engine's passes."""
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
+        """The whole answer to one prompt. For several, gather them: they share the engine's
+        passes."""
         return await self._finish(await self.stream(prompt, params, **options))
 
-    async def chat(self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any) -> Completion:
+    async def chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
+    ) -> Completion:
         """The whole answer to one conversation."""
         return await self._finish(await self.chat_stream(messages, params, **options))
 
     async def _begin(
-        self, start: Callable[..., Stream], *, trace: bool = False, observer: Observer | None = None, **options: Any
+        self,
+        start: Callable[..., Stream],
+        *,
+        trace: bool = False,
+        observer: Observer | None = None,
+        **options: Any,
     ) -> AsyncStream:
         if self._closing:
             raise QuickbeamError("this AsyncLLM is closed: make another one")
         if not self.alive:
-            raise QuickbeamError("the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM")
+            raise QuickbeamError(
+                "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
+            )
         kept = Trace() if trace else None
-        stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)  # it may load a drafter
+        # it may load a drafter
+        stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)
         answer = Answer(stream, kept, self._text)
         self._follow(answer)
         return AsyncStream(answer, self._drop)
@@ -258,7 +290,9 @@ class AsyncLLM:
 
     def _deliver(self) -> None:
         """Hand on what is new."""
-        found = [(answer, news) for answer in list(self._followed) if (news := answer.look()) is not None]
+        found = [
+            (answer, news) for answer in list(self._followed) if (news := answer.look()) is not None
+        ]
         for answer, news in found:
             if news.over:
                 self._followed.pop(answer, None)

@@ -2,8 +2,10 @@
 
 
 class QuickbeamError(Exception):
-    """Something failed that is not the caller's input (a broken download, NaN logits). Exit code 1 on the command line."""
+    """Something failed that is not the caller's input (a broken download, NaN logits). Exit code 1
+    on the command line."""
 
 
 class InvalidInput(QuickbeamError, ValueError):
-    """The caller's input can't be used (an unknown method, a prompt beyond the context). Exit code 2 on the command line."""
+    """The caller's input can't be used (an unknown method, a prompt beyond the context). Exit code
+    2 on the command line."""

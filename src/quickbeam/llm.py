@@ -23,7 +23,16 @@ from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.options import Options, Setting, check_options, warmth
 from quickbeam.params import COUPLED, SamplingParams
-from quickbeam.presets import BESIDE, FREQUENCY, FULL, PRESETS, SHORTENED, check_vocab, preset, stand_in
+from quickbeam.presets import (
+    BESIDE,
+    FREQUENCY,
+    FULL,
+    PRESETS,
+    SHORTENED,
+    check_vocab,
+    preset,
+    stand_in,
+)
 from quickbeam.sampling import Sampler, bad_word_ids
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.loading import pick_device, wanted_dtype
@@ -43,29 +52,38 @@ SHARE = 0.5  # of the memory that is free after loading, for keys and values
 
 
 class LLM:
-    """A causal language model that drafts ahead and gives the answers that it would have given anyway.
+    """A causal language model that drafts ahead and gives the answers that it would have given
+    anyway.
 
-    `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched on first use. `method`: a preset of
-    `presets.py`. `budget`: nodes of a draft tree, the root included; None takes the preset's, 0 the measured budget. Each call may name
-    others. `drafter`: a smaller model with the same vocabulary or a feature drafter of this model, named as `model` is; None takes the one
-    that comes with an embedded model. It is loaded when a method first needs it. `vocab`: which part of the vocabulary the drafter scores,
-    one of `presets.VOCABS`; None takes the preset's. `shortlist`: about how many tokens that is; None takes the default of
-    `draft/vocabulary.py`. `exact`: whether a draft is verified with the bits of one token at a time (bfloat16 on a CPU); None: where this
-    machine's kernels can. `fast=False` is the plain reference path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the
-    checkpoint's own. `weights`: `bfloat16`, or `int8` or `int4` (on a CPU), quantised at the first load and kept in the cache folder; the
-    promise about answers then holds for the quantised model. `draft_weights`: the same of a smaller model that drafts. `memory`: what the
-    model's weights may take, in bytes or as in `"2GB"`; what is more is read from disk in every pass (`docs/memory.md`). `revision`,
-    `device_map` (all on one device) and `trust_remote_code`: as in transformers. `progress(stage, fraction)` is called while an embedded
-    model is fetched and while the native kernels are compiled.
+    `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched
+    on first use. `method`: a preset of `presets.py`. `budget`: nodes of a draft tree, the root
+    included; None takes the preset's, 0 the measured budget. Each call may name others. `drafter`:
+    a smaller model with the same vocabulary or a feature drafter of this model, named as `model`
+    is; None takes the one that comes with an embedded model. It is loaded when a method first needs
+    it. `vocab`: which part of the vocabulary the drafter scores, one of `presets.VOCABS`; None
+    takes the preset's. `shortlist`: about how many tokens that is; None takes the default of
+    `draft/vocabulary.py`. `exact`: whether a draft is verified with the bits of one token at a time
+    (bfloat16 on a CPU); None: where this machine's kernels can. `fast=False` is the plain reference
+    path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own. `weights`:
+    `bfloat16`, or `int8` or `int4` (on a CPU), quantised at the first load and kept in the cache
+    folder; the promise about answers then holds for the quantised model. `draft_weights`: the same
+    of a smaller model that drafts. `memory`: what the model's weights may take, in bytes or as in
+    `"2GB"`; what is more is read from disk in every pass (`docs/memory.md`). `revision`,
+    `device_map` (all on one device) and `trust_remote_code`: as in transformers. `progress(stage,
+    fraction)` is called while an embedded model is fetched and while the native kernels are
+    compiled.
 
-    Any number of answers may be under way at once, from any threads. They share each pass, and none depends on the others. `max_running`:
-    how many run side by side; the others wait their turn. `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of
-    what is free. `share_prefixes`: whether texts that begin alike share what was computed of their beginning. `close` ends all answers, as
-    leaving a `with` block does.
+    Any number of answers may be under way at once, from any threads. They share each pass, and none
+    depends on the others. `max_running`: how many run side by side; the others wait their turn.
+    `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of what is free.
+    `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
+    `close` ends all answers, as leaving a `with` block does.
 
-    Acceptance rates and costs that were learned in one answer are used in the next. They never change a token of an answer, except with
-    `SamplingParams(coupling="residual")`, where the answer depends on the draft but its distribution does not. So that a seed repeats those
-    answers too, a seeded one begins with a policy that has learned nothing; with a measured budget they may still differ.
+    Acceptance rates and costs that were learned in one answer are used in the next. They never
+    change a token of an answer, except with `SamplingParams(coupling="residual")`, where the answer
+    depends on the draft but its distribution does not. So that a seed repeats those answers too, a
+    seeded one begins with a policy that has learned nothing; with a measured budget they may still
+    differ.
 
     Raises `InvalidInput` for what can't be used, before any work.
     """
@@ -98,11 +116,14 @@ class LLM:
         method = stand_in(method, drafter is not None)
         chosen = preset(method)
         if drafter is None:
-            make_policy(chosen.sources, chosen.tree)  # raises for a method that needs one, before anything is loaded
+            # raises for a method that needs one, before anything is loaded
+            make_policy(chosen.sources, chosen.tree)
         check_vocab(vocab or chosen.vocab)
         self._kv_memory = None if kv_memory is None else parse_bytes(kv_memory)
         if not isinstance(max_running, int) or max_running < 1:
-            raise InvalidInput(f"max_running={max_running!r}: must be at least 1 sequence side by side")
+            raise InvalidInput(
+                f"max_running={max_running!r}: must be at least 1 sequence side by side"
+            )
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         refuse_place(check_weights(weights), place, torch_dtype)
         refuse_place(check_weights(draft_weights), place, torch_dtype)
@@ -135,11 +156,19 @@ class LLM:
         self._take(engine, opened.tokenizer, opened.ends, drafter, fast)
         self.prepare(method)
 
-    def _take(self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool) -> None:
+    def _take(
+        self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool
+    ) -> None:
         """Answer with a model that is loaded."""
-        self.engine, self.model, self.tokenizer, self.eos_ids = engine, engine.model, tokenizer, ends
+        self.engine, self.model, self.tokenizer, self.eos_ids = (
+            engine,
+            engine.model,
+            tokenizer,
+            ends,
+        )
         self._grammars = Compiler(tokenizer, self.model.vocab_size, ends)
-        self._policies: dict[Setting, TreePolicy] = {}  # what was learned in earlier answers holds in the next
+        # what was learned in earlier answers holds in the next
+        self._policies: dict[Setting, TreePolicy] = {}
         self._shortlists: Shortlists | None = None
         self._drafter_name, self._fast = drafter, fast
         self._drafter: Drafter | None = None
@@ -152,20 +181,30 @@ class LLM:
         pool, drafter = self.model.pool, None if self._drafter is None else self._drafter.pool
         if self._kv_memory is None:
             self._kv_memory = int(SHARE * free_memory(self.model.device))
-        pages = self._kv_memory // (pool.page_bytes + (drafter.page_bytes if drafter is not None else 0))
+        pages = self._kv_memory // (
+            pool.page_bytes + (drafter.page_bytes if drafter is not None else 0)
+        )
         if pages < 2:
             raise InvalidInput(
-                f"kv_memory={self._kv_memory} bytes: keys and values of {pool.page} tokens take {pool.page_bytes}; give more"
+                f"kv_memory={self._kv_memory} bytes: keys and values of {pool.page} tokens take "
+                f"{pool.page_bytes}; give more"
             )
         pool.limit = pages
 
     @property
     def kernels(self) -> str:
-        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and why."""
+        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and
+        why."""
         found = "PyTorch's (the plain path)"
         if self._fast:
-            found = library.describe(self.model.device.type, str(self.model.dtype).removeprefix("torch."))
-        return found if self.model.weights == BFLOAT16 else f"{found.removesuffix(')')}, {self.model.weights})"
+            found = library.describe(
+                self.model.device.type, str(self.model.dtype).removeprefix("torch.")
+            )
+        return (
+            found
+            if self.model.weights == BFLOAT16
+            else (f"{found.removesuffix(')')}, {self.model.weights})")
+        )
 
     def describe(self) -> str:
         """`kernels`, and where weights are read from disk, how much of them and how fast."""
@@ -175,20 +214,34 @@ class LLM:
     @property
     def methods(self) -> list[str]:
         """The methods that can be used: without a drafter, those that need none."""
-        return [name for name, one in PRESETS.items() if self._drafter_name or one.without or DRAFTER not in one.sources]
+        return [
+            name
+            for name, one in PRESETS.items()
+            if self._drafter_name or one.without or DRAFTER not in one.sources
+        ]
 
     def room(self, prompt: int, method: str | None = None) -> int:
-        """The most tokens that an answer to a prompt of `prompt` tokens may have, by the context lengths of the model and its drafter and
-        by the memory for keys and values; 0 or less where there is no room."""
-        name, limit = stand_in(method or self.method, self._drafter_name is not None), self.model.pool.limit
+        """The most tokens that an answer to a prompt of `prompt` tokens may have, by the context
+        lengths of the model and its drafter and by the memory for keys and values; 0 or less where
+        there is no room."""
+        name, limit = (
+            stand_in(method or self.method, self._drafter_name is not None),
+            self.model.pool.limit,
+        )
         drafter = (self._drafter or self.prepare(name)) if DRAFTER in preset(name).sources else None
         read = None if drafter is None else drafter.context_length
-        limits = [self.model.context_length, read, None if limit is None else limit * self.model.pool.page - 1]
+        limits = [
+            self.model.context_length,
+            read,
+            None if limit is None else limit * self.model.pool.page - 1,
+        ]
         return min(most for most in limits if most is not None) - prompt
 
-    def prepare(self, method: str, vocab: str | None = None, shortlist: int | None = None) -> Drafter | None:
-        """Load the drafter and its shortlist for `method`, unless they are loaded or it needs none. Returns the drafter, or None where
-        there is none or none is needed."""
+    def prepare(
+        self, method: str, vocab: str | None = None, shortlist: int | None = None
+    ) -> Drafter | None:
+        """Load the drafter and its shortlist for `method`, unless they are loaded or it needs none.
+        Returns the drafter, or None where there is none or none is needed."""
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         asked = method, vocab, shortlist
@@ -205,7 +258,10 @@ class LLM:
                     trust_remote_code=self._trusted,
                     weights=self._draft_weights,
                 )
-                self._listed, self._shortlists = is_listed(self._drafter), Shortlists(self._drafter, self.model)
+                self._listed, self._shortlists = (
+                    is_listed(self._drafter),
+                    Shortlists(self._drafter, self.model),
+                )
                 self._bound_memory()
             self._shortlist(self._setting(method, vocab, shortlist))
             self._prepared.add(asked)
@@ -219,11 +275,20 @@ class LLM:
         return Setting(method, vocab, self.shortlist if shortlist is None else shortlist)
 
     def _shortlist(self, setting: Setting) -> Shortlist | None:
-        return None if self._shortlists is None else self._shortlists.get(setting.vocab, setting.shortlist)
+        return (
+            None
+            if self._shortlists is None
+            else self._shortlists.get(setting.vocab, setting.shortlist)
+        )
 
     @overload
     def generate(
-        self, prompts: str | list[int], params: SamplingParams | None = ..., *, method: str | None = ..., **options: Unpack[Options]
+        self,
+        prompts: str | list[int],
+        params: SamplingParams | None = ...,
+        *,
+        method: str | None = ...,
+        **options: Unpack[Options],
     ) -> Completion: ...
     @overload
     def generate(
@@ -234,21 +299,36 @@ class LLM:
         method: str | None = ...,
         **options: Unpack[Options],
     ) -> list[Completion]: ...
-    def generate(self, prompts: Any, params: Any = None, *, method: str | None = None, progress: bool | None = None, **options: Any) -> Any:
-        """Continue a prompt (text as it is, or token ids), or a list of prompts side by side, each with parameters of its own where
-        `params` is a list.
+    def generate(
+        self,
+        prompts: Any,
+        params: Any = None,
+        *,
+        method: str | None = None,
+        progress: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """Continue a prompt (text as it is, or token ids), or a list of prompts side by side, each
+        with parameters of its own where `params` is a list.
 
-        With `params.n` above 1 each prompt has `n` answers, one after the other in the list. `progress`: a bar for several answers; None:
-        on a terminal.
+        With `params.n` above 1 each prompt has `n` answers, one after the other in the list.
+        `progress`: a bar for several answers; None: on a terminal.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             found = self._all([self._ids(prompts)], params, method, options, False)
             return found if len(found) > 1 else found[0]
-        return self._all([self._ids(prompt) for prompt in prompts], params, method, options, progress)
+        return self._all(
+            [self._ids(prompt) for prompt in prompts], params, method, options, progress
+        )
 
     @overload
     def chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = ..., *, method: str | None = ..., **options: Unpack[Options]
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = ...,
+        *,
+        method: str | None = ...,
+        **options: Unpack[Options],
     ) -> Completion: ...
     @overload
     def chat(
@@ -269,18 +349,36 @@ class LLM:
         template: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side; the rest as in `generate`. `template`:
-        see `encode_chat`."""
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side;
+        the rest as in `generate`. `template`: see `encode_chat`."""
         if len(messages) > 0 and not isinstance(messages[0], dict):
-            return self._all([self.encode_chat(one, **(template or {})) for one in messages], params, method, options, progress)
-        found = self._all([self.encode_chat(messages, **(template or {}))], params, method, options, False)
+            return self._all(
+                [self.encode_chat(one, **(template or {})) for one in messages],
+                params,
+                method,
+                options,
+                progress,
+            )
+        found = self._all(
+            [self.encode_chat(messages, **(template or {}))], params, method, options, False
+        )
         return found if len(found) > 1 else found[0]
 
-    def _all(self, prompts: Sequence[list[int]], params: Any, method: str | None, options: Any, progress: bool | None) -> list[Completion]:
+    def _all(
+        self,
+        prompts: Sequence[list[int]],
+        params: Any,
+        method: str | None,
+        options: Any,
+        progress: bool | None,
+    ) -> list[Completion]:
         """Answers to all prompts, side by side."""
         every = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(every) != len(prompts):
-            raise InvalidInput(f"{len(every)} parameters for {len(prompts)} prompts: give one for all, or one for each")
+            raise InvalidInput(
+                f"{len(every)} parameters for {len(prompts)} prompts: give one for "
+                "all, or one for each"
+            )
         streams = list[Stream]()
         try:
             for ids, one in zip(prompts, every, strict=True):
@@ -305,7 +403,9 @@ class LLM:
         **options: Unpack[Options],
     ) -> Stream:
         """`chat`, piece by piece. `observer` is called with every step."""
-        return self._begin(self.encode_chat(messages, **(template or {})), params, method, options, observer)
+        return self._begin(
+            self.encode_chat(messages, **(template or {})), params, method, options, observer
+        )
 
     def stream(
         self,
@@ -317,12 +417,14 @@ class LLM:
         choice: int = 0,
         **options: Unpack[Options],
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. `observer` is called with every step. `choice`: which of the `n` answers to give, from
-        0 on."""
+        """`generate` for one prompt, piece by piece. `observer` is called with every step.
+        `choice`: which of the `n` answers to give, from 0 on."""
         return self._begin(self._ids(prompt), params, method, options, observer, choice)
 
     def _ids(self, prompt: Prompt) -> list[int]:
-        return list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+        return (
+            list(self.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else list(prompt)
+        )
 
     def _begin(
         self,
@@ -334,7 +436,10 @@ class LLM:
         choice: int = 0,
     ) -> Stream:
         check_options(options)
-        params, name = params or SamplingParams(), stand_in(method or self.method, self._drafter_name is not None)
+        params, name = (
+            params or SamplingParams(),
+            stand_in(method or self.method, self._drafter_name is not None),
+        )
         chosen = preset(name)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
@@ -346,14 +451,18 @@ class LLM:
             policy = self._policies.setdefault(setting, policy)
         output = Output(self.tokenizer, params, self.eos_ids)
         bad = bad_word_ids(self.tokenizer, params.bad_words)
-        masks = None if params.grammar is None else self._grammars.begin(params.grammar, output.ends)
+        masks = (
+            None if params.grammar is None else self._grammars.begin(params.grammar, output.ends)
+        )
         sequence = self.engine.add(
             Request(
                 ids,
                 params,
                 policy,
                 output,
-                Sampler(params, ids, self.model.vocab_size, ends=output.ends, bad=bad, grammar=masks),
+                Sampler(
+                    params, ids, self.model.vocab_size, ends=output.ends, bad=bad, grammar=masks
+                ),
                 self._choose_budget(name, options.get("budget")),
                 setting,
                 self._shortlist(setting) if drafter is not None else None,
@@ -371,11 +480,15 @@ class LLM:
         continue_final_message: bool = False,
         **arguments: Any,
     ) -> list[int]:
-        """Token ids of a conversation up to where the model's answer begins, or with `continue_final_message` to the end of the last
-        message, which the answer goes on from. `tools` and further `arguments` (`enable_thinking` of some models) go to the chat template
+        """Token ids of a conversation up to where the model's answer begins, or with
+        `continue_final_message` to the end of the last message, which the answer goes on from.
+        `tools` and further `arguments` (`enable_thinking` of some models) go to the chat template
         as transformers gives them. Raises `InvalidInput` for a model without a chat template."""
         if not getattr(self.tokenizer, "chat_template", None):
-            raise InvalidInput(f"{self.name} has no chat template: give it raw text (--raw on the command line, `generate` in Python)")
+            raise InvalidInput(
+                f"{self.name} has no chat template: give it raw text (--raw on the "
+                "command line, `generate` in Python)"
+            )
         try:
             ids = self.tokenizer.apply_chat_template(
                 list(messages),
@@ -387,7 +500,9 @@ class LLM:
                 **arguments,
             )
         except Exception as error:  # a template raises what it likes, often a jinja2 error
-            raise InvalidInput(f"the model's chat template refuses these messages: {error}") from error
+            raise InvalidInput(
+                f"the model's chat template refuses these messages: {error}"
+            ) from error
         return [int(token) for token in ids]
 
     def reset(self) -> None:
@@ -408,8 +523,13 @@ class LLM:
         """Nodes a tree; None: the measured budget."""
         asked = self.budget if asked is None else asked
         if asked is not None and (not isinstance(asked, int) or asked < 0):
-            raise InvalidInput(f"budget={asked!r}: must be a number of nodes, or 0 for the measured one")
+            raise InvalidInput(
+                f"budget={asked!r}: must be a number of nodes, or 0 for the measured one"
+            )
         if asked and (most := self.model.most_nodes) is not None and asked > most:
-            raise InvalidInput(f"budget={asked}: bit-identical verification takes at most {most} nodes; turn exact off for more")
+            raise InvalidInput(
+                f"budget={asked}: bit-identical verification takes at most {most} "
+                "nodes; turn exact off for more"
+            )
         chosen = preset(method)
         return (chosen.budget if asked is None or not chosen.sources else asked) or None

@@ -1,21 +1,25 @@
-"""The noise of a place: what chance gives to each token of the vocabulary, by seed, choice and position, and by nothing else.
+"""The noise of a place: what chance gives to each token of the vocabulary, by seed, choice and
+position, and by nothing else.
 
-At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution there,
+At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution
+there,
 
     emitted  =  argmax over x of  log p(x) + g(x)
 
-is an exact draw from p (the Gumbel-max trick). The numbers belong to the place, not to a draft: whatever was drafted, in whichever batch,
-the same token is emitted (drafter-invariant sampling; Daliri, Musco and Suresh, 2408.07978).
+is an exact draw from p (the Gumbel-max trick). The numbers belong to the place, not to a draft:
+whatever was drafted, in whichever batch, the same token is emitted (drafter-invariant sampling;
+Daliri, Musco and Suresh, 2408.07978).
 
-They come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is the seed, its counter names the place, so that
-any number is found without the ones before it, on any device, whatever the vocabulary is padded to. So that few tokens have to be looked
-at, the largest number of each 64 neighbouring tokens is known first. With e(x) = exp(-g(x)), which is exponential,
+They come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is the
+seed, its counter names the place, so that any number is found without the ones before it, on any
+device, whatever the vocabulary is padded to. So that few tokens have to be looked at, the largest
+number of each 64 neighbouring tokens is known first. With e(x) = exp(-g(x)), which is exponential,
 
     the least e of 64 tokens  =  an exponential number / 64;   whose it is, is uniform;
     the e of each of the others  =  that least one + an exponential number of its own,
 
-which is how 64 independent exponential numbers are distributed (they have no memory). A chunk whose largest log p and largest g don't reach
-the best sum found elsewhere needs no look.
+which is how 64 independent exponential numbers are distributed (they have no memory). A chunk whose
+largest log p and largest g don't reach the best sum found elsewhere needs no look.
 """
 
 from __future__ import annotations
@@ -40,8 +44,10 @@ ROUNDS = 10
 
 
 def philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Philox4x32-10: 4 random words `[4, n]` for each counter of `[4, n]` words. Words are 32 bits, in uint64; `key`: two words."""
-    even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)  # words 0 and 2, words 1 and 3
+    """Philox4x32-10: 4 random words `[4, n]` for each counter of `[4, n]` words. Words are 32 bits,
+    in uint64; `key`: two words."""
+    # words 0 and 2, words 1 and 3
+    even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)
     keys = np.array([[key[0]], [key[1]]], dtype=np.uint64)
     for turn in range(ROUNDS):
         if turn:
@@ -53,7 +59,8 @@ def philox(counter: Array, key: tuple[int, int]) -> Array:
 
 
 def uniform(high: Array, low: Array) -> Array:
-    """Numbers between 0 and 1, neither included: the middles of 2^52 equal parts, from two words each."""
+    """Numbers between 0 and 1, neither included: the middles of 2^52 equal parts, from two words
+    each."""
     whole = (high << np.uint64(20)) | (low >> np.uint64(12))
     found: Array = (whole.astype(np.float64) + 0.5) * 2.0**-52
     return found
@@ -61,7 +68,9 @@ def uniform(high: Array, low: Array) -> Array:
 
 Peaks = tuple[Array, Array]  # of each chunk its largest number, and whose it is
 Row = tuple[list[int], list[float]]  # columns, and their chances
-CUT = 0.02  # of the likeliest token known unseen: what is less likely than that, or than a quarter of the floor, is left out
+# of the likeliest token known unseen: what is less likely than that, or than a quarter of the
+# floor, is left out
+CUT = 0.02
 USUAL = 2.3  # exp(-g) is below that 9 times in 10
 TINY = 2.0**-120
 
@@ -74,7 +83,8 @@ class Wanted(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Of each row of probabilities its position, the least probability that counts, and what the chance of a token must be above."""
+    """Of each row of probabilities its position, the least probability that counts, and what the
+    chance of a token must be above."""
 
     positions: Sequence[int]
     least: Sequence[float]
@@ -104,7 +114,11 @@ class Loops:
         if not np.isfinite(tops.max()):  # NaN where one is
             return -1
         bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
-        first = np.argpartition(-bounds, LIKELY)[:LIKELY] if len(bounds) > LIKELY else np.arange(len(bounds))
+        first = (
+            np.argpartition(-bounds, LIKELY)[:LIKELY]
+            if len(bounds) > LIKELY
+            else np.arange(len(bounds))
+        )
         best, token = _best_of(noise, scores, position, scale, first)
         bounds[first] = -np.inf
         others = (bounds > best).nonzero()[0]
@@ -114,21 +128,30 @@ class Loops:
                 return other
         return token
 
-    def perturb(self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
+    def perturb(
+        self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+    ) -> list[Row]:
         """See `Noise.perturb`."""
         spots, sizes = list[Array](), list[int]()
         for q, position, least, floor in zip(rows, *places, strict=True):
             peaks, owners = noise.peaks(position)
-            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)  # no token's is larger than its chunk's
-            lifted = q * (np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK])
+            # no token's is larger than its chunk's
+            lifts = np.exp(wanted.temperature * peaks).astype(np.float32)
+            lifted = q * (
+                np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
+            )
             likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
-            if tokens is None:  # of a token that has its chunk's largest number, the chance is known
+            # of a token that has its chunk's largest number, the chance is known
+            if tokens is None:
                 likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
             bar = max(max(CUT, floor / 4) * likeliest, TINY)
             spots.append(((lifted > bar) & (q >= least)).nonzero()[0])
             sizes.append(len(spots[-1]))
         columns = np.concatenate(spots)
-        gumbels = noise.of(columns if tokens is None else tokens[columns], np.repeat(np.array(places.positions), sizes))
+        gumbels = noise.of(
+            columns if tokens is None else tokens[columns],
+            np.repeat(np.array(places.positions), sizes),
+        )
         found, first = list[Row](), 0
         for q, spot, size, floor in zip(rows, spots, sizes, places.floors, strict=True):
             chances = q[spot] * np.exp(wanted.temperature * gumbels[first : first + size])
@@ -140,10 +163,14 @@ class Loops:
         return found
 
 
-def _best_of(noise: Noise, scores: Array, position: int, scale: float, chunks: Array) -> tuple[float, int]:
+def _best_of(
+    noise: Noise, scores: Array, position: int, scale: float, chunks: Array
+) -> tuple[float, int]:
     tokens = (np.sort(chunks)[:, None] * CHUNK + np.arange(CHUNK)).ravel()
     tokens = tokens[tokens < len(scores)]
-    sums = scores[tokens].astype(np.float64) * scale + noise.of(tokens, np.full(len(tokens), position))
+    sums = scores[tokens].astype(np.float64) * scale + noise.of(
+        tokens, np.full(len(tokens), position)
+    )
     best = int(sums.argmax())
     return float(sums[best]), int(tokens[best])
 
@@ -152,8 +179,9 @@ PLAIN = Loops()
 
 
 class Noise:
-    """The Gumbel numbers of one answer. `seed`: any integer, of which 64 bits count; `choice`: which of several answers to one prompt.
-    `vocab`: how many tokens there are; a token's number does not depend on it. `loops`: who carries the long ones out."""
+    """The Gumbel numbers of one answer. `seed`: any integer, of which 64 bits count; `choice`:
+    which of several answers to one prompt. `vocab`: how many tokens there are; a token's number
+    does not depend on it. `loops`: who carries the long ones out."""
 
     def __init__(self, seed: int, choice: int, vocab: int, loops: Loops = PLAIN) -> None:
         self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
@@ -161,8 +189,9 @@ class Noise:
         self._places: OrderedDict[int, Peaks] = OrderedDict()
 
     def peaks(self, position: int) -> Peaks:
-        """The largest number of each chunk at a position `[chunks]`, and the token that has it `[chunks]`, which may lie beyond the
-        vocabulary. Positions count the tokens of prompt and answer from 0."""
+        """The largest number of each chunk at a position `[chunks]`, and the token that has it
+        `[chunks]`, which may lie beyond the vocabulary. Positions count the tokens of prompt and
+        answer from 0."""
         if position not in self._places:
             self._places[position] = self.loops.peaks(self, position)
             while len(self._places) > HELD:
@@ -183,15 +212,20 @@ class Noise:
         return found
 
     def largest(self, scores: Array, position: int, scale: float = 1.0) -> int:
-        """The token with the largest `scale * scores[token]` + number, of `[vocab]` scores at a position; -1 where a score is NaN, or the
-        largest infinite. Exact: chunks are left out only where they can't hold it."""
+        """The token with the largest `scale * scores[token]` + number, of `[vocab]` scores at a
+        position; -1 where a score is NaN, or the largest infinite. Exact: chunks are left out only
+        where they can't hold it."""
         return self.loops.largest(self, scores, position, scale)
 
-    def perturb(self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
-        """Of each of `[m, s]` probabilities (float32) the likeliest columns by probability * exp(temperature * number), made a distribution
-        again, the likeliest first. `tokens` `[s]`: of the columns; None where column i is token i.
+    def perturb(
+        self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+    ) -> list[Row]:
+        """Of each of `[m, s]` probabilities (float32) the likeliest columns by probability *
+        exp(temperature * number), made a distribution again, the likeliest first. `tokens` `[s]`:
+        of the columns; None where column i is token i.
 
-        Tokens far less likely than the likeliest are left out unseen, and count in the sum as if their number was 0.
+        Tokens far less likely than the likeliest are left out unseen, and count in the sum as if
+        their number was 0.
         """
         return self.loops.perturb(self, rows, tokens, places, wanted)
 
@@ -200,7 +234,8 @@ class Noise:
         self._places.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
-        """Random words `[4, n]` for `first` `[n]` (a chunk or a token, by the `purpose`) at `positions` `[n]`."""
+        """Random words `[4, n]` for `first` `[n]` (a chunk or a token, by the `purpose`) at
+        `positions` `[n]`."""
         counter = np.empty((4, len(first)), dtype=np.uint64)
         counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
         return self.loops.philox(counter, self.key)

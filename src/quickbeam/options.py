@@ -19,8 +19,9 @@ class Options(TypedDict, total=False):
 
 
 class Setting(NamedTuple):
-    """What an answer is made with, apart from its budget. Acceptance rates and costs are learned separately for each setting. `warmth`: a
-    class of temperatures, below 0 where children are drawn (`coupling="residual"`). `constrained`: by a grammar."""
+    """What an answer is made with, apart from its budget. Acceptance rates and costs are learned
+    separately for each setting. `warmth`: a class of temperatures, below 0 where children are drawn
+    (`coupling="residual"`). `constrained`: by a grammar."""
 
     method: str
     vocab: str
@@ -33,7 +34,11 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` for one that is not known."""
     for option in options.keys() - Options.__annotations__.keys():
         sampling = option in SamplingParams.__dataclass_fields__
-        what = f"give it in SamplingParams({option}=…)" if sampling else f"known: {', '.join(Options.__annotations__)}"
+        what = (
+            f"give it in SamplingParams({option}=…)"
+            if sampling
+            else f"known: {', '.join(Options.__annotations__)}"
+        )
         raise InvalidInput(f"unknown option '{option}'; {what}")
 
 

@@ -1,4 +1,5 @@
-"""What a request asks of its answer. Knows nothing of logits: `sampling.py` turns these parameters into a distribution."""
+"""What a request asks of its answer. Knows nothing of logits: `sampling.py` turns these parameters
+into a distribution."""
 
 from __future__ import annotations
 
@@ -15,27 +16,33 @@ COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and where an answer ends. Raises `InvalidInput` for values that can't be used.
+    """How tokens are chosen and where an answer ends. Raises `InvalidInput` for values that can't
+    be used.
 
-    Logits go through, in this order: `logit_bias` (added; minus infinity bans a token), `repetition_penalty` (prompt and output, as in
-    CTRL: positive logits divided, negative multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
-    occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0: off), `top_p`, `min_p`. Temperature 0 takes
-    the most probable token.
+    Logits go through, in this order: `logit_bias` (added; minus infinity bans a token),
+    `repetition_penalty` (prompt and output, as in CTRL: positive logits divided, negative
+    multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
+    occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0:
+    off), `top_p`, `min_p`. Temperature 0 takes the most probable token.
 
     - `max_tokens`: the longest answer.
-    - `stop`: strings that end the answer and are cut from it, or kept with `include_stop_str_in_output`. `stop_token_ids` and the model's
-      end-of-sequence ids end it too; `ignore_eos` leaves the latter out.
-    - `seed`: the same request with the same seed has the same answer. None draws a seed, which the completion reports.
+    - `stop`: strings that end the answer and are cut from it, or kept with
+      `include_stop_str_in_output`. `stop_token_ids` and the model's end-of-sequence ids end it too;
+      `ignore_eos` leaves the latter out.
+    - `seed`: the same request with the same seed has the same answer. None draws a seed, which the
+      completion reports.
     - `n`: independent answers of one prompt.
-    - `logprobs`: k >= 0 reports each emitted token's log-probability under the model's own distribution and the k most probable
-      alternatives.
-    - `min_tokens`: so many tokens come before the answer may end. Until then ids that would end it are banned, and stop strings are
-      ignored.
-    - `bad_words`: strings that are not generated. The last token of such a string is banned where the output ends with the tokens before it
-      (`bad_word_ids`).
-    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it. End-of-sequence ids are allowed where it may end.
-    - `coupling`: where randomness comes from above temperature 0. `coupled`: the noise of a place (`noise.py`), so that no draft changes
-      the answer; `residual`: draws that belong to the draft (the papers' rule), so that the answer depends on the method, too.
+    - `logprobs`: k >= 0 reports each emitted token's log-probability under the model's own
+      distribution and the k most probable alternatives.
+    - `min_tokens`: so many tokens come before the answer may end. Until then ids that would end it
+      are banned, and stop strings are ignored.
+    - `bad_words`: strings that are not generated. The last token of such a string is banned where
+      the output ends with the tokens before it (`bad_word_ids`).
+    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it.
+      End-of-sequence ids are allowed where it may end.
+    - `coupling`: where randomness comes from above temperature 0. `coupled`: the noise of a place
+      (`noise.py`), so that no draft changes the answer; `residual`: draws that belong to the draft
+      (the papers' rule), so that the answer depends on the method, too.
     - `skip_special_tokens`: whether they are left out of the text.
 
     Where these parameters leave no token at some place, the answer ends with an error.
@@ -69,24 +76,60 @@ class SamplingParams:
                 object.__setattr__(self, name, (getattr(self, name),))
         checks = {
             "max_tokens": (_integer(self.max_tokens, 1), "an integer of at least 1"),
-            "temperature": (_finite(self.temperature) and self.temperature >= 0, "finite, at least 0 (0: the most probable token)"),
+            "temperature": (
+                _finite(self.temperature) and self.temperature >= 0,
+                "finite, at least 0 (0: the most probable token)",
+            ),
             "top_k": (_integer(self.top_k, 0), "an integer of at least 0 (0: off)"),
-            "top_p": (_finite(self.top_p) and 0 < self.top_p <= 1, "above 0 and at most 1 (1: off)"),
+            "top_p": (
+                _finite(self.top_p) and 0 < self.top_p <= 1,
+                "above 0 and at most 1 (1: off)",
+            ),
             "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1 (0: off)"),
-            "repetition_penalty": (_finite(self.repetition_penalty) and self.repetition_penalty > 0, "a finite number above 0 (1: off)"),
+            "repetition_penalty": (
+                _finite(self.repetition_penalty) and self.repetition_penalty > 0,
+                "a finite number above 0 (1: off)",
+            ),
             "presence_penalty": (_finite(self.presence_penalty), "a finite number (0: off)"),
             "frequency_penalty": (_finite(self.frequency_penalty), "a finite number (0: off)"),
-            "logit_bias": (_biases(self.logit_bias), "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"),
-            "stop": (_sequence(self.stop) and all(isinstance(s, str) and s for s in self.stop), "non-empty strings"),
-            "stop_token_ids": (_sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids), "token ids"),
-            "logprobs": (self.logprobs is None or _integer(self.logprobs, 0, 100), "an integer between 0 and 100, or None"),
-            "seed": (self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1), "an integer of at most 64 bits, or None"),
+            "logit_bias": (
+                _biases(self.logit_bias),
+                "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)",
+            ),
+            "stop": (
+                _sequence(self.stop) and all(isinstance(s, str) and s for s in self.stop),
+                "non-empty strings",
+            ),
+            "stop_token_ids": (
+                _sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids),
+                "token ids",
+            ),
+            "logprobs": (
+                self.logprobs is None or _integer(self.logprobs, 0, 100),
+                "an integer between 0 and 100, or None",
+            ),
+            "seed": (
+                self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1),
+                "an integer of at most 64 bits, or None",
+            ),
             "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
             "n": (_integer(self.n, 1, 128), "an integer between 1 and 128"),
-            "min_tokens": (_at_most(self.min_tokens, self.max_tokens), f"an integer between 0 and max_tokens={self.max_tokens!r}"),
-            "bad_words": (_sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words), "non-empty strings"),
-            "include_stop_str_in_output": (isinstance(self.include_stop_str_in_output, bool), "True or False"),
-            "grammar": (self.grammar is None or isinstance(self.grammar, Grammar), "a Grammar, as Grammar.json_schema(…) makes one"),
+            "min_tokens": (
+                _at_most(self.min_tokens, self.max_tokens),
+                f"an integer between 0 and max_tokens={self.max_tokens!r}",
+            ),
+            "bad_words": (
+                _sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words),
+                "non-empty strings",
+            ),
+            "include_stop_str_in_output": (
+                isinstance(self.include_stop_str_in_output, bool),
+                "True or False",
+            ),
+            "grammar": (
+                self.grammar is None or isinstance(self.grammar, Grammar),
+                "a Grammar, as Grammar.json_schema(…) makes one",
+            ),
             "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
         }
         for name, (good, accepted) in checks.items():
@@ -106,7 +149,11 @@ class SamplingParams:
     @property
     def penalises(self) -> bool:
         """Whether tokens seen before change a node's logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return (
+            self.repetition_penalty != 1
+            or self.presence_penalty != 0
+            or self.frequency_penalty != 0
+        )
 
     @property
     def bans(self) -> bool:
@@ -115,7 +162,8 @@ class SamplingParams:
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits are changed before temperature: with `greedy` and without this, the model's own argmax decides."""
+        """Whether logits are changed before temperature: with `greedy` and without this, the
+        model's own argmax decides."""
         return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
@@ -128,8 +176,11 @@ def _integer(value: object, low: int, high: float = math.inf) -> bool:
 
 
 def _at_most(value: object, other: object) -> bool:
-    """Whether `value` is an integer from 0 to `other`. What is wrong with `other` is not told here."""
-    return _integer(value, 0) and (not isinstance(other, Integral) or _integer(value, 0, int(other)))
+    """Whether `value` is an integer from 0 to `other`. What is wrong with `other` is not told
+    here."""
+    return _integer(value, 0) and (
+        not isinstance(other, Integral) or _integer(value, 0, int(other))
+    )
 
 
 def _sequence(value: object) -> bool:
@@ -138,6 +189,8 @@ def _sequence(value: object) -> bool:
 
 def _biases(bias: object) -> bool:
     return isinstance(bias, Mapping) and all(
-        _integer(token, 0) and isinstance(value, Real) and (value == -math.inf or abs(float(value)) <= 1e30)
+        _integer(token, 0)
+        and isinstance(value, Real)
+        and (value == -math.inf or abs(float(value)) <= 1e30)
         for token, value in bias.items()
     )

@@ -7,14 +7,17 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 
 FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
-VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")  # what a drafter scores (`draft/vocabulary.py`)
-SHORTENED = "shortened"  # frequent tokens and the context's where the drafter comes with a list of the former, else all
+# what a drafter scores (`draft/vocabulary.py`)
+VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")
+# frequent tokens and the context's where the drafter comes with a list of the former, else all
+SHORTENED = "shortened"
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0 leaves it to the measured cost model.
-    `vocab`: what the drafter scores, one of `VOCABS`, or `SHORTENED`. `without`: the preset that stands in where no drafter is at hand."""
+    """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0
+    leaves it to the measured cost model. `vocab`: what the drafter scores, one of `VOCABS`, or
+    `SHORTENED`. `without`: the preset that stands in where no drafter is at hand."""
 
     sources: tuple[str, ...]
     tree: str
@@ -26,35 +29,76 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {
     "ar": Preset((), "none", 1, "plain decoding, one token a step: the reference"),
-    "pld": Preset(("ngram",), "chain", 0, "prompt lookup: the continuation of the longest n-gram seen before"),
+    "pld": Preset(
+        ("ngram",), "chain", 0, "prompt lookup: the continuation of the longest n-gram seen before"
+    ),
     "logitspec": Preset(
-        ("ngram", "last_logits"), "logitspec", 0, "LogitSpec: the last logits guess the token after next, n-grams continue both"
+        ("ngram", "last_logits"),
+        "logitspec",
+        0,
+        "LogitSpec: the last logits guess the token after next, n-grams continue both",
     ),
-    "dyspec": Preset(("drafter",), "greedy", 16, "DySpec: a tree grown from a drafter, always where a token is most likely to be reached"),
+    "dyspec": Preset(
+        ("drafter",),
+        "greedy",
+        16,
+        "DySpec: a tree grown from a drafter, always where a token is most likely to be reached",
+    ),
     "dyspec-printed": Preset(
-        ("drafter",), "greedy-printed", 16, "DySpec as printed: assumes that acceptance probability equals draft probability"
+        ("drafter",),
+        "greedy-printed",
+        16,
+        "DySpec as printed: assumes that acceptance probability equals draft probability",
     ),
-    "dyspec-threshold": Preset(("drafter",), "threshold", 16, "DySpec with one call of the drafter a layer: all places above a threshold"),
-    # 5 tokens, as is usual: each costs a call of the drafter, and at an acceptance rate of 0.6 the fifth is reached 1 time in 10.
-    "chain": Preset(("drafter",), "drafted-chain", 6, "speculative decoding as first published: one chain of 5 tokens from a drafter"),
+    "dyspec-threshold": Preset(
+        ("drafter",),
+        "threshold",
+        16,
+        "DySpec with one call of the drafter a layer: all places above a threshold",
+    ),
+    # 5 tokens, as is usual: each costs a call of the drafter, and at an acceptance rate of 0.6 the
+    # fifth is reached 1 time in 10.
+    "chain": Preset(
+        ("drafter",),
+        "drafted-chain",
+        6,
+        "speculative decoding as first published: one chain of 5 tokens from a drafter",
+    ),
     "specinfer": Preset(("drafter",), "specinfer", 16, "SpecInfer: three branches from a drafter"),
-    "sequoia": Preset(("drafter",), "sequoia", 16, "Sequoia: the best tree of a fixed shape, filled from a drafter"),
-    "eagle2": Preset(
-        ("drafter",), "eagle2", 16, "EAGLE-2: the drafter's likeliest tokens layer by layer, then the likeliest paths of all layers"
+    "sequoia": Preset(
+        ("drafter",),
+        "sequoia",
+        16,
+        "Sequoia: the best tree of a fixed shape, filled from a drafter",
     ),
-    "frspec": Preset(("drafter",), "greedy", 16, "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens", "frequency"),
+    "eagle2": Preset(
+        ("drafter",),
+        "eagle2",
+        16,
+        "EAGLE-2: the drafter's likeliest tokens layer by layer, then "
+        "the likeliest paths of all layers",
+    ),
+    "frspec": Preset(
+        ("drafter",),
+        "greedy",
+        16,
+        "FR-Spec: DySpec's tree, the drafter scoring only the most frequent tokens",
+        "frequency",
+    ),
     "dynaspec": Preset(
         ("drafter",),
         "greedy",
         16,
-        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens and the context's; with `--vocab router`, what a router picks",
+        "DynaSpec: DySpec's tree, the drafter scoring only frequent tokens and the context's; with "
+        "`--vocab router`, what a router picks",
         FREQUENCY + BESIDE,
     ),
     "auto": Preset(
         ("ngram", "drafter"),
         "merged",
         0,
-        "one tree of n-grams and drafted tokens, each added only if it pays; LogitSpec where there is no drafter",
+        "one tree of n-grams and drafted tokens, each added only if it pays; LogitSpec where there "
+        "is no drafter",
         SHORTENED,
         without="logitspec",
     ),
@@ -74,7 +118,8 @@ def stand_in(method: str, drafter: bool) -> str:
 
 
 def plain_vocab(vocab: str) -> str:
-    """The one of `VOCABS` that a word means: `+context` may follow any of them. Another word comes back as it is."""
+    """The one of `VOCABS` that a word means: `+context` may follow any of them. Another word comes
+    back as it is."""
     base = vocab.removesuffix(BESIDE)
     if base in (vocab, FREQUENCY) or base not in VOCABS:
         return vocab
@@ -82,8 +127,14 @@ def plain_vocab(vocab: str) -> str:
 
 
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a name that means none of `VOCABS`, and for a size where the whole vocabulary is scored."""
+    """Raise `InvalidInput` for a name that means none of `VOCABS`, and for a size where the whole
+    vocabulary is scored."""
     if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
-        raise InvalidInput(f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}")
+        raise InvalidInput(
+            f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"
+        )
     if plain_vocab(vocab) == FULL and size is not None:
-        raise InvalidInput(f"a shortlist of {size} tokens, where the drafter scores its full vocabulary: take --vocab router or another")
+        raise InvalidInput(
+            f"a shortlist of {size} tokens, where the drafter scores its full "
+            "vocabulary: take --vocab router or another"
+        )

@@ -1,4 +1,5 @@
-"""From raw logits to the law of the next token, as a request asks. Knows nothing of trees: a node is its logits and its path."""
+"""From raw logits to the law of the next token, as a request asks. Knows nothing of trees: a node
+is its logits and its path."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """Which tokens a sequence holds, and how often its output holds each. Python's work is per new token, never per context token."""
+    """Which tokens a sequence holds, and how often its output holds each. Python's work is per new
+    token, never per context token."""
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self._slot = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
@@ -32,25 +34,34 @@ class TokenCounts:
             self._slot.setdefault(token, len(self._slot))
 
     def along(self, path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[m]` distinct ids of prompt, output and `path`, and `[m]` float: how often output and path hold each (0: prompt only)."""
+        """`[m]` distinct ids of prompt, output and `path`, and `[m]` float: how often output and
+        path hold each (0: prompt only)."""
         fresh = [token for token in dict.fromkeys(path) if token not in self._slot]
         fresh_slot = {token: slot for slot, token in enumerate(fresh, len(self._slot))}
         tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long)])
         counts = torch.cat([self._counts, torch.zeros(len(fresh))])
-        slots = torch.tensor([fresh_slot[token] if token in fresh_slot else self._slot[token] for token in path], dtype=torch.long)
+        slots = torch.tensor(
+            [fresh_slot[token] if token in fresh_slot else self._slot[token] for token in path],
+            dtype=torch.long,
+        )
         return tokens, counts.index_add_(0, slots, torch.ones(len(path)))
 
 
 class Bans:
-    """Which tokens may not come next: ids that end the answer among its first `min_tokens` tokens, and last tokens of bad words.
+    """Which tokens may not come next: ids that end the answer among its first `min_tokens` tokens,
+    and last tokens of bad words.
 
-    Only output counts: a word that begins in the prompt is not seen. A node costs a look at the words that its last token may continue.
+    Only output counts: a word that begins in the prompt is not seen. A node costs a look at the
+    words that its last token may continue.
     """
 
-    def __init__(self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]) -> None:
+    def __init__(
+        self, min_tokens: int, ends: Collection[int], bad: Collection[Sequence[int]]
+    ) -> None:
         self._min_tokens, self._ends = min_tokens, list(ends)
         self._always = [word[0] for word in bad if len(word) == 1]
-        self._words: dict[int, list[tuple[list[int], int]]] = {}  # by the last token but one: all tokens but the last, and the last
+        # by the last token but one: all tokens but the last, and the last
+        self._words: dict[int, list[tuple[list[int], int]]] = {}
         for *start, last in bad:
             if start:
                 self._words.setdefault(start[-1], []).append((start, last))
@@ -65,7 +76,11 @@ class Bans:
 
     def after(self, path: Sequence[int]) -> list[int]:
         """The banned ids for the token that follows output and `path`, in no order."""
-        banned = [*self._always, *self._ends] if self._length + len(path) < self._min_tokens else self._always
+        banned = (
+            [*self._always, *self._ends]
+            if self._length + len(path) < self._min_tokens
+            else self._always
+        )
         text = self._with(path)
         words = self._words.get(text[-1], []) if text else []
         return [*banned, *(last for start, last in words if text[-len(start) :] == start)]
@@ -78,11 +93,13 @@ class Bans:
 class Sampler:
     """One request's way from raw logits to the law of the next token, for any node of a draft tree.
 
-    `extend` it with every emitted token, the next root included; the `path` of a node is then the tokens below the root down to the
-    node itself, empty for the root. `vocab_size` is the width of the logits. `ends` are the ids that end the answer, banned before
-    `min_tokens`; `bad` are the token sequences of `bad_words`, as `bad_word_ids` gives them. Ids outside the vocabulary are never
-    generated and need no ban. `grammar`: the masks of the parameters' grammar. Raises `InvalidInput` for a `logit_bias` that does not fit
-    the vocabulary and for bans that leave no token, `ValueError` where `bad` or `grammar` is missing or not asked for.
+    `extend` it with every emitted token, the next root included; the `path` of a node is then the
+    tokens below the root down to the node itself, empty for the root. `vocab_size` is the width of
+    the logits. `ends` are the ids that end the answer, banned before `min_tokens`; `bad` are the
+    token sequences of `bad_words`, as `bad_word_ids` gives them. Ids outside the vocabulary are
+    never generated and need no ban. `grammar`: the masks of the parameters' grammar. Raises
+    `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that leave no
+    token, `ValueError` where `bad` or `grammar` is missing or not asked for.
     """
 
     def __init__(
@@ -97,13 +114,24 @@ class Sampler:
     ) -> None:
         outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
         if outside:
-            raise InvalidInput(f"logit_bias names token {outside[0]}: must be ids from 0 to {vocab_size - 1}, this model's vocabulary")
+            raise InvalidInput(
+                f"logit_bias names token {outside[0]}: must be ids from 0 to "
+                f"{vocab_size - 1}, this model's vocabulary"
+            )
         if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
-            raise InvalidInput(f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one")
+            raise InvalidInput(
+                f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one"
+            )
         if bool(bad) != bool(params.bad_words):
-            raise ValueError(f"bad={bad!r} with bad_words={params.bad_words!r}: give bad=bad_word_ids(tokenizer, params.bad_words)")
+            raise ValueError(
+                f"bad={bad!r} with bad_words={params.bad_words!r}: give "
+                "bad=bad_word_ids(tokenizer, params.bad_words)"
+            )
         if (grammar is None) != (params.grammar is None):
-            raise ValueError(f"grammar={grammar!r} with params.grammar={params.grammar!r}: give what Compiler.begin makes of it")
+            raise ValueError(
+                f"grammar={grammar!r} with params.grammar={params.grammar!r}: give "
+                "what Compiler.begin makes of it"
+            )
         self.grammar = grammar
         self._bans: Bans | None = None
         if params.bans:
@@ -114,7 +142,10 @@ class Sampler:
             )
             banned = {token for token, bias in params.logit_bias.items() if bias == -math.inf}
             if len(banned.union(self._bans.after(()))) >= vocab_size:
-                raise InvalidInput(f"min_tokens, bad_words and logit_bias ban all {vocab_size} tokens of this model: must leave one")
+                raise InvalidInput(
+                    f"min_tokens, bad_words and logit_bias ban all {vocab_size} "
+                    "tokens of this model: must leave one"
+                )
         self.params, self.vocab_size = params, vocab_size
         self._counts = TokenCounts(prompt if params.penalises else ())
         self._biased = torch.tensor(list(params.logit_bias), dtype=torch.long)
@@ -130,7 +161,8 @@ class Sampler:
             self.grammar.extend(tokens)
 
     def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans in; `logits` stay as they are.
+        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans
+        in; `logits` stay as they are.
 
         Raises `DeadEnd` where the grammar and the other bans leave no token."""
         params = self.params
@@ -144,18 +176,26 @@ class Sampler:
             tokens, counts = (column.to(scores.device) for column in self._counts.along(path))
             seen = scores[tokens]
             if params.repetition_penalty != 1:
-                seen = torch.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-            scores[tokens] = seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+                seen = torch.where(
+                    seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty
+                )
+            scores[tokens] = (
+                seen - params.presence_penalty * (counts > 0) - params.frequency_penalty * counts
+            )
         if self._bans is not None and (banned := self._bans.after(path)):
             scores[torch.tensor(banned, device=scores.device)] = -math.inf
         return scores if self.grammar is None else self.grammar.ban(scores, path)
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
-        """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits. Raises `QuickbeamError` for NaN logits."""
+        """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits.
+        Raises `QuickbeamError` for NaN logits."""
         return most_probable(self.process(logits, path)[None])[0]
 
-    def emitted(self, logits: torch.Tensor, noise: Noise, position: int, path: Sequence[int] = ()) -> int:
-        """The token that stands at `position` after a node with raw logits `[vocab]`, by the noise of that place: a draw from `law`.
+    def emitted(
+        self, logits: torch.Tensor, noise: Noise, position: int, path: Sequence[int] = ()
+    ) -> int:
+        """The token that stands at `position` after a node with raw logits `[vocab]`, by the noise
+        of that place: a draw from `law`.
 
         Raises `QuickbeamError` for NaN logits.
         """
@@ -167,14 +207,21 @@ class Sampler:
         _require_finite(token >= 0)
         return token
 
-    def emitted_all(self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]) -> list[int]:
-        """`emitted` for each of `[n, vocab]` logits, each at its own position, by one transfer from their device: of each row only the
-        chunks that are likeliest to hold the token are brought over. For parameters that neither adjust logits nor filter."""
+    def emitted_all(
+        self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]
+    ) -> list[int]:
+        """`emitted` for each of `[n, vocab]` logits, each at its own position, by one transfer from
+        their device: of each row only the chunks that are likeliest to hold the token are brought
+        over. For parameters that neither adjust logits nor filter."""
         scale = 1 / max(self.params.temperature, 1e-30)
         n, vocab = logits.shape
         chunks, taken = -(-vocab // CHUNK), min(LIKELY, -(-vocab // CHUNK))
-        rows = torch.nn.functional.pad(logits.float(), (0, chunks * CHUNK - vocab), value=-math.inf).view(n, chunks, CHUNK)
-        peaks = torch.from_numpy(np.stack([noise.peaks(position)[0] for position in positions])).to(logits.device)
+        rows = torch.nn.functional.pad(
+            logits.float(), (0, chunks * CHUNK - vocab), value=-math.inf
+        ).view(n, chunks, CHUNK)
+        peaks = torch.from_numpy(np.stack([noise.peaks(position)[0] for position in positions])).to(
+            logits.device
+        )
         bounds = rows.amax(-1).double() * scale + peaks
         order = bounds.topk(min(taken + 1, chunks))
         best = order.indices[:, :taken]
@@ -194,16 +241,20 @@ class Sampler:
     def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """`[vocab]` float32 probabilities of the next token at a node with raw logits `[vocab]`.
 
-        At temperature 0 all of it is on the most probable token. Raises `QuickbeamError` for NaN logits.
+        At temperature 0 all of it is on the most probable token. Raises `QuickbeamError` for NaN
+        logits.
         """
         params, scores = self.params, self.process(logits, path)
         if params.greedy:
-            return torch.zeros_like(scores).index_fill_(0, torch.tensor(most_probable(scores[None]), device=scores.device), 1.0)
+            return torch.zeros_like(scores).index_fill_(
+                0, torch.tensor(most_probable(scores[None]), device=scores.device), 1.0
+            )
         peak = scores.max()
         _require_finite(bool(peak.isfinite()))
         if 0 < params.top_k < len(scores):
             scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -math.inf)
-        # The largest score is 0 before the division, so nothing overflows upwards; the floor keeps 1/temperature finite in float32.
+        # The largest score is 0 before the division, so nothing overflows upwards; the floor keeps
+        # 1/temperature finite in float32.
         law = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
         if params.top_p < 1:
             law = nucleus(law, params.top_p, params.top_k)
@@ -213,10 +264,11 @@ class Sampler:
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
-    """The token sequences of bad words for a `Sampler`: each word as `tokenizer` splits it without and with a leading space.
+    """The token sequences of bad words for a `Sampler`: each word as `tokenizer` splits it without
+    and with a leading space.
 
-    A sequence that ends with another one is left out, since the shorter one bans as much. The same letters split otherwise are not seen.
-    Raises `InvalidInput` for a word that has no tokens.
+    A sequence that ends with another one is left out, since the shorter one bans as much. The same
+    letters split otherwise are not seen. Raises `InvalidInput` for a word that has no tokens.
     """
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
@@ -224,15 +276,19 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
         for text in (bare, f" {bare}"):
             ids = tuple(int(token) for token in tokenizer.encode(text, add_special_tokens=False))
             if not ids:
-                raise InvalidInput(f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out")
+                raise InvalidInput(
+                    f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out"
+                )
             found[ids] = None
     return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]
 
 
 def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
-    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`, at least one. Not renormalised.
+    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`,
+    at least one. Not renormalised.
 
-    Only as many tokens are sorted as it takes; `support` says how many have probability, where that is known (0: it is not).
+    Only as many tokens are sorted as it takes; `support` says how many have probability, where that
+    is known (0: it is not).
     """
     size = min(support or 1024, len(law))
     while True:
@@ -246,8 +302,10 @@ def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
 
 
 def most_probable(logits: torch.Tensor) -> list[int]:
-    """The argmax of each row of `[n, vocab]`; in a tie the lowest id, whatever the number of rows. `QuickbeamError` for NaN logits."""
-    if logits.device.type == "cpu":  # NumPy's argmax is vectorised, ten times faster than torch's here
+    """The argmax of each row of `[n, vocab]`; in a tie the lowest id, whatever the number of rows.
+    `QuickbeamError` for NaN logits."""
+    # NumPy's argmax is vectorised, ten times faster than torch's here
+    if logits.device.type == "cpu":
         rows = logits.detach().float().numpy()
         best = torch.from_numpy(rows.argmax(-1))
         peaks = logits.gather(-1, best[:, None])
@@ -259,7 +317,8 @@ def most_probable(logits: torch.Tensor) -> list[int]:
 
 
 def draw(law: torch.Tensor, generator: torch.Generator) -> int:
-    """A token drawn from `law` `[vocab]`, which need not be normalised; one uniform number is taken from `generator`, on its own device."""
+    """A token drawn from `law` `[vocab]`, which need not be normalised; one uniform number is taken
+    from `generator`, on its own device."""
     mass = law.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
 
@@ -270,7 +329,8 @@ def uniform(generator: torch.Generator) -> float:
 
 
 def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int, float]]:
-    """Log-probability of `token` under the raw model law of `logits` `[vocab]`, and those of the `k` most probable tokens, best first."""
+    """Log-probability of `token` under the raw model law of `logits` `[vocab]`, and those of the
+    `k` most probable tokens, best first."""
     log_law = logits.float().log_softmax(0)
     top = log_law.topk(min(k, len(log_law)))
     return float(log_law[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
@@ -279,5 +339,6 @@ def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int,
 def _require_finite(finite: bool) -> None:
     if not finite:
         raise QuickbeamError(
-            "the model returned NaN or infinite logits: try another dtype (--dtype float32), and check that its weights are whole"
+            "the model returned NaN or infinite logits: try another dtype (--dtype float32), and "
+            "check that its weights are whole"
         )

@@ -8,11 +8,13 @@ import torch
 class TokenTree:
     """Tokens drafted after a committed one, the root.
 
-    Node 0 is the root: a token that is already emitted but whose KV row the target has not computed. Parallel lists hold a node's `token`,
-    `parent` (always an earlier node; -1 for the root), `depth` (0 for the root), `source` (who proposed it), `value` (the estimated
-    probability that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node the `[vocab]` distribution
-    `q` that it was drawn from, before its earlier siblings are struck out; `None` for a deterministic proposal (n-grams, last logits),
-    whose distribution is the point mass on its token. Children keep the order of proposal, and siblings never share a token.
+    Node 0 is the root: a token that is already emitted but whose KV row the target has not
+    computed. Parallel lists hold a node's `token`, `parent` (always an earlier node; -1 for the
+    root), `depth` (0 for the root), `source` (who proposed it), `value` (the estimated probability
+    that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node
+    the `[vocab]` distribution `q` that it was drawn from, before its earlier siblings are struck
+    out; `None` for a deterministic proposal (n-grams, last logits), whose distribution is the point
+    mass on its token. Children keep the order of proposal, and siblings never share a token.
     """
 
     def __init__(self, root: int) -> None:
@@ -29,10 +31,16 @@ class TokenTree:
         return len(self.token)
 
     def add(
-        self, parent: int, token: int, source: str, value: float = 0.0, law: torch.Tensor | None = None, probability: float | None = None
+        self,
+        parent: int,
+        token: int,
+        source: str,
+        value: float = 0.0,
+        law: torch.Tensor | None = None,
+        probability: float | None = None,
     ) -> int:
-        """Append a node and return its index. Without a `probability` it is `value` over the parent's. Raises `ValueError` for a parent
-        that is not there or a duplicate sibling."""
+        """Append a node and return its index. Without a `probability` it is `value` over the
+        parent's. Raises `ValueError` for a parent that is not there or a duplicate sibling."""
         if not 0 <= parent < len(self.token):
             raise ValueError(f"parent {parent} is not a node of this tree of {len(self.token)}")
         if token in self.children[parent]:
@@ -55,7 +63,14 @@ class TokenTree:
         """The tree of the first `count` nodes."""
         tree = TokenTree(self.token[0])
         for node in range(1, min(count, len(self))):
-            tree.add(self.parent[node], self.token[node], self.source[node], self.value[node], self.law[node], self.probability[node])
+            tree.add(
+                self.parent[node],
+                self.token[node],
+                self.source[node],
+                self.value[node],
+                self.law[node],
+                self.probability[node],
+            )
         return tree
 
     def child(self, node: int, token: int) -> int | None:

@@ -27,14 +27,18 @@ NEVER = 10**9  # seconds
 
 
 class Answering:
-    """Answers whatever it is asked, in its turn: who asks says how much at a time. Belongs to the event loop in which it is made."""
+    """Answers whatever it is asked, in its turn: who asks says how much at a time. Belongs to the
+    event loop in which it is made."""
 
     def __init__(self, llm: LLM, name: str | None = None) -> None:
-        unbounded = ServeSettings(served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER)
+        unbounded = ServeSettings(
+            served_name=name, max_waiting=2**40, max_waiting_tokens=2**40, queue_timeout=NEVER
+        )
         self._runner = Runner(unbounded, llm)
 
     async def answer(self, url: str, body: dict[str, Any]) -> Reply:
-        """What the endpoint gives; for a request that can't be answered, its error. Raises where the engine can't answer any more."""
+        """What the endpoint gives; for a request that can't be answered, its error. Raises where
+        the engine can't answer any more."""
         give, kind = ENDPOINTS[url]
         try:
             return Reply(200, await give(self._runner, kind.model_validate(body)))

@@ -1,4 +1,5 @@
-"""The file of answers. It is only ever added to, so that whatever ends the program, what was answered is in it, each answer once."""
+"""The file of answers. It is only ever added to, so that whatever ends the program, what was
+answered is in it, each answer once."""
 
 from __future__ import annotations
 
@@ -19,12 +20,14 @@ GROUP = 1.0  # seconds after which what was written is brought to the disk
 
 
 class Journal:
-    """Records of answers at `path`, a line each; those that are there already are `done`: their `id` by `custom_id`. All are of one model:
-    `fingerprint` is that of the first that says so.
+    """Records of answers at `path`, a line each; those that are there already are `done`: their
+    `id` by `custom_id`. All are of one model: `fingerprint` is that of the first that says so.
 
-    A record is handed to the system as a whole when it is written, which outlasts the program's end, and brought to the disk with others,
-    at least every `GROUP` seconds of writing, which outlasts the machine's. A last line that is not whole is cut off. One program at a
-    time may hold it. Raises `InvalidInput` for a file that holds anything else, `QuickbeamError` where it can't be written.
+    A record is handed to the system as a whole when it is written, which outlasts the program's
+    end, and brought to the disk with others, at least every `GROUP` seconds of writing, which
+    outlasts the machine's. A last line that is not whole is cut off. One program at a time may hold
+    it. Raises `InvalidInput` for a file that holds anything else, `QuickbeamError` where it can't
+    be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -38,7 +41,9 @@ class Journal:
         try:
             self._lock.acquire(timeout=0)
         except Timeout:
-            raise InvalidInput(f"{path}: another program is writing it; wait for its end, or give another file") from None
+            raise InvalidInput(
+                f"{path}: another program is writing it; wait for its end, or give another file"
+            ) from None
         except OSError as error:
             raise self._broken(error) from error
         with ExitStack() as undo:
@@ -64,7 +69,12 @@ class Journal:
                     if not line.endswith(b"\n"):
                         raise ValueError
                     record = json.loads(line)
-                    name, known, good, model = record["custom_id"], record["id"], not _failed(record), _fingerprint(record)
+                    name, known, good, model = (
+                        record["custom_id"],
+                        record["id"],
+                        not _failed(record),
+                        _fingerprint(record),
+                    )
                     if not line.startswith(START):
                         raise ValueError
                 except (ValueError, KeyError, TypeError):
@@ -74,7 +84,10 @@ class Journal:
                     torn = number
                     continue
                 if name in self.done:
-                    raise InvalidInput(f"{self.path}, line {number}: a second answer to custom_id {name!r}; give another output")
+                    raise InvalidInput(
+                        f"{self.path}, line {number}: a second answer to custom_id "
+                        f"{name!r}; give another output"
+                    )
                 self.done[name], end = known, end + len(line)
                 self.failed += not good
                 self.fingerprint = self.fingerprint or model
@@ -85,7 +98,8 @@ class Journal:
         model = _fingerprint(record)
         if model is not None and self.fingerprint not in (None, model):
             raise InvalidInput(
-                f"{self.path}: its answers are of another model, number format or version ({self.fingerprint}, this is {model}); "
+                f"{self.path}: its answers are of another model, number format or version "
+                f"({self.fingerprint}, this is {model}); "
                 "go on with that one, or give another output"
             )
         self.fingerprint = self.fingerprint or model
@@ -128,10 +142,16 @@ class Journal:
         self.close()
 
     def _foreign(self, line: int) -> InvalidInput:
-        return InvalidInput(f"{self.path}, line {line}: not an answer of quickbeam batch; give another output")
+        return InvalidInput(
+            f"{self.path}, line {line}: not an answer of quickbeam batch; give another output"
+        )
 
     def _broken(self, error: OSError) -> QuickbeamError:
-        kept = f"; the {len(self.done)} answers before stay in it, and the same command goes on" if self.done else ""
+        kept = (
+            f"; the {len(self.done)} answers before stay in it, and the same command goes on"
+            if self.done
+            else ""
+        )
         return QuickbeamError(f"{self.path}: not written ({error.strerror}){kept}")
 
 

@@ -17,7 +17,9 @@ from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 
-CPUS = 0.5  # that Ray counts for a replica; what it uses are its threads. Half leaves room for what reads and writes data.
+# that Ray counts for a replica; what it uses are its threads. Half leaves room for what reads and
+# writes data.
+CPUS = 0.5
 RESTARTS = 10  # of a replica that dies, before the run ends
 
 
@@ -38,13 +40,20 @@ class Replica:
 
 
 @asynccontextmanager
-async def replicas(count: int, name: str | None, options: dict[str, Any], threads: int = 1, gpus: float = 0) -> AsyncIterator[Answer]:
-    """What answers by `count` replicas, each request by the one that has the fewest: on the cluster that `RAY_ADDRESS` names, or on this
-    machine. One that dies is started again, and is asked again what it owed. Raises `QuickbeamError` where that doesn't help."""
+async def replicas(
+    count: int, name: str | None, options: dict[str, Any], threads: int = 1, gpus: float = 0
+) -> AsyncIterator[Answer]:
+    """What answers by `count` replicas, each request by the one that has the fewest: on the cluster
+    that `RAY_ADDRESS` names, or on this machine. One that dies is started again, and is asked again
+    what it owed. Raises `QuickbeamError` where that doesn't help."""
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         kind: Any = ray.remote(Replica).options(
-            num_cpus=CPUS, num_gpus=gpus, max_restarts=RESTARTS, max_task_retries=-1, runtime_env=environment(threads)
+            num_cpus=CPUS,
+            num_gpus=gpus,
+            max_restarts=RESTARTS,
+            max_task_retries=-1,
+            runtime_env=environment(threads),
         )
         actors = [kind.remote(name, options) for _ in range(count)]
         owed = [0] * count
@@ -55,7 +64,9 @@ async def replicas(count: int, name: str | None, options: dict[str, Any], thread
             try:
                 return Reply(*await actors[least].answer.remote(url, body))
             except RayError as error:
-                raise QuickbeamError(f"a replica failed: {str(error).strip().splitlines()[-1]}") from error
+                raise QuickbeamError(
+                    f"a replica failed: {str(error).strip().splitlines()[-1]}"
+                ) from error
             finally:
                 owed[least] -= 1
 
@@ -67,33 +78,53 @@ async def replicas(count: int, name: str | None, options: dict[str, Any], thread
 class QuickbeamActor:
     """For `map_batches` of Ray Data: answers all rows of a batch side by side.
 
-    A row is a request: its `column` holds a prompt, a conversation (`column="messages"`) or what the Responses API takes
-    (`column="input"`), and goes there with `params`, the further fields of the request. Added to the row: `answer`, the text (None where
-    there is none), and `error`, why there is none. `options`: of `LLM`.
+    A row is a request: its `column` holds a prompt, a conversation (`column="messages"`) or what
+    the Responses API takes (`column="input"`), and goes there with `params`, the further fields of
+    the request. Added to the row: `answer`, the text (None where there is none), and `error`, why
+    there is none. `options`: of `LLM`.
     """
 
-    def __init__(self, column: str = "prompt", params: Mapping[str, Any] | None = None, **options: Any) -> None:
+    def __init__(
+        self, column: str = "prompt", params: Mapping[str, Any] | None = None, **options: Any
+    ) -> None:
         self._column, self._params = column, dict(params or {})
         field = column if column in ("messages", "input") else "prompt"
-        self._field, self._url = field, {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}[field]
+        self._field, self._url = (
+            field,
+            {"messages": CHAT, "input": RESPONSES, "prompt": COMPLETIONS}[field],
+        )
         self._loop = asyncio.new_event_loop()
         self._answering = Answering(LLM(**options))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """A batch of columns, with two more."""
-        found = self._loop.run_until_complete(self._all([_plain(value) for value in batch[self._column]]))
+        found = self._loop.run_until_complete(
+            self._all([_plain(value) for value in batch[self._column]])
+        )
         texts = [_text(reply.body) if reply.status == 200 else None for reply in found]
-        errors = [None if reply.status == 200 else reply.body["error"]["message"] for reply in found]
+        errors = [
+            None if reply.status == 200 else reply.body["error"]["message"] for reply in found
+        ]
         return {**batch, "answer": texts, "error": errors}
 
     async def _all(self, values: list[Any]) -> list[Reply]:
-        return await asyncio.gather(*(self._answering.answer(self._url, {**self._params, self._field: value}) for value in values))
+        return await asyncio.gather(
+            *(
+                self._answering.answer(self._url, {**self._params, self._field: value})
+                for value in values
+            )
+        )
 
 
 def _text(body: dict[str, Any]) -> str:
     """What a response says first."""
     if "output" in body:
-        return "".join(part["text"] for item in body["output"] if item["type"] == "message" for part in item["content"])
+        return "".join(
+            part["text"]
+            for item in body["output"]
+            if item["type"] == "message"
+            for part in item["content"]
+        )
     choice = body["choices"][0]
     return str(choice["text"] if "text" in choice else choice["message"]["content"] or "")
 

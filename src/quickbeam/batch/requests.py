@@ -1,4 +1,5 @@
-"""The requests of a file: lines of OpenAI's batch format, or short ones. Knows nothing of what an endpoint takes."""
+"""The requests of a file: lines of OpenAI's batch format, or short ones. Knows nothing of what an
+endpoint takes."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ ENVELOPE = {"method", "url", "body"}
 
 
 class Request(NamedTuple):
-    """A line. `id` is made of all that it asks, so that an answer tells whether it is to this request."""
+    """A line. `id` is made of all that it asks, so that an answer tells whether it is to this
+    request."""
 
     line: int  # from 1
     custom_id: str
@@ -27,7 +29,8 @@ class Request(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Request]:
-    """The requests of a file, one after the other. Blank lines are none. Raises `InvalidInput` for a file that can't be read."""
+    """The requests of a file, one after the other. Blank lines are none. Raises `InvalidInput` for
+    a file that can't be read."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -38,8 +41,9 @@ def read(path: Path) -> Iterator[Request]:
 
 
 def parse(number: int, line: bytes) -> Request:
-    """One line: `{"custom_id", "method", "url", "body"}`, or `messages` or `prompt` with parameters beside. Without a `custom_id` it is
-    called by its number. A request above temperature 0 that names no seed gets one of its own, always the same."""
+    """One line: `{"custom_id", "method", "url", "body"}`, or `messages` or `prompt` with parameters
+    beside. Without a `custom_id` it is called by its number. A request above temperature 0 that
+    names no seed gets one of its own, always the same."""
     name = f"line-{number}"
     try:
         found = json.loads(line.decode(), parse_constant=_refuse_constant)
@@ -53,7 +57,14 @@ def parse(number: int, line: bytes) -> Request:
         if body.get("stream"):
             raise ValueError("stream: a batch gives whole answers; leave it out")
     except (ValueError, RecursionError) as error:
-        return Request(number, name, _digest(name, hashlib.sha256(line.strip()).hexdigest()), "", {}, f"line {number}: {error}")
+        return Request(
+            number,
+            name,
+            _digest(name, hashlib.sha256(line.strip()).hexdigest()),
+            "",
+            {},
+            f"line {number}: {error}",
+        )
     digest = _digest(name, url, body)
     if body.get("seed") is None:
         body = {**body, "seed": int(digest[-8:], 16)}
@@ -62,7 +73,9 @@ def parse(number: int, line: bytes) -> Request:
 
 def _envelope(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if unknown := found.keys() - ENVELOPE:
-        raise ValueError(f"unknown field {sorted(unknown)[0]!r} beside custom_id, method, url and body")
+        raise ValueError(
+            f"unknown field {sorted(unknown)[0]!r} beside custom_id, method, url and body"
+        )
     if found.get("method", "POST") != "POST":
         raise ValueError(f"method {json.dumps(found['method'])}: must be POST")
     url, body = found.get("url"), found.get("body")
@@ -76,12 +89,17 @@ def _envelope(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _short(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     kinds = [kind for kind in SHORT if kind in found]
     if len(kinds) != 1:
-        raise ValueError("neither a request (custom_id, method, url, body) nor a short one, which has either messages or prompt")
+        raise ValueError(
+            "neither a request (custom_id, method, url, body) nor a short one, which "
+            "has either messages or prompt"
+        )
     return SHORT[kinds[0]], found
 
 
 def _digest(*parts: Any) -> str:
-    return f"batch_req_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]}"
+    return (
+        f"batch_req_{hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]}"
+    )
 
 
 def _refuse_constant(name: str) -> None:

@@ -1,4 +1,5 @@
-"""From requests to answers, so many at a time. Knows nothing of what answers, nor of the command line."""
+"""From requests to answers, so many at a time. Knows nothing of what answers, nor of the command
+line."""
 
 from __future__ import annotations
 
@@ -20,38 +21,55 @@ class Reply(NamedTuple):
     body: dict[str, Any]
 
 
-Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]  # of an endpoint's path and a request's body
+# of an endpoint's path and a request's body
+Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 
 
 def check(source: Path, journal: Journal) -> int:
-    """How many requests a file has. Raises `InvalidInput` where two have one name, and where there are answers to what it doesn't ask."""
+    """How many requests a file has. Raises `InvalidInput` where two have one name, and where there
+    are answers to what it doesn't ask."""
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")
     seen = dict[str, int]()
     for request in read(source):
         name = request.custom_id
         if name in seen:
-            raise InvalidInput(f"{source}: lines {seen[name]} and {request.line} both have the custom_id {name!r}; give each its own")
+            raise InvalidInput(
+                f"{source}: lines {seen[name]} and {request.line} both have the "
+                f"custom_id {name!r}; give each its own"
+            )
         seen[name] = request.line
         if journal.done.get(name, request.id) != request.id:
             raise InvalidInput(
-                f"{source}, line {request.line}: {journal.path} answers another request with custom_id {name!r}; "
+                f"{source}, line {request.line}: {journal.path} answers another request with "
+                f"custom_id {name!r}; "
                 "give another output, or the requests as they were"
             )
     if unasked := sorted(journal.done.keys() - seen.keys()):
         more = f" and {len(unasked) - 1} more" if len(unasked) > 1 else ""
-        raise InvalidInput(f"{journal.path} answers custom_id {unasked[0]!r}{more}, which {source} doesn't have; give another output")
+        raise InvalidInput(
+            f"{journal.path} answers custom_id {unasked[0]!r}{more}, which {source} "
+            "doesn't have; give another output"
+        )
     return len(seen)
 
 
-async def run(requests: Iterable[Request], answer: Answer, journal: Journal, window: int, told: Callable[[], object]) -> None:
-    """Have all requests answered that are not `done`, `window` at a time, in order of the file; write answers as they come. `told` hears of
-    each. What `answer` raises ends the run: those that were written stay, and the next run goes on."""
+async def run(
+    requests: Iterable[Request],
+    answer: Answer,
+    journal: Journal,
+    window: int,
+    told: Callable[[], object],
+) -> None:
+    """Have all requests answered that are not `done`, `window` at a time, in order of the file;
+    write answers as they come. `told` hears of each. What `answer` raises ends the run: those that
+    were written stay, and the next run goes on."""
     asked = dict[asyncio.Future[Reply], Request]()
 
     async def take() -> None:
         done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        for one in sorted(done, key=lambda one: one.exception() is not None):  # answers are written first
+        # answers are written first
+        for one in sorted(done, key=lambda one: one.exception() is not None):
             journal.write(_record(asked.pop(one), one.result()))
             told()
 
@@ -76,9 +94,18 @@ async def run(requests: Iterable[Request], answer: Answer, journal: Journal, win
 
 def _record(request: Request, reply: Reply | None) -> dict[str, Any]:
     """OpenAI's, which begins as `journal.START` says."""
-    record: dict[str, Any] = {"id": request.id, "custom_id": request.custom_id, "response": None, "error": None}
+    record: dict[str, Any] = {
+        "id": request.id,
+        "custom_id": request.custom_id,
+        "response": None,
+        "error": None,
+    }
     if reply is None:
         record["error"] = {"code": "invalid_request", "message": request.fault}
     else:
-        record["response"] = {"status_code": reply.status, "request_id": f"req_{uuid.uuid4().hex}", "body": reply.body}
+        record["response"] = {
+            "status_code": reply.status,
+            "request_id": f"req_{uuid.uuid4().hex}",
+            "body": reply.body,
+        }
     return record

@@ -1,8 +1,10 @@
 """How often a drafter's proposals are accepted, held against how likely it said that was.
 
-DySpec (2410.11744) grows its trees by the hypothesis that the two are about the same. The diagonal is not the ceiling. Of a perfect drafter
-every first child is accepted, likely or not: a draw (`--coupling residual`), as it is accepted with min(1, target / draft probability), and
-a likeliest token, the noise of its place counted in where there is any (temperature 0, and coupled), as the target emits just that.
+DySpec (2410.11744) grows its trees by the hypothesis that the two are about the same. The diagonal
+is not the ceiling. Of a perfect drafter every first child is accepted, likely or not: a draw
+(`--coupling residual`), as it is accepted with min(1, target / draft probability), and a likeliest
+token, the noise of its place counted in where there is any (temperature 0, and coupled), as the
+target emits just that.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 
 
 class Tried(NamedTuple):
-    """A drafted node that had its turn: its parent was accepted, and its earlier siblings were rejected."""
+    """A drafted node that had its turn: its parent was accepted, and its earlier siblings were
+    rejected."""
 
     probability: float  # see `draft_probabilities`
     accepted: bool
@@ -43,32 +46,41 @@ class Tried(NamedTuple):
 
 
 def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
-    """d of each child of `node` in order: its probability under the drafter's law with earlier siblings struck out, renormalised.
+    """d of each child of `node` in order: its probability under the drafter's law with earlier
+    siblings struck out, renormalised.
 
-    A draw has just this law, and DySpec's worth of slots (Alg. 1) is made of it. Where children are the likeliest tokens (temperature 0 and
-    coupled), it is made alike of what they were chosen by, so that the curves compare: the probability of the child's token where none of
-    its earlier siblings' is right. They are chosen by the drafter's law at temperature 1, above temperature 0 with the noise of the place
-    counted in (`trees/perturbed.py`).
+    A draw has just this law, and DySpec's worth of slots (Alg. 1) is made of it. Where children are
+    the likeliest tokens (temperature 0 and coupled), it is made alike of what they were chosen by,
+    so that the curves compare: the probability of the child's token where none of its earlier
+    siblings' is right. They are chosen by the drafter's law at temperature 1, above temperature 0
+    with the noise of the place counted in (`trees/perturbed.py`).
 
-    The tree holds what the children were chosen by, before anything is struck out. What is left once siblings are struck out is summed over
-    the law where the tree keeps it (draws), as 1 less nearly 1 would be mostly rounding.
+    The tree holds what the children were chosen by, before anything is struck out. What is left
+    once siblings are struck out is summed over the law where the tree keeps it (draws), as 1 less
+    nearly 1 would be mostly rounding.
     """
     earlier, left = list[int](), 1.0
     for token, child in tree.children[node].items():
         law, probability = tree.law[child], tree.probability[child]
         if law is not None and earlier:
-            left = float(law.index_fill(0, torch.tensor(earlier, device=law.device), 0.0).sum(dtype=torch.float64))
+            left = float(
+                law.index_fill(0, torch.tensor(earlier, device=law.device), 0.0).sum(
+                    dtype=torch.float64
+                )
+            )
         yield min(1.0, probability / left) if left > 0 else 1.0
         earlier.append(token)
         left -= probability
 
 
 def tried(record: StepRecord) -> Iterator[Tried]:
-    """The nodes of a step that had their turn, root to leaf. What lies beyond the answer's end (below an end-of-sequence token) is left
-    out: the target was never meant to go on there."""
+    """The nodes of a step that had their turn, root to leaf. What lies beyond the answer's end
+    (below an end-of-sequence token) is left out: the target was never meant to go on there."""
     tree, path = record.tree, record.path
     for node, accepted in zip(path[: len(record.emitted)], [*path[1:], None], strict=False):
-        for i, (child, probability) in enumerate(zip(tree.children[node].values(), draft_probabilities(tree, node), strict=True)):
+        for i, (child, probability) in enumerate(
+            zip(tree.children[node].values(), draft_probabilities(tree, node), strict=True)
+        ):
             yield Tried(probability, child == accepted, tree.depth[child], i == 0)
             if child == accepted:
                 break
@@ -76,7 +88,8 @@ def tried(record: StepRecord) -> Iterator[Tried]:
 
 @dataclass
 class Tally:
-    """An observer of answers that keeps what was tried. `tokens`: those that the `steps` emitted."""
+    """An observer of answers that keeps what was tried. `tokens`: those that the `steps`
+    emitted."""
 
     steps: int = 0
     tokens: int = 0
@@ -90,7 +103,8 @@ class Tally:
 
 @dataclass(frozen=True)
 class Bin:
-    """What was tried with a draft probability from `low` up to `high`, which the last bin includes. `interval`: Wilson's, 95 %."""
+    """What was tried with a draft probability from `low` up to `high`, which the last bin includes.
+    `interval`: Wilson's, 95 %."""
 
     low: float
     high: float
@@ -103,7 +117,8 @@ class Bin:
 
 @dataclass(frozen=True)
 class Depth:
-    """The tried first children at a depth. Their parents were accepted and had children: below the root that is a selection."""
+    """The tried first children at a depth. Their parents were accepted and had children: below the
+    root that is a selection."""
 
     depth: int
     count: int
@@ -115,10 +130,13 @@ class Depth:
 class Summary:
     """One temperature. A figure is None where nothing was measured for it.
 
-    - `calibration_gap`: |mean draft probability - acceptance| of the bins, averaged by count (the expected calibration error).
-    - `correlation`: Pearson's, of draft probability and acceptance (0 or 1) over all that was tried.
+    - `calibration_gap`: |mean draft probability - acceptance| of the bins, averaged by count (the
+      expected calibration error).
+    - `correlation`: Pearson's, of draft probability and acceptance (0 or 1) over all that was
+      tried.
     - `mean_accepted_tokens` (MAT): tokens over steps, as `bench` has it.
-    - `first_acceptance`: of all tried first children, whatever their depth; see `agreement.py` for a figure without a selection.
+    - `first_acceptance`: of all tried first children, whatever their depth; see `agreement.py` for
+      a figure without a selection.
     """
 
     temperature: float
@@ -136,8 +154,8 @@ class Summary:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked at every temperature. `agreement`: where one of
-    them is 0."""
+    """All that a run has produced so far; `complete` once every question has been asked at every
+    temperature. `agreement`: where one of them is 0."""
 
     tallies: dict[float, Tally]  # by temperature
     agreement: Agreement = field(default_factory=Agreement)
@@ -151,18 +169,27 @@ class Results:
         return [one for tally in self.tallies.values() for one in tally.tried]
 
 
-def measure(llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], results: Results) -> Iterator[None]:
-    """Ask the first turn of each question at the temperature of each of `params`, filling `results`; yields after every answer.
+def measure(
+    llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], results: Results
+) -> Iterator[None]:
+    """Ask the first turn of each question at the temperature of each of `params`, filling
+    `results`; yields after every answer.
 
-    `llm` has the method and the budget. With a seed, question number i is sampled with seed + i. A prompt that can't be answered
-    (`InvalidInput`: beyond the context, say) is left out.
+    `llm` has the method and the budget. With a seed, question number i is sampled with seed + i. A
+    prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
     """
     for number, question in enumerate(questions):
         try:
             for request in params:
-                seeded = request if request.seed is None else replace(request, seed=request.seed + number)
+                seeded = (
+                    request
+                    if request.seed is None
+                    else replace(request, seed=request.seed + number)
+                )
                 messages = [{"role": "user", "content": question.turns[0]}]
-                for _ in llm.chat_stream(messages, seeded, observer=results.tallies[request.temperature]):
+                for _ in llm.chat_stream(
+                    messages, seeded, observer=results.tallies[request.temperature]
+                ):
                     pass
                 if request.greedy:
                     watch(llm, question, seeded, results.agreement)
@@ -213,11 +240,15 @@ def by_depth(found: Sequence[Tried]) -> list[Depth]:
     for one in found:
         if one.first and one.depth <= DEPTHS:
             layers[one.depth - 1].append(one.accepted)
-    return [Depth(depth, len(layer), sum(layer), _share(sum(layer), len(layer))) for depth, layer in enumerate(layers, 1)]
+    return [
+        Depth(depth, len(layer), sum(layer), _share(sum(layer), len(layer)))
+        for depth, layer in enumerate(layers, 1)
+    ]
 
 
 def wilson(accepted: int, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (E. B. Wilson, 1927): right for few trials, too, and for shares near 0 and 1.
+    """The 95 % score interval of a share (E. B. Wilson, 1927): right for few trials, too, and for
+    shares near 0 and 1.
 
     Raises `ValueError` where `count` is not above 0.
     """
@@ -226,13 +257,22 @@ def wilson(accepted: int, count: int) -> tuple[float, float]:
     share, scale = accepted / count, 1 + Z * Z / count
     centre = (share + Z * Z / (2 * count)) / scale
     half = Z * sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
-    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))  # the share is in it, rounding or not
+    # the share is in it, rounding or not
+    return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 
 def _bin(low: float, high: float, group: Sequence[Tried]) -> Bin:
     count, accepted = len(group), sum(one.accepted for one in group)
     probability = _share(sum(one.probability for one in group), count)
-    return Bin(low, high, count, accepted, probability, _share(accepted, count), wilson(accepted, count) if count else None)
+    return Bin(
+        low,
+        high,
+        count,
+        accepted,
+        probability,
+        _share(accepted, count),
+        wilson(accepted, count) if count else None,
+    )
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -14,11 +14,22 @@ from quickbeam.bench.acceptance import Depth, Results, Summary, by_depth, summar
 
 def summaries(results: Results, bins: int) -> list[Summary]:
     """Those of the temperatures where anything was tried, in the order given."""
-    return [summarise(temperature, tally, bins) for temperature, tally in results.tallies.items() if tally.tried]
+    return [
+        summarise(temperature, tally, bins)
+        for temperature, tally in results.tallies.items()
+        if tally.tried
+    ]
 
 
-def record(results: Results, bins: int, environment: Mapping[str, object], model: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """The JSON record. `by_depth` beside `temperatures` is over all of them; `complete`: whether all questions were asked."""
+def record(
+    results: Results,
+    bins: int,
+    environment: Mapping[str, object],
+    model: str,
+    settings: Mapping[str, object],
+) -> dict[str, object]:
+    """The JSON record. `by_depth` beside `temperatures` is over all of them; `complete`: whether
+    all questions were asked."""
     return {
         "environment": dict(environment),
         "model": model,
@@ -38,39 +49,62 @@ def table(summary: Summary) -> Table:
     for column in ("tried", "mean", "accepted", "95 % interval"):
         found.add_column(column, justify="right")
     for one in summary.bins:
-        interval = "-" if one.interval is None else f"{one.interval[0]:.3f} to {one.interval[1]:.3f}"
-        found.add_row(f"{one.low:.2f} to {one.high:.2f}", str(one.count), _figure(one.probability), _figure(one.acceptance), interval)
+        interval = (
+            "-" if one.interval is None else (f"{one.interval[0]:.3f} to {one.interval[1]:.3f}")
+        )
+        found.add_row(
+            f"{one.low:.2f} to {one.high:.2f}",
+            str(one.count),
+            _figure(one.probability),
+            _figure(one.acceptance),
+            interval,
+        )
     return found
 
 
 def lines(summary: Summary) -> list[str]:
     """What goes below the table."""
-    gap, related, mat = _figure(summary.calibration_gap), _figure(summary.correlation), _figure(summary.mean_accepted_tokens, 2)
+    gap, related, mat = (
+        _figure(summary.calibration_gap),
+        _figure(summary.correlation),
+        _figure(summary.mean_accepted_tokens, 2),
+    )
     return [
         f"calibration gap {gap}, correlation {related}, MAT {mat} over {summary.steps} steps",
-        f"first children accepted: {_figure(summary.first_acceptance)}; {depth_line(summary.by_depth)}",
+        f"first children accepted: {_figure(summary.first_acceptance)}; "
+        f"{depth_line(summary.by_depth)}",
     ]
 
 
 def footer(results: Results) -> list[str]:
     """What is over all temperatures, and what to know before trusting the tables."""
-    found = [f"prompts: {results.prompts}; tried: the parent accepted, earlier siblings rejected; mean: their draft probability"]
+    found = [
+        f"prompts: {results.prompts}; tried: the parent accepted, earlier siblings rejected; "
+        "mean: their draft probability"
+    ]
     found += agreement.lines(results.agreement)
     if len(results.tallies) > 1:
         found.append(f"first children at all temperatures: {depth_line(by_depth(results.tried))}")
     if results.skipped:
-        found.append(f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}")
+        found.append(
+            f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}"
+        )
     return found
 
 
 def depth_line(layers: Sequence[Depth]) -> str:
     """Acceptance of first children by depth, and in brackets how many were tried."""
-    parts = (f"{layer.depth}: {layer.acceptance:.3f} ({layer.count})" for layer in layers if layer.acceptance is not None)
+    parts = (
+        f"{layer.depth}: {layer.acceptance:.3f} ({layer.count})"
+        for layer in layers
+        if layer.acceptance is not None
+    )
     return f"by depth {', '.join(parts)}"
 
 
 def plot(results: Results, bins: int, path: Path) -> None:
-    """Acceptance over draft probability, a line for each temperature, the area of a point after its count. Raises OSError."""
+    """Acceptance over draft probability, a line for each temperature, the area of a point after its
+    count. Raises OSError."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -79,9 +113,22 @@ def plot(results: Results, bins: int, path: Path) -> None:
     found = summaries(results, bins)
     most = max(one.count for summary in found for one in summary.bins)
     figure, axis = pyplot.subplots(figsize=(7, 6), layout="constrained")
-    axis.plot([0, 1], [0, 1], color="black", linewidth=0.8, linestyle="--", label="acceptance = draft probability")
+    axis.plot(
+        [0, 1],
+        [0, 1],
+        color="black",
+        linewidth=0.8,
+        linestyle="--",
+        label="acceptance = draft probability",
+    )
     for i, summary in enumerate(found):
-        x, y, below, above, areas = list[float](), list[float](), list[float](), list[float](), list[float]()
+        x, y, below, above, areas = (
+            list[float](),
+            list[float](),
+            list[float](),
+            list[float](),
+            list[float](),
+        )
         for one in summary.bins:
             if one.probability is None or one.acceptance is None or one.interval is None:
                 continue
@@ -91,9 +138,17 @@ def plot(results: Results, bins: int, path: Path) -> None:
             above.append(one.interval[1] - one.acceptance)
             areas.append(12 + 240 * one.count / most)
         colour, label = f"C{i}", f"temperature {summary.temperature:g} ({summary.tried} tried)"
-        axis.errorbar(x, y, yerr=[below, above], color=colour, linewidth=1.2, capsize=3, label=label)
+        axis.errorbar(
+            x, y, yerr=[below, above], color=colour, linewidth=1.2, capsize=3, label=label
+        )
         axis.scatter(x, y, areas, color=colour, alpha=0.5, linewidths=0)
-    axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="draft probability", ylabel="accepted", aspect="equal")
+    axis.set(
+        xlim=(-0.02, 1.02),
+        ylim=(-0.02, 1.02),
+        xlabel="draft probability",
+        ylabel="accepted",
+        aspect="equal",
+    )
     axis.legend(loc="upper left")
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -1,7 +1,8 @@
 """How often a drafter's likeliest token is the model's, at every token of an answer.
 
-A tree's first nodes don't show that: a step begins where the last one's draft was refused, or ended, so the root stands before hard tokens
-more often than not, and the easy ones are drafted deeper down.
+A tree's first nodes don't show that: a step begins where the last one's draft was refused, or
+ended, so the root stands before hard tokens more often than not, and the easy ones are drafted
+deeper down.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class Agreement:
-    """Plain greedy answers: their tokens, but for the first one of each, and those of them that the drafter held likeliest; by category."""
+    """Plain greedy answers: their tokens, but for the first one of each, and those of them that the
+    drafter held likeliest; by category."""
 
     tokens: dict[str, int] = field(default_factory=dict)
     agreed: dict[str, int] = field(default_factory=dict)
@@ -42,14 +44,19 @@ class Agreement:
 
     @property
     def by_category(self) -> dict[str, float]:
-        return {category: self.agreed[category] / count for category, count in self.tokens.items() if count}
+        return {
+            category: self.agreed[category] / count
+            for category, count in self.tokens.items()
+            if count
+        }
 
     def to_json(self) -> dict[str, object]:
         return {"share": self.share, "tokens": self.tokens, "agreed": self.agreed}
 
 
 class _Watched(DraftedPolicy):
-    """Plain decoding, the drafter being asked at every token: `guess` is what it holds likeliest."""
+    """Plain decoding, the drafter being asked at every token: `guess` is what it holds
+    likeliest."""
 
     guess = -1
 
@@ -62,7 +69,8 @@ class _Watched(DraftedPolicy):
 
 
 def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement) -> None:
-    """Answer the first turn plainly, adding to `found`. `params` must be greedy. Raises what an answer raises."""
+    """Answer the first turn plainly, adding to `found`. `params` must be greedy. Raises what an
+    answer raises."""
     drafter = llm.prepare(llm.method)
     if drafter is None or not params.greedy:
         raise ValueError("agreement needs a drafter and greedy answers")
@@ -74,7 +82,10 @@ def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement
         found.tokens[category] = found.tokens.get(category, 0) + 1
         found.agreed[category] = found.agreed.get(category, 0) + (policy.guess == record.token)
 
-    output, sampler = Output(llm.tokenizer, params, llm.eos_ids), Sampler(params, ids, llm.model.vocab_size)
+    output, sampler = (
+        Output(llm.tokenizer, params, llm.eos_ids),
+        Sampler(params, ids, llm.model.vocab_size),
+    )
     sequence = llm.engine.add(Request(ids, params, policy, output, sampler, observer=told))
     while not sequence.over:
         llm.engine.step()
@@ -88,4 +99,7 @@ def lines(found: Agreement) -> Sequence[str]:
     if found.share is None:
         return []
     places = ", ".join(f"{category} {share:.3f}" for category, share in found.by_category.items())
-    return [f"at every token of plain greedy answers the drafter's likeliest is the model's: {found.share:.3f} of {found.count}; {places}"]
+    return [
+        "at every token of plain greedy answers the drafter's likeliest is the model's: "
+        f"{found.share:.3f} of {found.count}; {places}"
+    ]

@@ -21,9 +21,10 @@ Message = dict[str, str]
 class Answer:
     """One method's answer to one prompt.
 
-    `token_ids`: the whole answer, up to and including the id that ended it. `decoded`: how many of them the `steps` target passes after
-    the one over the prompt emitted. `seconds`: what those steps took, prefill apart; `draft_seconds` and
-    `verify_seconds` are parts of it, and `drafter_seconds` is what `drafter_calls` calls of a drafter took of the first; None where a
+    `token_ids`: the whole answer, up to and including the id that ended it. `decoded`: how many of
+    them the `steps` target passes after the one over the prompt emitted. `seconds`: what those
+    steps took, prefill apart; `draft_seconds` and `verify_seconds` are parts of it, and
+    `drafter_seconds` is what `drafter_calls` calls of a drafter took of the first; None where a
     method doesn't tell them apart.
     """
 
@@ -39,11 +40,13 @@ class Answer:
     head: HeadUse | None = None  # what became of the drafter's vocabulary
     prefill_seconds: float | None = None
     nodes: int | None = None  # of all trees that were verified, roots included
-    accepted: Mapping[str, int] | None = None  # drafted tokens that were accepted, by the source that proposed them
+    # drafted tokens that were accepted, by the source that proposed them
+    accepted: Mapping[str, int] | None = None
 
 
 class Runner(ABC):
-    """A loaded method: a model, a way to decode with it, and the model's own word where two methods differ."""
+    """A loaded method: a model, a way to decode with it, and the model's own word where two methods
+    differ."""
 
     device: str
 
@@ -53,10 +56,12 @@ class Runner(ABC):
 
     @abstractmethod
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
-        """Continue the ids. Raises `InvalidInput` where they can't be continued, KeyboardInterrupt when interrupted."""
+        """Continue the ids. Raises `InvalidInput` where they can't be continued, KeyboardInterrupt
+        when interrupted."""
 
     def comparable(self, params: SamplingParams) -> bool:
-        """Whether the model, the ids and `params` alone decide the tokens, so that other methods ought to give the same ones."""
+        """Whether the model, the ids and `params` alone decide the tokens, so that other methods
+        ought to give the same ones."""
         return params.greedy
 
     @abstractmethod

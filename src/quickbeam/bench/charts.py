@@ -16,8 +16,9 @@ Points = Sequence[tuple[float, float]]
 
 
 def chart(saved: Saved, name: str, alt: str | None = None) -> Drawing | None:
-    """A chart of `CHARTS`; None where the record lacks the figures for it. `alt`: instead of its own description. Raises `InvalidInput` for
-    an unknown name, and for a record that is not whole."""
+    """A chart of `CHARTS`; None where the record lacks the figures for it. `alt`: instead of its
+    own description. Raises `InvalidInput` for an unknown name, and for a record that is not
+    whole."""
     if name not in CHARTS:
         raise InvalidInput(f"unknown chart {name!r}; known: {', '.join(CHARTS)}")
     with told(saved), style() as pyplot:
@@ -39,14 +40,26 @@ def _speed(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     figure, axis = pyplot.subplots(figsize=size, layout="constrained")
     for i, (name, one) in enumerate(methods.items()):
         found = [one["by_category"][category]["speedup"] for category in groups] + [one["speedup"]]
-        errors = [speedup_error(held, name, reference) or 0.0 for held in [*groups.values(), trials]]
+        errors = [
+            speedup_error(held, name, reference) or 0.0 for held in [*groups.values(), trials]
+        ]
         points = [
             (value, place + (i - (len(methods) - 1) / 2) * step, error)
             for place, (value, error) in enumerate(zip(found, errors, strict=True))
             if value is not None
         ]
         x, y, sides = zip(*points, strict=True) if points else ((), (), ())
-        axis.errorbar(x, y, xerr=sides, linestyle="none", label=name, capsize=2, markersize=5, elinewidth=0.9, **_look(i))
+        axis.errorbar(
+            x,
+            y,
+            xerr=sides,
+            linestyle="none",
+            label=name,
+            capsize=2,
+            markersize=5,
+            elinewidth=0.9,
+            **_look(i),
+        )
     axis.axvline(1, color=INK, linewidth=0.9)
     axis.set_yticks(range(len(groups) + 1), [*groups, "all"])
     axis.invert_yaxis()
@@ -55,13 +68,21 @@ def _speed(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     axis.set_xlabel(f"speed-up over {reference}")
     axis.grid(axis="y", visible=False)
     _legend(figure, axis)
-    overall = ", ".join(f"{name} {one['speedup']:.2f}" for name, one in methods.items() if one["speedup"])
-    return figure, f"Points of speed-up over {reference} by category, with standard errors; over all prompts: {overall}."
+    overall = ", ".join(
+        f"{name} {one['speedup']:.2f}" for name, one in methods.items() if one["speedup"]
+    )
+    return figure, (
+        f"Points of speed-up over {reference} by category, with standard errors; over "
+        f"all prompts: {overall}."
+    )
 
 
 def _look(number: int) -> dict[str, str]:
     """Of a series: apart from others in colour and marker."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)]}
+    return {
+        "color": COLOURS[number % len(COLOURS)],
+        "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],
+    }
 
 
 def _budget(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -72,20 +93,40 @@ def _trees(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     heats = content["temperatures"]
     if not heats:
         return None
-    figure, axes = pyplot.subplots(1, len(heats), figsize=(max(6.0, 4.2 * len(heats)), 4), sharey=True, squeeze=False, layout="constrained")
+    figure, axes = pyplot.subplots(
+        1,
+        len(heats),
+        figsize=(max(6.0, 4.2 * len(heats)), 4),
+        sharey=True,
+        squeeze=False,
+        layout="constrained",
+    )
     for axis, heat in zip(axes[0], heats, strict=True):
         for name in dict.fromkeys(one["tree"] for one in heat["trees"]):
             rows = [one for one in heat["trees"] if one["tree"] == name]
             errors = [one["difference"]["error"] or 0.0 for one in rows]
-            axis.errorbar([one["budget"] for one in rows], [one["tokens"] for one in rows], yerr=errors, capsize=2, label=name)
+            axis.errorbar(
+                [one["budget"] for one in rows],
+                [one["tokens"] for one in rows],
+                yerr=errors,
+                capsize=2,
+                label=name,
+            )
         sizes = sorted({one["budget"] for one in heat["trees"]})
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.set(title=f"temperature {heat['temperature']:g}", xlabel="nodes of a tree")
     axes[0][0].set_ylabel("MAT: tokens a step")
     _legend(figure, axes[0][0])
-    best = ", ".join(f"{one['tree']} {one['tokens']:.2f}" for one in heats[0]["trees"] if one["budget"] == heats[0]["trees"][-1]["budget"])
-    return figure, f"Lines of mean accepted tokens by tree and number of nodes; with the most nodes at the first temperature: {best}."
+    best = ", ".join(
+        f"{one['tree']} {one['tokens']:.2f}"
+        for one in heats[0]["trees"]
+        if one["budget"] == heats[0]["trees"][-1]["budget"]
+    )
+    return figure, (
+        "Lines of mean accepted tokens by tree and number of nodes; with the most "
+        f"nodes at the first temperature: {best}."
+    )
 
 
 def _nodes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -93,8 +134,20 @@ def _nodes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, one in content["methods"].items():
         if one.get("nodes") and one["mean_accepted_tokens"]:
-            lines.setdefault(name.split("+")[0].split(":")[0], []).append((one["nodes"], one["mean_accepted_tokens"]))
-    return _lines(pyplot, lines, "nodes a step", "MAT: tokens a step", "mean accepted tokens by the nodes of a step") if lines else None
+            lines.setdefault(name.split("+")[0].split(":")[0], []).append(
+                (one["nodes"], one["mean_accepted_tokens"])
+            )
+    return (
+        _lines(
+            pyplot,
+            lines,
+            "nodes a step",
+            "MAT: tokens a step",
+            "mean accepted tokens by the nodes of a step",
+        )
+        if lines
+        else None
+    )
 
 
 def _stacked(pyplot: Any, rows: Mapping[str, Mapping[str, float]], label: str) -> Any:
@@ -104,7 +157,11 @@ def _stacked(pyplot: Any, rows: Mapping[str, Mapping[str, float]], label: str) -
     left = dict.fromkeys(rows, 0.0)
     for i, part in enumerate(parts):
         sizes = [row.get(part, 0.0) for row in rows.values()]
-        look = {"color": COLOURS[i % len(COLOURS)], "hatch": HATCHES[i % len(HATCHES)], "label": part}
+        look = {
+            "color": COLOURS[i % len(COLOURS)],
+            "hatch": HATCHES[i % len(HATCHES)],
+            "label": part,
+        }
         axis.barh(list(rows), sizes, left=list(left.values()), height=0.7, **look)
         left = {name: left[name] + size for name, size in zip(rows, sizes, strict=True)}
     axis.invert_yaxis()
@@ -120,7 +177,9 @@ def _sources(pyplot: Any, content: Content) -> tuple[Any, str] | None:
         return None
     parts = ", ".join(dict.fromkeys(part for row in rows.values() for part in row))
     words = ", ".join(f"{name} {sum(row.values()):.2f}" for name, row in rows.items())
-    return _stacked(pyplot, rows, "tokens a step"), f"Bars of tokens a step by who proposed them ({parts}); in all {words}."
+    return _stacked(pyplot, rows, "tokens a step"), (
+        f"Bars of tokens a step by who proposed them ({parts}); in all {words}."
+    )
 
 
 def _phases(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -128,27 +187,59 @@ def _phases(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     if not rows:
         return None
     words = ", ".join(f"{name} {sum(row.values()):.2f}" for name, row in rows.items())
-    return _stacked(pyplot, rows, "milliseconds a token"), f"Bars of milliseconds a token by phase; in all {words}."
+    return _stacked(pyplot, rows, "milliseconds a token"), (
+        f"Bars of milliseconds a token by phase; in all {words}."
+    )
 
 
 def _calibration(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     if not content["temperatures"]:
         return None
     figure, axis = pyplot.subplots(figsize=(5.6, 5), layout="constrained")
-    axis.plot([0, 1], [0, 1], color=INK, linewidth=0.9, linestyle="--", marker="", label="acceptance = draft probability")
+    axis.plot(
+        [0, 1],
+        [0, 1],
+        color=INK,
+        linewidth=0.9,
+        linestyle="--",
+        marker="",
+        label="acceptance = draft probability",
+    )
     for i, heat in enumerate(content["temperatures"]):
         bins = [one for one in heat["bins"] if one["count"]]
         y = [one["acceptance"] for one in bins]
-        sides = [[abs(one["interval"][side] - one["acceptance"]) for one in bins] for side in (0, 1)]
+        sides = [
+            [abs(one["interval"][side] - one["acceptance"]) for one in bins] for side in (0, 1)
+        ]
         x, label = [one["probability"] for one in bins], f"temperature {heat['temperature']:g}"
         axis.errorbar(x, y, yerr=sides, label=label, capsize=2, **_look(i))
-    axis.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02), xlabel="draft probability", ylabel="accepted", aspect="equal")
+    axis.set(
+        xlim=(-0.02, 1.02),
+        ylim=(-0.02, 1.02),
+        xlabel="draft probability",
+        ylabel="accepted",
+        aspect="equal",
+    )
     _legend(figure, axis)
-    gaps = ", ".join(f"{heat['temperature']:g}: {heat['calibration_gap']:.3f}" for heat in content["temperatures"])
-    return figure, f"Acceptance by draft probability with 95 % intervals; the calibration gap at temperature {gaps}."
+    gaps = ", ".join(
+        f"{heat['temperature']:g}: {heat['calibration_gap']:.3f}"
+        for heat in content["temperatures"]
+    )
+    return figure, (
+        "Acceptance by draft probability with 95 % intervals; the calibration gap at "
+        f"temperature {gaps}."
+    )
 
 
-def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, log: bool = False, zero: bool = True) -> tuple[Any, str]:
+def _lines(
+    pyplot: Any,
+    lines: Mapping[str, Points],
+    x: str,
+    y: str,
+    what: str,
+    log: bool = False,
+    zero: bool = True,
+) -> tuple[Any, str]:
     """`log`: places by powers of 2; `zero`: heights from 0 on."""
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in lines.items():
@@ -162,7 +253,9 @@ def _lines(pyplot: Any, lines: Mapping[str, Points], x: str, y: str, what: str, 
     if zero:
         axis.set_ylim(0, 1.08 * max(height for points in lines.values() for _, height in points))
     _legend(figure, axis)
-    words = "; ".join(f"{name} {min(points)[1]:.3g} to {max(points)[1]:.3g}" for name, points in lines.items())
+    words = "; ".join(
+        f"{name} {min(points)[1]:.3g} to {max(points)[1]:.3g}" for name, points in lines.items()
+    )
     return figure, f"Lines of {what}, from the first place to the last: {words}."
 
 
@@ -179,7 +272,18 @@ def _load(pyplot: Any, content: Content) -> tuple[Any, str] | None:
     for load, by_name in content["concurrency"].items():
         for name, one in by_name.items():
             lines.setdefault(name, []).append((float(load), one["tokens_per_second"]))
-    return _lines(pyplot, lines, "requests at a time", "tokens/s", "tokens a second by requests at a time", log=True) if lines else None
+    return (
+        _lines(
+            pyplot,
+            lines,
+            "requests at a time",
+            "tokens/s",
+            "tokens a second by requests at a time",
+            log=True,
+        )
+        if lines
+        else None
+    )
 
 
 def _passes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -188,7 +292,18 @@ def _passes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
         for way, found in content["contexts"].items()
         for context, by_width in found.items()
     }
-    return _lines(pyplot, lines, "tokens a pass", "milliseconds", "milliseconds of a pass by its tokens", log=True) if lines else None
+    return (
+        _lines(
+            pyplot,
+            lines,
+            "tokens a pass",
+            "milliseconds",
+            "milliseconds of a pass by its tokens",
+            log=True,
+        )
+        if lines
+        else None
+    )
 
 
 def _vocabulary(pyplot: Any, content: Content) -> tuple[Any, str] | None:
@@ -197,7 +312,11 @@ def _vocabulary(pyplot: Any, content: Content) -> tuple[Any, str] | None:
         if one["vocab"] != "full":
             lines.setdefault(one["vocab"], []).append((100 * one["share"], 100 * one["kept"]))
     what = "the share of MAT that is kept by the share of the vocabulary"
-    return _lines(pyplot, lines, "tokens scored, % of the vocabulary", "MAT kept, %", what, zero=False) if lines else None
+    return (
+        _lines(pyplot, lines, "tokens scored, % of the vocabulary", "MAT kept, %", what, zero=False)
+        if lines
+        else None
+    )
 
 
 Make = Callable[[Any, Content], tuple[Any, str] | None]

@@ -35,7 +35,8 @@ class Place(NamedTuple):
 
 
 def places(path: Path, text: str, plan: Plan) -> list[Place]:
-    """Raises `InvalidInput` naming the line of a marker that the plan doesn't know, or that has no partner."""
+    """Raises `InvalidInput` naming the line of a marker that the plan doesn't know, or that has no
+    partner."""
     found, opened, fence = list[Place](), None, ""
     known = [entry.name for entry in plan.entries]
     for number, line in enumerate(text.split("\n")):
@@ -48,9 +49,14 @@ def places(path: Path, text: str, plan: Plan) -> list[Place]:
                 fence = ""
         elif marker := OPEN.fullmatch(word):
             if opened is not None:
-                raise InvalidInput(f"{where}: a marker within that of {opened[0]!r}, which has no {CLOSE} yet")
+                raise InvalidInput(
+                    f"{where}: a marker within that of {opened[0]!r}, which has no {CLOSE} yet"
+                )
             if marker[1] not in known:
-                raise InvalidInput(f"{where}: the plan {plan.path} has no entry {marker[1]!r}; known: {', '.join(known)}")
+                raise InvalidInput(
+                    f"{where}: the plan {plan.path} has no entry {marker[1]!r}; "
+                    f"known: {', '.join(known)}"
+                )
             opened = (marker[1], number + 1)
         elif word == CLOSE:
             if opened is None:
@@ -58,7 +64,9 @@ def places(path: Path, text: str, plan: Plan) -> list[Place]:
             found.append(Place(*opened, number))
             opened = None
     if opened is not None:
-        raise InvalidInput(f"{path}:{opened[1]}: the marker of {opened[0]!r} has no {CLOSE} after it")
+        raise InvalidInput(
+            f"{path}:{opened[1]}: the marker of {opened[0]!r} has no {CLOSE} after it"
+        )
     return found
 
 
@@ -69,8 +77,13 @@ def check(plan: Plan) -> None:
 
 
 def render(plan: Plan, out: Path) -> list[Path]:
-    """Write the documents' tables and plots from the records in `out`. Gives the files that changed."""
-    changed = [(path, text) for path, text in rendered(plan, out).items() if not path.exists() or _text(path) != text]
+    """Write the documents' tables and plots from the records in `out`. Gives the files that
+    changed."""
+    changed = [
+        (path, text)
+        for path, text in rendered(plan, out).items()
+        if not path.exists() or _text(path) != text
+    ]
     for path, text in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
@@ -88,7 +101,9 @@ def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
             entry = entries[place.name]
             try:
                 before = "\n".join(lines[place.begin : place.end])
-                lines[place.begin : place.end] = (_section(plan, entry, out, path.parent, drawn) or _unmeasured(entry, before)).split("\n")
+                lines[place.begin : place.end] = (
+                    _section(plan, entry, out, path.parent, drawn) or _unmeasured(entry, before)
+                ).split("\n")
             except InvalidInput as error:
                 raise InvalidInput(f"{plan.path}: entry {entry.name}: {error}") from error
         found[path] = "\n".join(lines)
@@ -96,7 +111,8 @@ def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
 
 
 def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
-    """A line for each of the entries whose figures are missing or old, and for each document that holds others than the records."""
+    """A line for each of the entries whose figures are missing or old, and for each document that
+    holds others than the records."""
     shown = {place.name for path in plan.documents() for place in places(path, _text(path), plan)}
     for entry in entries:
         saved = load(entry, out)
@@ -110,21 +126,29 @@ def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def load(entry: Entry, out: Path) -> Saved | None:
-    """The record of an entry; None where there is none. Raises `InvalidInput` for a file that is not one."""
+    """The record of an entry; None where there is none. Raises `InvalidInput` for a file that is
+    not one."""
     path = out / f"{entry.name}.json"
     if not path.exists():
         return None
     saved = read(path)
     run = saved.content.get(KEY)
-    if not isinstance(run, dict) or not {"date", "commit", "dirty", "command", "digest"} <= run.keys():
+    if (
+        not isinstance(run, dict)
+        or not {"date", "commit", "dirty", "command", "digest"} <= run.keys()
+    ):
         raise InvalidInput(
-            f"{path}: was not measured by a plan, so date and code are unknown; run `quickbeam bench plan --only {entry.name}`"
+            f"{path}: was not measured by a plan, so date and code are unknown; run `quickbeam "
+            f"bench plan --only {entry.name}`"
         )
     return saved
 
 
-def _section(plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path, str]) -> str | None:
-    """What goes between the markers of a document in `folder`; None without a record. Plots go to `drawn`, by file."""
+def _section(
+    plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path, str]
+) -> str | None:
+    """What goes between the markers of a document in `folder`; None without a record. Plots go to
+    `drawn`, by file."""
     saved = load(entry, out)
     if saved is None:
         return None
@@ -147,7 +171,10 @@ def _unmeasured(entry: Entry, before: str) -> str:
     empty = f"*{entry.title}: not measured yet ({_again(entry)}).*"
     if before.strip() in ("", empty):
         return empty
-    word = f"> **No record of this table is kept, so it may be older than the code.** {_again(entry)} measures it."
+    word = (
+        "> **No record of this table is kept, so it may be older than the code.** "
+        f"{_again(entry)} measures it."
+    )
     return before if before.startswith(word) else f"{word}\n\n{before}"
 
 

@@ -19,7 +19,9 @@ def vocabulary(content: Content) -> list[Grid]:
             "share": figure(one["share"], ".1%"),
             "MAT": figure(one["mat"]),
             "MAT kept": _kept(one),
-            "less the first": NONE if one.get("gap") is None else _signed(one["gap"], one["gap_error"]),
+            "less the first": NONE
+            if one.get("gap") is None
+            else _signed(one["gap"], one["gap_error"]),
             "recall": figure(one["recall"], ".3f"),
             "rare recall": figure(one.get("rare_recall"), ".3f"),
             "head ms": figure(one["head_ms"]),
@@ -29,7 +31,8 @@ def vocabulary(content: Content) -> list[Grid]:
         for one in points_of(content["points"] if "points" in content else content["overall"])
     ]
     parts = [
-        {"category": category} | {_sized(one): _kept(one) for one in points_of(found)} for category, found in content["by_category"].items()
+        {"category": category} | {_sized(one): _kept(one) for one in points_of(found)}
+        for category, found in content["by_category"].items()
     ]
     size = f"vocabulary of {content['vocab_size']:,} tokens"
     return [
@@ -50,17 +53,29 @@ def recall(content: Content) -> list[Grid]:
         }
         for one in content["ways"]
     ]
-    return [grid("ways", f"wanted tokens that would be scored, on {content['text']:,} tokens of the model's own text", rows)]
+    return [
+        grid(
+            "ways",
+            f"wanted tokens that would be scored, on {content['text']:,} tokens of "
+            "the model's own text",
+            rows,
+        )
+    ]
 
 
 def points_of(found: Sequence[Content]) -> list[Content]:
     """Vocabularies of a record, with today's names of what earlier records call otherwise."""
-    return [one if "kept" in one else {**one, "kept": one["mat_kept"], "scored": one["tokens"]} for one in found]
+    return [
+        one if "kept" in one else {**one, "kept": one["mat_kept"], "scored": one["tokens"]}
+        for one in found
+    ]
 
 
 def _kept(one: Content) -> str:
     error = one.get("kept_error")
-    return figure(one["kept"], ".1%") + ("" if error is None or one["vocab"] == "full" else f" ± {100 * error:.1f}")
+    return figure(one["kept"], ".1%") + (
+        "" if error is None or one["vocab"] == "full" else f" ± {100 * error:.1f}"
+    )
 
 
 def _signed(value: float, error: float | None) -> str:
@@ -76,12 +91,27 @@ def trees(content: Content) -> list[Grid]:
     for heat in content["temperatures"]:
         first = heat["trees"][0]["tree"]
         for one in heat["trees"]:
-            row = rows.setdefault((heat["temperature"], one["tree"]), {"temperature": f"{heat['temperature']:g}", "tree": one["tree"]})
+            row = rows.setdefault(
+                (heat["temperature"], one["tree"]),
+                {"temperature": f"{heat['temperature']:g}", "tree": one["tree"]},
+            )
             gap, error = one["difference"]["mean"], one["difference"]["error"]
-            beside = "" if one["tree"] == first else f" ({gap:+.3f})" if error is None else f" ({gap:+.3f} ± {error:.3f})"
+            beside = (
+                ""
+                if one["tree"] == first
+                else f" ({gap:+.3f})"
+                if error is None
+                else f" ({gap:+.3f} ± {error:.3f})"
+            )
             row[f"{one['budget']} nodes"] = f"{one['tokens']:.3f}{beside}"
-    places = ", ".join(f"{heat['places']} places at temperature {heat['temperature']:g}" for heat in content["temperatures"])
-    title = f"tokens a step; in brackets less those of the first tree, with the standard error by answers; {places}"
+    places = ", ".join(
+        f"{heat['places']} places at temperature {heat['temperature']:g}"
+        for heat in content["temperatures"]
+    )
+    title = (
+        "tokens a step; in brackets less those of the first tree, with the standard error by "
+        f"answers; {places}"
+    )
     return [grid("trees", title, list(rows.values()), 2)]
 
 
@@ -105,18 +135,28 @@ def acceptance(content: Content) -> list[Grid]:
             "tried": str(one["count"]),
             "mean": figure(one["probability"], ".3f"),
             "accepted": figure(one["acceptance"], ".3f"),
-            "95 % interval": NONE if one["interval"] is None else f"{one['interval'][0]:.3f} to {one['interval'][1]:.3f}",
+            "95 % interval": NONE
+            if one["interval"] is None
+            else f"{one['interval'][0]:.3f} to {one['interval'][1]:.3f}",
         }
         for heat in content["temperatures"]
         for one in heat["bins"]
     ]
     depths = [
-        {"depth": str(one["depth"]), "tried": str(one["count"]), "accepted": figure(one["acceptance"], ".3f")}
+        {
+            "depth": str(one["depth"]),
+            "tried": str(one["count"]),
+            "accepted": figure(one["acceptance"], ".3f"),
+        }
         for one in content["by_depth"]
     ]
     agreement = content["agreement"]
     shares = [
-        {"category": category, "tokens": str(count), "the drafter's likeliest": figure(agreement["agreed"][category] / count, ".3f")}
+        {
+            "category": category,
+            "tokens": str(count),
+            "the drafter's likeliest": figure(agreement["agreed"][category] / count, ".3f"),
+        }
         for category, count in agreement["tokens"].items()
         if count
     ]
@@ -133,7 +173,14 @@ def acceptance(content: Content) -> list[Grid]:
         grid("bins", "acceptance by draft probability", bins, 2),
         grid("depths", "first children, by depth", depths),
         *(
-            [grid("agreement", "how often the drafter's likeliest token is the model's, at every token of plain greedy answers", shares)]
+            [
+                grid(
+                    "agreement",
+                    "how often the drafter's likeliest token is the model's, at every "
+                    "token of plain greedy answers",
+                    shares,
+                )
+            ]
             if shares
             else []
         ),

@@ -16,7 +16,8 @@ from quickbeam.target.native.library import describe
 
 
 def environment(device: str, dtype: str) -> dict[str, object]:
-    """Versions, machine and settings that speed depends on. `commit` is there only when the package runs from its own checkout."""
+    """Versions, machine and settings that speed depends on. `commit` is there only when the package
+    runs from its own checkout."""
     record: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -25,7 +26,9 @@ def environment(device: str, dtype: str) -> dict[str, object]:
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "device": f"{device} ({torch.cuda.get_device_name(device)})" if device.startswith("cuda") else device,
+        "device": f"{device} ({torch.cuda.get_device_name(device)})"
+        if device.startswith("cuda")
+        else device,
         "dtype": dtype,
         "kernels": describe(device, dtype),
     }
@@ -39,7 +42,14 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=5, check=True)
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"],
+            cwd=root,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

@@ -12,7 +12,8 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class Grid(NamedTuple):
-    """`name`: among the grids of a kind. `labels`: how many of the first columns say what a row is of; the others are figures."""
+    """`name`: among the grids of a kind. `labels`: how many of the first columns say what a row is
+    of; the others are figures."""
 
     name: str
     title: str
@@ -21,17 +22,27 @@ class Grid(NamedTuple):
     labels: int = 1
 
     def only(self, columns: Sequence[str]) -> Grid:
-        """These columns, in this order; the labels always come first. Raises `InvalidInput` for one that is not there."""
+        """These columns, in this order; the labels always come first. Raises `InvalidInput` for one
+        that is not there."""
         figures = self.columns[self.labels :]
         if unknown := [column for column in columns if column not in figures]:
-            raise InvalidInput(f"unknown column {unknown[0]!r} of the table {self.name!r}; known: {', '.join(figures)}")
+            raise InvalidInput(
+                f"unknown column {unknown[0]!r} of the table {self.name!r}; known: "
+                f"{', '.join(figures)}"
+            )
         places = [*range(self.labels), *(self.columns.index(column) for column in columns)]
-        return self._replace(columns=_pick(self.columns, places), rows=tuple(_pick(row, places) for row in self.rows))
+        return self._replace(
+            columns=_pick(self.columns, places), rows=tuple(_pick(row, places) for row in self.rows)
+        )
 
     def filled(self) -> Grid:
         """Without the columns that have no figure at all."""
         figures = self.columns[self.labels :]
-        empty = {column for i, column in enumerate(figures, self.labels) if all(row[i] in (NONE, "") for row in self.rows)}
+        empty = {
+            column
+            for i, column in enumerate(figures, self.labels)
+            if all(row[i] in (NONE, "") for row in self.rows)
+        }
         return self.only([column for column in figures if column not in empty])
 
     def markdown(self) -> str:
@@ -42,9 +53,16 @@ class Grid(NamedTuple):
 
 
 def grid(name: str, title: str, rows: Sequence[Mapping[str, str]], labels: int = 1) -> Grid:
-    """From rows by column. Columns are those of any row, in order of appearance; what a row lacks was not measured."""
+    """From rows by column. Columns are those of any row, in order of appearance; what a row lacks
+    was not measured."""
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
-    return Grid(name, title, columns, tuple(tuple(row.get(column, NONE) for column in columns) for row in rows), labels)
+    return Grid(
+        name,
+        title,
+        columns,
+        tuple(tuple(row.get(column, NONE) for column in columns) for row in rows),
+        labels,
+    )
 
 
 def figure(value: float | None, form: str = ".2f", unit: str = "") -> str:

@@ -16,24 +16,32 @@ MODEL = "the model itself"  # who proposed a token that no drafted one stood for
 
 
 def grids(saved: Saved) -> list[Grid]:
-    """All tables of a record, the main one first. Raises `InvalidInput` for a record that is not whole."""
+    """All tables of a record, the main one first. Raises `InvalidInput` for a record that is not
+    whole."""
     with told(saved):
         return TABLES[saved.kind](saved.content)
 
 
 def pick(saved: Saved, name: str | None, columns: Sequence[str] | None) -> Grid:
-    """One table of a record. Without `name` the first; without `columns` all that have figures. Raises `InvalidInput` for unknown ones."""
+    """One table of a record. Without `name` the first; without `columns` all that have figures.
+    Raises `InvalidInput` for unknown ones."""
     found = grids(saved)
     chosen = found[0] if name is None else next((one for one in found if one.name == name), None)
     if chosen is None:
-        raise InvalidInput(f"bench {saved.kind} has no table {name!r}; known: {', '.join(one.name for one in found)}")
+        raise InvalidInput(
+            f"bench {saved.kind} has no table {name!r}; known: "
+            f"{', '.join(one.name for one in found)}"
+        )
     return chosen.filled() if columns is None else chosen.only(columns)
 
 
 def speedup_error(trials: Sequence[Content], method: str, reference: str) -> float | None:
-    """Standard error of a speed-up over prompts, by leaving out one at a time (the jackknife: Tukey, 1958); None for fewer than two."""
+    """Standard error of a speed-up over prompts, by leaving out one at a time (the jackknife:
+    Tukey, 1958); None for fewer than two."""
     pairs = [(trial["answers"][reference], trial["answers"][method]) for trial in trials]
-    without = [_speedup([pair for i, pair in enumerate(pairs) if i != left]) for left in range(len(pairs))]
+    without = [
+        _speedup([pair for i, pair in enumerate(pairs) if i != left]) for left in range(len(pairs))
+    ]
     known = [one for one in without if one is not None]
     if method == reference or len(pairs) < 2 or len(known) < len(pairs):
         return None
@@ -43,7 +51,10 @@ def speedup_error(trials: Sequence[Content], method: str, reference: str) -> flo
 
 def _speedup(pairs: Sequence[tuple[Content, Content]]) -> float | None:
     """Seconds a token of the reference over those of the method, as `summary.py` has it."""
-    sums = [[sum(answer[key] for answer in side) for key in ("seconds", "decoded")] for side in zip(*pairs, strict=True)]
+    sums = [
+        [sum(answer[key] for answer in side) for key in ("seconds", "decoded")]
+        for side in zip(*pairs, strict=True)
+    ]
     if len(sums) < 2 or any(number == 0 for side in sums for number in side):
         return None
     (seconds, tokens), (own_seconds, own_tokens) = sums
@@ -53,21 +64,38 @@ def _speedup(pairs: Sequence[tuple[Content, Content]]) -> float | None:
 def _methods(content: Content) -> list[Grid]:
     reference, trials = content["reference"], content["trials"]
     categories = list(dict.fromkeys(trial["category"] for trial in trials))
-    rows = [_method({"method": name}, one, trials, name, reference) for name, one in content["methods"].items()]
+    rows = [
+        _method({"method": name}, one, trials, name, reference)
+        for name, one in content["methods"].items()
+    ]
     parts = [
-        _answers({"category": category, "method": name}, one["by_category"][category], held, name, reference)
+        _answers(
+            {"category": category, "method": name},
+            one["by_category"][category],
+            held,
+            name,
+            reference,
+        )
         for category in categories
         for held in [[trial for trial in trials if trial["category"] == category]]
         for name, one in content["methods"].items()
     ]
     over = f"speed-up over {reference}, with its standard error over prompts"
     phases = [
-        {"method": name, **{phase: figure(ms) for phase, ms in (phases_of(one) or {}).items()}, "ms a token": figure(pace)}
+        {
+            "method": name,
+            **{phase: figure(ms) for phase, ms in (phases_of(one) or {}).items()},
+            "ms a token": figure(pace),
+        }
         for name, one in content["methods"].items()
         for pace in [1000 / one["tokens_per_second"] if one["tokens_per_second"] else None]
     ]
     sources = [
-        {"method": name, **{source: figure(count) for source, count in found.items()}, "MAT": figure(one["mean_accepted_tokens"])}
+        {
+            "method": name,
+            **{source: figure(count) for source, count in found.items()},
+            "MAT": figure(one["mean_accepted_tokens"]),
+        }
         for name, one in content["methods"].items()
         if (found := sources_of(one))
     ]
@@ -75,7 +103,11 @@ def _methods(content: Content) -> list[Grid]:
         grid("overall", f"all prompts; {over}", rows),
         grid("categories", f"by category; {over}", parts, 2),
         _last("ms a token", grid("phases", "milliseconds a decoded token, by phase", phases)),
-        *([_last("MAT", grid("sources", "tokens a step, by who proposed them", sources))] if sources else []),
+        *(
+            [_last("MAT", grid("sources", "tokens a step, by who proposed them", sources))]
+            if sources
+            else []
+        ),
     ]
 
 
@@ -85,43 +117,68 @@ def _last(column: str, found: Grid) -> Grid:
 
 
 def phases_of(one: Content) -> dict[str, float] | None:
-    """Of a method: milliseconds a decoded token, by phase; None where it doesn't tell them apart."""
-    mat, parts = one["mean_accepted_tokens"], [one[key] for key in ("draft_ms", "verify_ms", "overhead_ms")]
+    """Of a method: milliseconds a decoded token, by phase; None where it doesn't tell them
+    apart."""
+    mat, parts = (
+        one["mean_accepted_tokens"],
+        [one[key] for key in ("draft_ms", "verify_ms", "overhead_ms")],
+    )
     if not mat or None in parts:
         return None
     drafting, verifying, other = parts
     calls = one["drafter_ms"] or 0.0
-    steps = {"verification": verifying, "calls of the drafter": calls, "other drafting": drafting - calls, "other": other}
+    steps = {
+        "verification": verifying,
+        "calls of the drafter": calls,
+        "other drafting": drafting - calls,
+        "other": other,
+    }
     return {phase: ms / mat for phase, ms in steps.items()}
 
 
 def sources_of(one: Content) -> dict[str, float] | None:
-    """Of a method: tokens a step by who proposed them, the model's own among them; they add up to MAT. None where it doesn't tell."""
+    """Of a method: tokens a step by who proposed them, the model's own among them; they add up to
+    MAT. None where it doesn't tell."""
     mat, accepted = one["mean_accepted_tokens"], one.get("accepted")
     if mat is None or accepted is None:
         return None
     return {MODEL: mat - sum(accepted.values()), **accepted}
 
 
-def _answers(labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str) -> dict[str, str]:
+def _answers(
+    labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str
+) -> dict[str, str]:
     error = speedup_error(trials, name, reference)
     same = NONE if one["identical"] is None else f"{one['identical']}/{one['prompts']}"
     return {
         **labels,
         "MAT": figure(one["mean_accepted_tokens"]),
         "tokens/s": figure(one["tokens_per_second"], ".1f"),
-        "speed-up": figure(one["speedup"], ".2f", TIMES) + (f" ± {error:.2f}" if error is not None else ""),
+        "speed-up": figure(one["speedup"], ".2f", TIMES)
+        + (f" ± {error:.2f}" if error is not None else ""),
         "identical": same,
     }
 
 
-def _method(labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str) -> dict[str, str]:
-    times = {"verify ms": "verify_ms", "draft ms": "draft_ms", "drafter ms": "drafter_ms", "head ms": "head_ms", "other ms": "overhead_ms"}
+def _method(
+    labels: dict[str, str], one: Content, trials: Sequence[Content], name: str, reference: str
+) -> dict[str, str]:
+    times = {
+        "verify ms": "verify_ms",
+        "draft ms": "draft_ms",
+        "drafter ms": "drafter_ms",
+        "head ms": "head_ms",
+        "other ms": "overhead_ms",
+    }
     return {
         **_answers(labels, one, trials, name, reference),
         **{column: figure(one[key]) for column, key in times.items()},
         "calls": figure(one["drafter_calls"]),
-        "a call ms": figure(one["drafter_ms"] / one["drafter_calls"] if one["drafter_ms"] and one["drafter_calls"] else None),
+        "a call ms": figure(
+            one["drafter_ms"] / one["drafter_calls"]
+            if one["drafter_ms"] and one["drafter_calls"]
+            else None
+        ),
         "break-even ms": figure(one["break_even_ms"]),
         "nodes": figure(one.get("nodes")),
         "prefill ms": figure(one.get("prefill_ms"), ".1f"),
@@ -145,16 +202,28 @@ def _throughput(content: Content) -> list[Grid]:
             "ms a token 95 %": figure(one["p95_tpot_ms"], ".0f"),
             "MAT": figure(one["mean_accepted_tokens"]),
             "nodes": figure(one["nodes_per_step"]),
-            "identical": NONE if one["identical"] is None else f"{one['identical']}/{one['prompts']}",
+            "identical": NONE
+            if one["identical"] is None
+            else f"{one['identical']}/{one['prompts']}",
         }
         for load, by_name in content["concurrency"].items()
         for name, one in by_name.items()
     ]
-    return [grid("throughput", "all requests together, prompts and waiting included; decoding: steps in which no prompt is read", rows, 2)]
+    return [
+        grid(
+            "throughput",
+            "all requests together, prompts and waiting included; decoding: "
+            "steps in which no prompt is read",
+            rows,
+            2,
+        )
+    ]
 
 
 def _over(one: Content, plain: Content | None, key: str) -> str:
-    return figure(one[key] / plain[key], ".2f", TIMES) if plain and plain[key] and one[key] else NONE
+    return (
+        figure(one[key] / plain[key], ".2f", TIMES) if plain and plain[key] and one[key] else NONE
+    )
 
 
 def _structured(content: Content) -> list[Grid]:
@@ -171,7 +240,14 @@ def _structured(content: Content) -> list[Grid]:
         for kind, by_name in content["structured"].items()
         for name, one in by_name.items()
     ]
-    return [grid("structured", "answers with their JSON schema and without; identical: to those of the first method", rows, 2)]
+    return [
+        grid(
+            "structured",
+            "answers with their JSON schema and without; identical: to those of the first method",
+            rows,
+            2,
+        )
+    ]
 
 
 TABLES: dict[str, Callable[[Content], list[Grid]]] = {

@@ -1,4 +1,5 @@
-"""Latency of a drafter's head alone: the whole vocabulary against shortlists, on random weights of given shapes."""
+"""Latency of a drafter's head alone: the whole vocabulary against shortlists, on random weights of
+given shapes."""
 
 from __future__ import annotations
 
@@ -20,16 +21,24 @@ from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
 
-CLUSTER, FREQUENT, WIDTH = 512, 24, 256  # tokens a cluster, one token in so many always scored, the router's hidden width
-SWEEP = 16 * 2**20  # numbers read between two calls, more than caches hold: a real drafter finds them cold
+# tokens a cluster, one token in so many always scored, the router's hidden width
+CLUSTER, FREQUENT, WIDTH = 512, 24, 256
+# numbers read between two calls, more than caches hold: a real drafter finds them cold
+SWEEP = 16 * 2**20
 
-SHAPES = {"SmolLM2-135M": (49_152, 576), "Llama-3-8B": (128_256, 4096), "Qwen3-4B": (151_936, 2560), "Gemma-3-270M": (262_144, 640)}
+SHAPES = {
+    "SmolLM2-135M": (49_152, 576),
+    "Llama-3-8B": (128_256, 4096),
+    "Qwen3-4B": (151_936, 2560),
+    "Gemma-3-270M": (262_144, 640),
+}
 
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of the vocabulary scored. A drafter's heads
-    are in 8 bits where the native kernels run them; `full_ms` is the target's, in its own format."""
+    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of
+    the vocabulary scored. A drafter's heads are in 8 bits where the native kernels run them;
+    `full_ms` is the target's, in its own format."""
 
     vocab: int
     d: int
@@ -53,9 +62,16 @@ class Latency:
 
 
 def measure(
-    vocab: int, d: int, rows: Sequence[int], shares: Sequence[float], dtype: torch.dtype, device: torch.device, repeats: int = 15
+    vocab: int,
+    d: int,
+    rows: Sequence[int],
+    shares: Sequence[float],
+    dtype: torch.dtype,
+    device: torch.device,
+    repeats: int = 15,
 ) -> list[Latency]:
-    """Full head and shortlists in turn. A shortlist is the frequent block and clusters spread over the rest."""
+    """Full head and shortlists in turn. A shortlist is the frequent block and clusters spread over
+    the rest."""
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, d, dtype=dtype)
     for part in weight.split(16_384):  # type: ignore[no-untyped-call]
@@ -68,7 +84,9 @@ def measure(
     layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
     most = max(1, *(round((vocab * share - frequent) / CLUSTER) for share in shares))
     short = BlockHead(weight, layout, most=most)
-    drafter = (native_linear([linear], rows_format(weight)) if device.type == "cpu" else None) or full
+    drafter = (
+        native_linear([linear], rows_format(weight)) if device.type == "cpu" else None
+    ) or full
     router = _router(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
     del weight, linear
     sweep = torch.zeros(SWEEP, device=device)
@@ -103,18 +121,31 @@ def measure(
     return found
 
 
-def _router(router: Router, dtype: torch.dtype, device: torch.device) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    found, config = kernels() if device.type == "cpu" and dtype is torch.bfloat16 else None, router.config
+def _router(
+    router: Router, dtype: torch.dtype, device: torch.device
+) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+    found, config = (
+        kernels() if device.type == "cpu" and dtype is torch.bfloat16 else None,
+        router.config,
+    )
     if found is None or config.hidden_size % 2:
         return FastRouter(router, dtype, device)
     program = Program(found)
-    hidden, embedded = program.given("hidden", config.hidden_size), program.given("embedded", config.embed_size)
-    NativeRouter(router, found).add(program, hidden, embedded, program.given("scores", config.clusters, True))
+    hidden, embedded = (
+        program.given("hidden", config.hidden_size),
+        program.given("embedded", config.embed_size),
+    )
+    NativeRouter(router, found).add(
+        program, hidden, embedded, program.given("scores", config.clusters, True)
+    )
 
     def run(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         n = len(hidden)
         scores = torch.empty(n, config.clusters)
-        program.run(Rows([0] * n, [0] * n, wanted=range(n)), {"hidden": hidden, "embedded": embedded, "scores": scores})
+        program.run(
+            Rows([0] * n, [0] * n, wanted=range(n)),
+            {"hidden": hidden, "embedded": embedded, "scores": scores},
+        )
         return scores
 
     return run

@@ -1,6 +1,8 @@
-"""llama.cpp beside our own passes: a process that holds the model and times one token behind a context whenever it is asked.
+"""llama.cpp beside our own passes: a process that holds the model and times one token behind a
+context whenever it is asked.
 
-The process runs `llama_cpp_worker.py` in an interpreter that can import `llama_cpp`, which need not be ours.
+The process runs `llama_cpp_worker.py` in an interpreter that can import `llama_cpp`, which need not
+be ours.
 """
 
 from __future__ import annotations
@@ -25,15 +27,26 @@ REST = 0.02  # seconds in which the threads of the side that was measured go to 
 
 @contextmanager
 def llama_cpp(model: Path, contexts: Sequence[int], python: str | None = None) -> Iterator[Pass]:
-    """A pass over one token by llama.cpp, with as many threads as PyTorch has. `model`: a .gguf file; `python`: an interpreter, ours where
-    None. Raises `InvalidInput` where the file or `llama_cpp` is not there, `QuickbeamError` where it fails."""
+    """A pass over one token by llama.cpp, with as many threads as PyTorch has. `model`: a .gguf
+    file; `python`: an interpreter, ours where None. Raises `InvalidInput` where the file or
+    `llama_cpp` is not there, `QuickbeamError` where it fails."""
     python = python or sys.executable
     if not model.is_file():
-        raise InvalidInput(f"--llama-cpp {model}: no such file; give a .gguf file of the same model")
-    command = [python, str(WORKER), json.dumps({"model": str(model), "threads": torch.get_num_threads(), "contexts": list(contexts)})]
+        raise InvalidInput(
+            f"--llama-cpp {model}: no such file; give a .gguf file of the same model"
+        )
+    command = [
+        python,
+        str(WORKER),
+        json.dumps(
+            {"model": str(model), "threads": torch.get_num_threads(), "contexts": list(contexts)}
+        ),
+    ]
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said:
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True)
+            process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True
+            )
         except OSError as error:
             raise InvalidInput(f"--llama-cpp-python {python}: {error.strerror}") from error
         assert process.stdin is not None and process.stdout is not None
@@ -46,7 +59,10 @@ def llama_cpp(model: Path, contexts: Sequence[int], python: str | None = None) -
             lines = [line.strip() for line in said if line.strip()]
             reason = lines[-1] if lines else f"it ended with code {process.wait()}"
             if "No module named 'llama_cpp'" in reason:
-                raise InvalidInput(f"--llama-cpp: {python} has no llama_cpp; name an interpreter that has it with --llama-cpp-python")
+                raise InvalidInput(
+                    f"--llama-cpp: {python} has no llama_cpp; name an interpreter "
+                    "that has it with --llama-cpp-python"
+                )
             raise QuickbeamError(f"llama.cpp failed: {reason}")
 
         def run(width: int, context: int) -> Took:

@@ -1,4 +1,5 @@
-"""Times llama.cpp: reads contexts from standard input, one a line, and writes the milliseconds of one token behind each.
+"""Times llama.cpp: reads contexts from standard input, one a line, and writes the milliseconds of
+one token behind each.
 
 Run by `llama_cpp.py`, in an interpreter that may not have quickbeam: imports nothing of it.
 """
@@ -18,7 +19,8 @@ def main() -> None:
 
     draw = random.Random(0)
     sessions = {}
-    for context in settings["contexts"]:  # each with a cache of its own; the file's weights are shared
+    # each with a cache of its own; the file's weights are shared
+    for context in settings["contexts"]:
         threads = {"n_threads": settings["threads"], "n_threads_batch": settings["threads"]}
         session = Llama(settings["model"], n_ctx=context + 64, verbose=False, **threads)
         session.eval([draw.randrange(session.n_vocab()) for _ in range(context)])

@@ -33,8 +33,9 @@ SWITCHES: dict[str, tuple[str, bool | str]] = {
 
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the preset, 0 to the measured cost; `vocab` and
-    `shortlist`: None leaves them to the preset; `coupling`: None leaves it to the parameters of the answer."""
+    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the
+    preset, 0 to the measured cost; `vocab` and `shortlist`: None leaves them to the preset;
+    `coupling`: None leaves it to the parameters of the answer."""
 
     name: str
     method: str
@@ -50,9 +51,12 @@ class MethodItem:
         return params if self.coupling is None else replace(params, coupling=self.coupling)
 
     def comparable(self, params: SamplingParams) -> bool:
-        """See `Runner.comparable`: at temperature 0; above it where there is a seed and tokens are coupled, which a peer's are not."""
+        """See `Runner.comparable`: at temperature 0; above it where there is a seed and tokens are
+        coupled, which a peer's are not."""
         asked = self.told(params)
-        return asked.greedy or (asked.seed is not None and asked.coupling == COUPLED and not self.is_peer)
+        return asked.greedy or (
+            asked.seed is not None and asked.coupling == COUPLED and not self.is_peer
+        )
 
     @property
     def is_peer(self) -> bool:
@@ -60,7 +64,9 @@ class MethodItem:
 
     @property
     def drafts_with_a_model(self) -> bool:
-        return self.method == "hf-assisted" or (not self.is_peer and "drafter" in PRESETS[self.method].sources)
+        return self.method == "hf-assisted" or (
+            not self.is_peer and "drafter" in PRESETS[self.method].sources
+        )
 
     @property
     def needs_a_drafter(self) -> bool:
@@ -86,27 +92,36 @@ def parse_methods(
     vocab: str | None = None,
     shortlist: int | None = None,
 ) -> list[MethodItem]:
-    """Read `NAME[:BUDGET][@SIZE][+SWITCH…]`, comma-separated, SIZE being a shortlist's; the other arguments hold where an entry says
-    nothing itself.
+    """Read `NAME[:BUDGET][@SIZE][+SWITCH…]`, comma-separated, SIZE being a shortlist's; the other
+    arguments hold where an entry says nothing itself.
 
-    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods that lack the drafter they
-    need: `model` may come with one, which transformers' assisted generation can't use.
+    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods
+    that lack the drafter they need: `model` may come with one, which transformers' assisted
+    generation can't use.
     """
     defaults = MethodItem("", "", budget, vocab, shortlist, exact, fast)
     items = [_item(entry.strip(), defaults) for entry in text.split(",") if entry.strip()]
     if not items:
-        raise InvalidInput(f"--methods {text!r}: names no method; known: {', '.join([*PRESETS, *PEERS])}")
+        raise InvalidInput(
+            f"--methods {text!r}: names no method; known: {', '.join([*PRESETS, *PEERS])}"
+        )
     names = [item.name for item in items]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(f"--methods: {twice!r} is given twice")
-    drafted = [item for item in items if item.needs_a_drafter and (item.is_peer or shipped_drafter(model) is None)]
+    drafted = [
+        item
+        for item in items
+        if item.needs_a_drafter and (item.is_peer or shipped_drafter(model) is None)
+    ]
     if drafter is None and drafted:
         what = (
             "smaller model with the same vocabulary"
             if drafted[0].is_peer
             else "smaller model with the same vocabulary or a feature drafter"
         )
-        raise InvalidInput(f"{drafted[0].method} needs a drafter: name a {what} with --drafter ID_OR_PATH")
+        raise InvalidInput(
+            f"{drafted[0].method} needs a drafter: name a {what} with --drafter ID_OR_PATH"
+        )
     return items
 
 
@@ -126,13 +141,17 @@ def _item(entry: str, defaults: MethodItem) -> MethodItem:
     if len(vocabs) == 2 and f"+{vocabs[1]}" == BESIDE:
         vocabs = [plain_vocab(vocabs[0] + BESIDE)]
     if (at or vocabs) and not drafter:
-        raise InvalidInput(f"{entry!r}: {method} has no drafter whose vocabulary could be shortened")
+        raise InvalidInput(
+            f"{entry!r}: {method} has no drafter whose vocabulary could be shortened"
+        )
     if len(vocabs) > 1:
         raise InvalidInput(f"{entry!r}: a drafter scores one of {', '.join(vocabs)}")
     chosen: dict[str, Any] = {"exact": defaults.exact, "fast": defaults.fast, "coupling": None}
     for switch in switches:
         if switch not in SWITCHES and switch not in VOCABS:
-            raise InvalidInput(f"{entry!r}: unknown switch {switch!r}; known: {', '.join([*SWITCHES, *VOCABS])}")
+            raise InvalidInput(
+                f"{entry!r}: unknown switch {switch!r}; known: {', '.join([*SWITCHES, *VOCABS])}"
+            )
         if switch in SWITCHES:
             key, value = SWITCHES[switch]
             chosen[key] = value
@@ -171,7 +190,12 @@ class LLMRunner(Runner):
         self.llm.reset()  # nothing that another method computed is kept
         item = self.item
         completion = self.llm.generate(
-            list(ids), item.told(params), method=item.method, budget=item.budget, vocab=item.vocab, shortlist=item.shortlist
+            list(ids),
+            item.told(params),
+            method=item.method,
+            budget=item.budget,
+            vocab=item.vocab,
+            shortlist=item.shortlist,
         )
         if completion.finish_reason == "interrupted":
             raise KeyboardInterrupt
@@ -196,7 +220,8 @@ class LLMRunner(Runner):
         return self.item.comparable(params)
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        from quickbeam.target.target import Target  # transformers takes seconds, and `quickbeam --help` reads this file
+        # transformers takes seconds, and `quickbeam --help` reads this file
+        from quickbeam.target.target import Target
 
         target = Target(self.llm.model)
         logits = target.prefill(list(ids))
@@ -215,11 +240,12 @@ def load_runners(
     draft_weights: str = "bfloat16",
     memory: str | None = None,
 ) -> tuple[dict[str, Runner], str]:
-    """Load what the methods need, each model once per setting. Returns the runners by name, in order, and the model's name.
+    """Load what the methods need, each model once per setting. Returns the runners by name, in
+    order, and the model's name.
 
-    Peers load the folder that our own methods do, with the same dtype and on the same device. `drafter` is for the methods that draft with
-    a model, ours and `hf-assisted`; `weights`, `draft_weights` and `memory` for our own methods, as `LLM` takes
-    them.
+    Peers load the folder that our own methods do, with the same dtype and on the same device.
+    `drafter` is for the methods that draft with a model, ours and `hf-assisted`; `weights`,
+    `draft_weights` and `memory` for our own methods, as `LLM` takes them.
     """
     from quickbeam.bench.peers import Loaded, Peer
     from quickbeam.llm import LLM
@@ -248,9 +274,15 @@ def load_runners(
     peers = [item for item in items if item.is_peer]
     if peers:
         llm = next(iter(llms.values()), None)
-        folder, place = (llm.folder, str(llm.model.device)) if llm else (resolve(model, progress), device)
+        folder, place = (
+            (llm.folder, str(llm.model.device)) if llm else (resolve(model, progress), device)
+        )
         loaded = Loaded(folder, dtype, place)
-        assistant = Loaded(resolve(drafter, progress), dtype, place) if any(item.method == "hf-assisted" for item in peers) else None
+        assistant = (
+            Loaded(resolve(drafter, progress), dtype, place)
+            if any(item.method == "hf-assisted" for item in peers)
+            else None
+        )
         runners |= {item.name: Peer(item.method, loaded, assistant) for item in peers}
     name = next((llm.name for llm in llms.values()), model or DEFAULT)
     return {item.name: runners[item.name] for item in items}, name

@@ -1,4 +1,5 @@
-"""Where figures come from: when, on what code and on which machine they were measured, and whether they still hold for the code."""
+"""Where figures come from: when, on what code and on which machine they were measured, and whether
+they still hold for the code."""
 
 from __future__ import annotations
 
@@ -25,12 +26,16 @@ SHORT = 9  # characters of a commit's name
 def covered(root: Path, patterns: Sequence[str]) -> list[Path]:
     """The files of these patterns, sorted; what Python compiles beside them is not counted."""
     names = {name for pattern in patterns for name in glob(pattern, root_dir=root, recursive=True)}
-    return [root / name for name in sorted(names) if (root / name).is_file() and "__pycache__" not in Path(name).parts]
+    return [
+        root / name
+        for name in sorted(names)
+        if (root / name).is_file() and "__pycache__" not in Path(name).parts
+    ]
 
 
 def digest(root: Path, patterns: Sequence[str]) -> str:
-    """Of names and contents of the covered files: another one where any of them changed, came or went. Python files count by what
-    they do: not by comments, docstrings or where lines break."""
+    """Of names and contents of the covered files: another one where any of them changed, came or
+    went. Python files count by what they do: not by comments, docstrings or where lines break."""
     whole = hashlib.sha256()
     for path in covered(root, patterns):
         own = hashlib.sha256(_code(path)).hexdigest()
@@ -48,15 +53,23 @@ def _code(path: Path) -> bytes:
     except (SyntaxError, ValueError):
         return raw
     for node in ast.walk(tree):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and ast.get_docstring(node) is not None:
+        if (
+            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            and ast.get_docstring(node) is not None
+        ):
             del node.body[0]
     return _written(tree).encode()
 
 
 def _written(node: object) -> str:
-    """A syntax tree in one line. `ast.dump` writes empty fields in some versions of Python only; here they are left out in all."""
+    """A syntax tree in one line. `ast.dump` writes empty fields in some versions of Python only;
+    here they are left out in all."""
     if isinstance(node, ast.AST):
-        fields = (f"{name}={_written(value)}" for name, value in ast.iter_fields(node) if value is not None and value != [])
+        fields = (
+            f"{name}={_written(value)}"
+            for name, value in ast.iter_fields(node)
+            if value is not None and value != []
+        )
         return f"{type(node).__name__}({', '.join(fields)})"
     if isinstance(node, list):
         return f"[{', '.join(_written(one) for one in node)}]"
@@ -64,7 +77,8 @@ def _written(node: object) -> str:
 
 
 def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """What is known before a measurement begins. `files`: what fills the command's blanks; of files the name and digest are kept."""
+    """What is known before a measurement begins. `files`: what fills the command's blanks; of files
+    the name and digest are kept."""
     named = {blank: _named(value) for blank, value in files.items()}
     return {
         "name": entry.name,
@@ -73,10 +87,24 @@ def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]
         "blanks": named,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "commit": _git(root, "rev-parse", "HEAD"),
-        "dirty": bool(_git(root, "status", "--porcelain", "--untracked-files=all", "--", *(f":(glob){one}" for one in entry.covers))),
+        "dirty": bool(
+            _git(
+                root,
+                "status",
+                "--porcelain",
+                "--untracked-files=all",
+                "--",
+                *(f":(glob){one}" for one in entry.covers),
+            )
+        ),
         "covers": list(entry.covers),
         "digest": digest(root, entry.covers),
-        "machine": {"platform": platform.platform(), "architecture": platform.machine(), "cores": os.cpu_count(), "memory_gb": _memory()},
+        "machine": {
+            "platform": platform.platform(),
+            "architecture": platform.machine(),
+            "cores": os.cpu_count(),
+            "memory_gb": _memory(),
+        },
         "packages": {name: found for name in PACKAGES if (found := _version(name))},
     }
 
@@ -131,7 +159,9 @@ def _named(value: str) -> dict[str, str]:
 def _git(root: Path, *words: str) -> str | None:
     """What git says; None where it is not there, or nothing is under its care."""
     try:
-        found = subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True)
+        found = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True
+        )
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()

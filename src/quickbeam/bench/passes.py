@@ -1,4 +1,5 @@
-"""What one pass of the model costs, by how many tokens it looks at and how many stand behind it: ways to run it, interleaved."""
+"""What one pass of the model costs, by how many tokens it looks at and how many stand behind it:
+ways to run it, interleaved."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ WAYS = {
     "exact": "the same with bit-identical rows",
     "native": "our own kernels",
 }
-PARTS = {"products": (LINEAR, CHOSEN), "attention": (ATTEND,)}  # of a native pass; the rest is what is left of its time
+# of a native pass; the rest is what is left of its time
+PARTS = {"products": (LINEAR, CHOSEN), "attention": (ATTEND,)}
 CHUNK = 512  # tokens of the context that transformers reads at a time
 ROOM = 128  # the widest pass
 
@@ -75,10 +77,11 @@ def make_passes(
     weights: str = BFLOAT16,
     memory: str | None = None,
 ) -> Passes:
-    """The ways to run a pass, each with its own copy of the model and the longest of the contexts behind it. `names`: of `WAYS`; without
-    any, all that this model, number format and machine have. `weights`: of our own ways; quantised ones are shown by the native way alone
-    where none is named, as PyTorch's operators have them only for reference. `memory`: for the weights, as `LLM` takes it; where the model
-    needs more, the native way is the only one.
+    """The ways to run a pass, each with its own copy of the model and the longest of the contexts
+    behind it. `names`: of `WAYS`; without any, all that this model, number format and machine have.
+    `weights`: of our own ways; quantised ones are shown by the native way alone where none is
+    named, as PyTorch's operators have them only for reference. `memory`: for the weights, as `LLM`
+    takes it; where the model needs more, the native way is the only one.
 
     Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
     """
@@ -91,16 +94,25 @@ def make_passes(
     if limit_bytes is not None:
         refuse_memory(True, place, kind, None)
         if place.type != "cpu":
-            raise InvalidInput(f"--memory: passes are measured so on a CPU, not on {place.type}; leave it out")
+            raise InvalidInput(
+                f"--memory: passes are measured so on a CPU, not on {place.type}; leave it out"
+            )
         streamed = open_streamed(folder, limit_bytes, weights, progress)
     if streamed is not None:
         if others := [name for name in names if name != "native"]:
-            raise InvalidInput(f"--ways {others[0]}: with --memory {memory} only the native way runs this model")
+            raise InvalidInput(
+                f"--ways {others[0]}: with --memory {memory} only the native way runs this model"
+            )
         names = ("native",)
     model, _ = load_model(folder, kind, place) if streamed is None else streamed[:2]
-    limit, longest = getattr(model.config.get_text_config(), "max_position_embeddings", None), max(contexts)
+    limit, longest = (
+        getattr(model.config.get_text_config(), "max_position_embeddings", None),
+        max(contexts),
+    )
     if limit and longest + ROOM > limit:
-        raise InvalidInput(f"--context {longest}: the model's context is {limit}; give at most {limit - ROOM}")
+        raise InvalidInput(
+            f"--context {longest}: the model's context is {limit}; give at most {limit - ROOM}"
+        )
     vocab = model.get_output_embeddings().weight.shape[0]
     ids = torch.randint(vocab, (longest,), generator=torch.Generator().manual_seed(0))
     passes = Passes({}, {}, 0)
@@ -122,7 +134,10 @@ def make_passes(
         passes.ways[name] = comb_pass(target)
         if name == "native" and (fused := target.model._fused) is not None:
             passes.parts.update({part: _part(target, kinds) for part, kinds in PARTS.items()})
-            passes = passes._replace(weight_bytes=fused.weight_bytes, streamed=fused if isinstance(fused, StreamedLlama) else None)
+            passes = passes._replace(
+                weight_bytes=fused.weight_bytes,
+                streamed=fused if isinstance(fused, StreamedLlama) else None,
+            )
     return passes
 
 
@@ -132,9 +147,9 @@ def _target(name: str, load: Callable[[], PreTrainedModel], weights: str) -> Tar
     if name == "native":
         target = Target(Model(load(), weights=weights))
         if not isinstance(target.store, PagedStore):
-            raise InvalidInput(
-                f"--ways native: {library.describe(target.model.device.type, str(target.model.dtype).removeprefix('torch.'))}"
-            )
+            kind = str(target.model.dtype).removeprefix("torch.")
+            why = library.describe(target.model.device.type, kind)
+            raise InvalidInput(f"--ways native: {why}")
         return target
     with _pytorchs_kernels():
         return Target(Model(load(), exact=name == "exact", weights=weights))
@@ -159,7 +174,11 @@ def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[
     with torch.inference_mode():
         for context, cache in caches.items():
             for start in range(0, context, CHUNK):
-                model(ids[None, start : min(start + CHUNK, context)], past_key_values=cache, use_cache=True)
+                model(
+                    ids[None, start : min(start + CHUNK, context)],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
 
     @torch.inference_mode()
     def run(width: int, context: int) -> Took:
@@ -176,8 +195,8 @@ def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[
 
 @contextmanager
 def _behind(target: Target, context: int) -> Iterator[None]:
-    """As if the target had read `context` tokens and no more. A pass then writes over keys and values of some that follow: what they are
-    makes no difference to the time of another."""
+    """As if the target had read `context` tokens and no more. A pass then writes over keys and
+    values of some that follow: what they are makes no difference to the time of another."""
     certain = target.store.length
     target.store.length = context
     try:
@@ -224,12 +243,18 @@ def measure(
     singles: Mapping[str, Pass] | None = None,
     progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
 ) -> Figures:
-    """Median milliseconds of a pass. Each round runs all passes behind each context at each width: they share what the machine does.
-    `singles` are run over one token alone."""
+    """Median milliseconds of a pass. Each round runs all passes behind each context at each width:
+    they share what the machine does. `singles` are run over one token alone."""
     singles = singles or {}
-    plan = [(name, run, context, width) for context in contexts for width in widths for name, run in passes.items()]
+    plan = [
+        (name, run, context, width)
+        for context in contexts
+        for width in widths
+        for name, run in passes.items()
+    ]
     plan += [(name, run, context, 1) for context in contexts for name, run in singles.items()]
-    plan.sort(key=lambda entry: contexts.index(entry[2]) * (ROOM + 1) + entry[3])  # at each width one after the other
+    # at each width one after the other
+    plan.sort(key=lambda entry: contexts.index(entry[2]) * (ROOM + 1) + entry[3])
     times: dict[str, dict[int, dict[int, list[float]]]] = {}
     for turn in range(repeats + 2):  # the first two warm up
         progress(f"round {turn + 1} of {repeats + 2}", turn / (repeats + 2))
@@ -239,7 +264,10 @@ def measure(
             if turn >= 2:
                 taken.append(took)
     return {
-        name: {context: {width: median(taken) for width, taken in by_width.items()} for context, by_width in by_context.items()}
+        name: {
+            context: {width: median(taken) for width, taken in by_width.items()}
+            for context, by_width in by_context.items()
+        }
         for name, by_context in times.items()
     }
 
@@ -247,7 +275,10 @@ def measure(
 def over_first_width(figures: Figures) -> Figures:
     """Each pass over the narrowest of the same way behind the same context."""
     return {
-        name: {context: {width: ms / by_width[min(by_width)] for width, ms in by_width.items()} for context, by_width in found.items()}
+        name: {
+            context: {width: ms / by_width[min(by_width)] for width, ms in by_width.items()}
+            for context, by_width in found.items()
+        }
         for name, found in figures.items()
     }
 
@@ -255,6 +286,9 @@ def over_first_width(figures: Figures) -> Figures:
 def over_first_context(figures: Figures) -> Figures:
     """Each pass over the same one behind the shortest context."""
     return {
-        name: {context: {width: ms / found[min(found)][width] for width, ms in by_width.items()} for context, by_width in found.items()}
+        name: {
+            context: {width: ms / found[min(found)][width] for width, ms in by_width.items()}
+            for context, by_width in found.items()
+        }
         for name, found in figures.items()
     }

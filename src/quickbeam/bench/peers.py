@@ -18,7 +18,8 @@ PROMPT_LOOKUP_TOKENS = 10  # the value transformers' documentation uses
 
 
 class Loaded:
-    """A model and its tokenizer as transformers loads them, shared by the peers that run on it. Raises as `load_model` does."""
+    """A model and its tokenizer as transformers loads them, shared by the peers that run on it.
+    Raises as `load_model` does."""
 
     def __init__(self, model: str, dtype: str, device: str | None) -> None:
         place = pick_device(device)
@@ -29,10 +30,11 @@ class Loaded:
 
 
 class Peer(Runner):
-    """transformers' generate: `hf` (plain), `hf-pld` (prompt lookup), `hf-assisted` (with `drafter`, an assistant model).
+    """transformers' generate: `hf` (plain), `hf-pld` (prompt lookup), `hf-assisted` (with
+    `drafter`, an assistant model).
 
-    Only the law of the output is set to ours (temperature, filters and the repetition penalty, none of the checkpoint's own); the rest is
-    as it comes.
+    Only the law of the output is set to ours (temperature, filters and the repetition penalty, none
+    of the checkpoint's own); the rest is as it comes.
     """
 
     def __init__(self, kind: str, loaded: Loaded, drafter: Loaded | None = None) -> None:
@@ -44,26 +46,44 @@ class Peer(Runner):
         elif kind == "hf-assisted" and drafter is not None:
             self.options = {"assistant_model": drafter.model}
             if drafter.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-                self.options |= {"tokenizer": loaded.tokenizer, "assistant_tokenizer": drafter.tokenizer}
+                self.options |= {
+                    "tokenizer": loaded.tokenizer,
+                    "assistant_tokenizer": drafter.tokenizer,
+                }
         elif kind != "hf":
-            raise InvalidInput(f"{kind!r}: not a way of transformers to decode here; known: hf, hf-pld, hf-assisted (with a drafter)")
+            raise InvalidInput(
+                f"{kind!r}: not a way of transformers to decode here; known: hf, "
+                "hf-pld, hf-assisted (with a drafter)"
+            )
         self.stops = sorted(eos_ids(loaded.model, loaded.tokenizer))  # the ids that end our answers
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         tokenizer = self.loaded.tokenizer
         if tokenizer.chat_template is None:
-            return list(tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"])
-        return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False))
+            return list(
+                tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
+            )
+        return list(
+            tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, return_dict=False
+            )
+        )
 
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
         if params.seed is not None:
             torch.manual_seed(params.seed)
-        model, prompt, clock = self.loaded.model, torch.tensor([list(ids)], device=self.device), _Clock()
+        model, prompt, clock = (
+            self.loaded.model,
+            torch.tensor([list(ids)], device=self.device),
+            _Clock(),
+        )
         config = _generation_config(params, self.stops)
         own, model.generation_config = model.generation_config, config
         hook = model.register_forward_hook(clock.count_pass)
         try:
-            output = model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **self.options)
+            output = model.generate(
+                prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **self.options
+            )
         except (RuntimeError, ValueError) as error:
             raise QuickbeamError(f"transformers' generate failed: {error}") from error
         finally:
@@ -71,18 +91,28 @@ class Peer(Runner):
             model.generation_config = own
         tokens: list[int] = output[0, prompt.shape[1] :].tolist()
         text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Answer(tokens, text, len(tokens) - clock.first_tokens, clock.passes - 1, clock.ended - clock.started)
+        return Answer(
+            tokens,
+            text,
+            len(tokens) - clock.first_tokens,
+            clock.passes - 1,
+            clock.ended - clock.started,
+        )
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = self.loaded.model(torch.tensor([list(ids)], device=self.device)).logits[0, -1]
+            logits: torch.Tensor = self.loaded.model(
+                torch.tensor([list(ids)], device=self.device)
+            ).logits[0, -1]
         return logits
 
 
 class _Clock:
-    """A streamer, as generate takes one. It is given the prompt, then what each pass emits, on the host: the device has finished by then.
+    """A streamer, as generate takes one. It is given the prompt, then what each pass emits, on the
+    host: the device has finished by then.
 
-    The pass over the prompt may emit several tokens when it checks a draft too; the clock starts after it, so they are not counted.
+    The pass over the prompt may emit several tokens when it checks a draft too; the clock starts
+    after it, so they are not counted.
     """
 
     def __init__(self) -> None:
@@ -103,9 +133,18 @@ class _Clock:
 
 
 def _generation_config(params: SamplingParams, stops: list[int]) -> GenerationConfig:
-    options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "eos_token_id": stops or None, "pad_token_id": stops[0] if stops else 0}
+    options: dict[str, Any] = {
+        "max_new_tokens": params.max_tokens,
+        "eos_token_id": stops or None,
+        "pad_token_id": stops[0] if stops else 0,
+    }
     if params.temperature > 0:
-        options |= {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
+        options |= {
+            "do_sample": True,
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+        }
         options |= {"min_p": params.min_p} if params.min_p else {}
     else:
         options |= {"do_sample": False}

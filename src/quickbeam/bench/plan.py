@@ -13,14 +13,17 @@ from typing import Any
 from quickbeam.errors import InvalidInput
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-BLANK = re.compile(r"\{(?!port\})([a-z_]+)\}")  # `{port}` is a server's (`bench throughput --server`)
-VARIABLE = "QUICKBEAM_BENCH_"  # and the blank's name in capitals: the environment variable that fills it
+# `{port}` is a server's (`bench throughput --server`)
+BLANK = re.compile(r"\{(?!port\})([a-z_]+)\}")
+# and the blank's name in capitals: the environment variable that fills it
+VARIABLE = "QUICKBEAM_BENCH_"
 HEAD = ("quickbeam", "bench")
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Which of a record's tables (`grids.py`): the first one where `grid` is None; all columns that have figures where `columns` is."""
+    """Which of a record's tables (`grids.py`): the first one where `grid` is None; all columns that
+    have figures where `columns` is."""
 
     grid: str | None = None
     columns: tuple[str, ...] | None = None
@@ -36,8 +39,9 @@ class PlotSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """`command`: as typed, with blanks such as `{questions}`. `minutes`: about how long it takes. `covers`: patterns of the files whose
-    change makes the figures old, relative to the plan's root."""
+    """`command`: as typed, with blanks such as `{questions}`. `minutes`: about how long it takes.
+    `covers`: patterns of the files whose change makes the figures old, relative to the plan's
+    root."""
 
     name: str
     title: str
@@ -52,11 +56,18 @@ class Entry:
         return list(dict.fromkeys(BLANK.findall(self.command)))
 
     def words(self, values: Mapping[str, str]) -> list[str]:
-        """The arguments of `quickbeam`, blanks filled in. Raises `InvalidInput` for a blank without a value."""
+        """The arguments of `quickbeam`, blanks filled in. Raises `InvalidInput` for a blank without
+        a value."""
         if missing := [blank for blank in self.blanks if not values.get(blank)]:
             blank = missing[0]
-            raise InvalidInput(f"{self.name} needs {{{blank}}}: set {VARIABLE}{blank.upper()}, or give --set {blank}=VALUE")
-        return [BLANK.sub(lambda found: values[found[1]], word) for word in shlex.split(self.command)[1:]]
+            raise InvalidInput(
+                f"{self.name} needs {{{blank}}}: set {VARIABLE}{blank.upper()}, or "
+                f"give --set {blank}=VALUE"
+            )
+        return [
+            BLANK.sub(lambda found: values[found[1]], word)
+            for word in shlex.split(self.command)[1:]
+        ]
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,11 @@ class Plan:
 
     def documents(self) -> list[Path]:
         """The Markdown files, each once."""
-        found = [Path(name) for pattern in self.docs for name in sorted(glob(str(self.root / pattern), recursive=True))]
+        found = [
+            Path(name)
+            for pattern in self.docs
+            for name in sorted(glob(str(self.root / pattern), recursive=True))
+        ]
         return list(dict.fromkeys(path for path in found if path.is_file()))
 
 
@@ -89,24 +104,43 @@ def read_plan(path: Path) -> Plan:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InvalidInput(f"{path}: can't be read ({error.strerror}); name a plan, as benchmarks/plan.yaml") from error
+        raise InvalidInput(
+            f"{path}: can't be read ({error.strerror}); name a plan, as benchmarks/plan.yaml"
+        ) from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     fields = {"root": str, "docs": list, "images": str, "entries": list}
     # What begins with x- is for YAML's own anchors.
-    own = {key: value for key, value in content.items() if not str(key).startswith("x-")} if isinstance(content, dict) else content
+    own = (
+        {key: value for key, value in content.items() if not str(key).startswith("x-")}
+        if isinstance(content, dict)
+        else content
+    )
     _check(own, fields, ("entries",), str(path))
-    entries = tuple(_entry(one, f"{path}: entry {number}") for number, one in enumerate(own["entries"], 1))
+    entries = tuple(
+        _entry(one, f"{path}: entry {number}") for number, one in enumerate(own["entries"], 1)
+    )
     names = [entry.name for entry in entries]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InvalidInput(f"{path}: two entries have the name {twice[0]!r}")
-    docs, root = _texts(own.get("docs", []), f"{path}: docs"), (path.parent / own.get("root", ".")).resolve()
+    docs, root = (
+        _texts(own.get("docs", []), f"{path}: docs"),
+        (path.parent / own.get("root", ".")).resolve(),
+    )
     return Plan(path, root, docs, own.get("images", "images"), entries)
 
 
 def _entry(one: Any, where: str) -> Entry:
     number = (int, float)
-    fields = {"name": str, "title": str, "command": str, "table": (dict, str), "plot": (dict, str), "minutes": number, "covers": list}
+    fields = {
+        "name": str,
+        "title": str,
+        "command": str,
+        "table": (dict, str),
+        "plot": (dict, str),
+        "minutes": number,
+        "covers": list,
+    }
     _check(one, fields, ("name", "title", "command", "minutes", "covers"), where)
     name = one["name"]
     if not NAME.fullmatch(name):
@@ -129,7 +163,15 @@ def _entry(one: Any, where: str) -> Entry:
         _check(plot, {"chart": str, "alt": str}, ("chart",), f"{where}, plot")
     drawn = None if plot is None else PlotSpec(plot["chart"], plot.get("alt"))
     covers = _texts(one["covers"], f"{where}: covers")
-    return Entry(name, one["title"], " ".join(one["command"].split()), TableSpec(table.get("grid"), columns), drawn, one["minutes"], covers)
+    return Entry(
+        name,
+        one["title"],
+        " ".join(one["command"].split()),
+        TableSpec(table.get("grid"), columns),
+        drawn,
+        one["minutes"],
+        covers,
+    )
 
 
 def _texts(values: Sequence[Any], where: str) -> tuple[str, ...]:
@@ -143,7 +185,8 @@ def _texts(values: Sequence[Any], where: str) -> tuple[str, ...]:
 
 
 def _check(content: Any, fields: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
-    """Raise `InvalidInput` unless `content` is a mapping of these fields with these types, the needed ones among them."""
+    """Raise `InvalidInput` unless `content` is a mapping of these fields with these types, the
+    needed ones among them."""
     if not isinstance(content, dict):
         raise InvalidInput(f"{where}: must be a mapping with {', '.join(fields)}")
     if unknown := [key for key in content if key not in fields]:
@@ -154,4 +197,7 @@ def _check(content: Any, fields: Mapping[str, Any], needed: Sequence[str], where
     for key, value in content.items():
         kinds = fields[key] if isinstance(fields[key], tuple) else (fields[key],)
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InvalidInput(f"{where}: {key}={str(value)[:40]!r}: must be {' or '.join(kind.__name__ for kind in kinds)}")
+            raise InvalidInput(
+                f"{where}: {key}={str(value)[:40]!r}: must be "
+                f"{' or '.join(kind.__name__ for kind in kinds)}"
+            )

@@ -20,21 +20,31 @@ from quickbeam.bench.report import save
 from quickbeam.bench.saved import kind_of
 from quickbeam.errors import QuickbeamError
 
-Takes = Callable[[Sequence[str]], bool]  # whether the `--json` of a command takes a file; otherwise it prints
+# whether the `--json` of a command takes a file; otherwise it prints
+Takes = Callable[[Sequence[str]], bool]
 QUICKBEAM = (sys.executable, "-m", "quickbeam")
 GRACE = 20.0  # seconds in which a process that is interrupted may end by itself
 
 
 def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, out: Path) -> float:
-    """Measure one entry into `out`/NAME.json, which keeps its last figures until new ones are whole. Gives the seconds that it took.
+    """Measure one entry into `out`/NAME.json, which keeps its last figures until new ones are
+    whole. Gives the seconds that it took.
 
-    Raises `InvalidInput` for a blank without a value, `QuickbeamError` where the command fails, KeyboardInterrupt once that has ended.
+    Raises `InvalidInput` for a blank without a value, `QuickbeamError` where the command fails,
+    KeyboardInterrupt once that has ended.
     """
     words = entry.words(values)
-    before, began = origin(entry, plan.root, {blank: values[blank] for blank in entry.blanks}), perf_counter()
+    before, began = (
+        origin(entry, plan.root, {blank: values[blank] for blank in entry.blanks}),
+        perf_counter(),
+    )
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder) / "record.json"
-        _measure([*words, "--json", *([str(written)] if takes_file(words) else [])], written, takes_file(words))
+        _measure(
+            [*words, "--json", *([str(written)] if takes_file(words) else [])],
+            written,
+            takes_file(words),
+        )
         try:
             content = json.loads(written.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -42,13 +52,20 @@ def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, 
     kind_of(content, entry.name)
     seconds = perf_counter() - began
     hidden = {values[blank]: f"{{{blank}}}" for blank in entry.blanks if os.sep in values[blank]}
-    save(out / f"{entry.name}.json", {**_without(content, hidden), KEY: {**before, "seconds": seconds}})
+    save(
+        out / f"{entry.name}.json",
+        {**_without(content, hidden), KEY: {**before, "seconds": seconds}},
+    )
     return seconds
 
 
 def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
-    """Run `quickbeam` with these words by this Python. What it prints goes to `written` where it is not told of that file."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said, written.open("w", encoding="utf-8") as printed:
+    """Run `quickbeam` with these words by this Python. What it prints goes to `written` where it is
+    not told of that file."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
+        written.open("w", encoding="utf-8") as printed,
+    ):
         process = subprocess.Popen(
             [*QUICKBEAM, *words],
             stdin=subprocess.DEVNULL,
@@ -64,7 +81,11 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
         if code:
             said.seek(0)
             lines = [line.strip() for line in said if line.strip()]
-            raise QuickbeamError(lines[-1].removeprefix("error: ") if lines else f"the command ended with code {code}")
+            raise QuickbeamError(
+                lines[-1].removeprefix("error: ")
+                if lines
+                else f"the command ended with code {code}"
+            )
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:

@@ -26,17 +26,21 @@ class Question:
 def load_questions(path: Path | None = None) -> list[Question]:
     """Read a question file, or our own set where none is named.
 
-    Each line is an object with `question_id`, `category` and `turns`; other keys are ignored, blank lines skipped.
-    Raises `InvalidInput` naming the file and line.
+    Each line is an object with `question_id`, `category` and `turns`; other keys are ignored, blank
+    lines skipped. Raises `InvalidInput` naming the file and line.
     """
     if path is None:
-        return _parse(resources.files(__package__).joinpath(BUILT_IN).read_text(encoding="utf-8"), BUILT_IN)
+        return _parse(
+            resources.files(__package__).joinpath(BUILT_IN).read_text(encoding="utf-8"), BUILT_IN
+        )
     try:
         return _parse(path.read_text(encoding="utf-8"), str(path))
     except FileNotFoundError:
         raise InvalidInput(f"--questions {path}: no such file") from None
     except UnicodeDecodeError as error:
-        raise InvalidInput(f"--questions {path}: not UTF-8 text ({error.reason} at byte {error.start})") from None
+        raise InvalidInput(
+            f"--questions {path}: not UTF-8 text ({error.reason} at byte {error.start})"
+        ) from None
     except OSError as error:
         raise InvalidInput(f"--questions {path}: can't be read ({error.strerror})") from None
 
@@ -44,7 +48,8 @@ def load_questions(path: Path | None = None) -> list[Question]:
 def spread(questions: Sequence[Question], limit: int | None = None) -> list[Question]:
     """Take `limit` questions (None: all) round-robin over the categories, in order of appearance.
 
-    Any prefix is spread as evenly as the categories' sizes allow, so a run that is cut short stays balanced.
+    Any prefix is spread as evenly as the categories' sizes allow, so a run that is cut short stays
+    balanced.
     """
     by_category: dict[str, list[Question]] = {}
     for question in questions:
@@ -56,9 +61,16 @@ def spread(questions: Sequence[Question], limit: int | None = None) -> list[Ques
 
 def _parse(text: str, name: str) -> list[Question]:
     # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends here.
-    questions = [_question(line, f"{name}:{number}") for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    questions = [
+        _question(line, f"{name}:{number}")
+        for number, line in enumerate(text.split("\n"), start=1)
+        if line.strip()
+    ]
     if not questions:
-        raise InvalidInput(f"{name}: holds no questions; a line each is expected, with question_id, category and turns")
+        raise InvalidInput(
+            f"{name}: holds no questions; a line each is expected, with "
+            "question_id, category and turns"
+        )
     return questions
 
 
@@ -68,12 +80,23 @@ def _question(line: str, where: str) -> Question:
     except json.JSONDecodeError as error:
         raise InvalidInput(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
     if not isinstance(record, dict):
-        raise InvalidInput(f"{where}: {type(record).__name__} where an object with question_id, category and turns is expected")
-    question_id, category, turns = record.get("question_id"), record.get("category"), record.get("turns")
+        raise InvalidInput(
+            f"{where}: {type(record).__name__} where an object with question_id, "
+            "category and turns is expected"
+        )
+    question_id, category, turns = (
+        record.get("question_id"),
+        record.get("category"),
+        record.get("turns"),
+    )
     if not isinstance(question_id, int | str) or isinstance(question_id, bool):
         raise InvalidInput(f"{where}: question_id={question_id!r}: must be a number or a string")
     if not isinstance(category, str) or not category.strip():
         raise InvalidInput(f"{where}: category={category!r}: must be a non-empty string")
-    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
+    ):
         raise InvalidInput(f"{where}: turns must be a non-empty list of non-empty strings")
     return Question(question_id, category, tuple(turns))

@@ -41,8 +41,8 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What all ways share: `ranking` `[vocab]`, tokens by falling frequency; `listed`: how many are scored always beside clusters; `sizes`:
-    numbers of rows to choose."""
+    """What all ways share: `ranking` `[vocab]`, tokens by falling frequency; `listed`: how many are
+    scored always beside clusters; `sizes`: numbers of rows to choose."""
 
     network: EagleHead
     head: torch.Tensor
@@ -61,8 +61,12 @@ class Trial:
         return Line(name, rows, score(self.held, scored, self.rank[self.held.wanted] < rows))
 
     def lists(self) -> Iterator[Line]:
-        """The most frequent tokens, and those that are wanted most often where the context has them not."""
-        for name, ranking in (("frequency", self.artefact.ranking), ("frequency of what the context lacks", lacking(self))):
+        """The most frequent tokens, and those that are wanted most often where the context has them
+        not."""
+        for name, ranking in (
+            ("frequency", self.artefact.ranking),
+            ("frequency of what the context lacks", lacking(self)),
+        ):
             at = places_in(ranking)[self.held.wanted]
             yield from (self.line(name, rows, at < rows) for rows in self.sizes)
 
@@ -76,11 +80,18 @@ class Trial:
             if rows > layout.size:
                 part = layout.within(rows)
                 clusters = Clusters(part.cluster_of.clamp(min=-1), part.size)
-                found = routed(self.held, clusters, scores, (rows - part.frequent) // part.size, asked)
-                yield self.line("router that is there", rows, found | (part.cluster_of[self.held.wanted] == -1))
+                found = routed(
+                    self.held, clusters, scores, (rows - part.frequent) // part.size, asked
+                )
+                yield self.line(
+                    "router that is there", rows, found | (part.cluster_of[self.held.wanted] == -1)
+                )
 
-    def routed(self, name: str, clusters: Clusters, scores: Scores, own: bool = True, chance: bool = False) -> Iterator[Line]:
-        """Clusters beside the list. `own`: each place asks, not its tree's root alone; `chance`: as many as their probability says."""
+    def routed(
+        self, name: str, clusters: Clusters, scores: Scores, own: bool = True, chance: bool = False
+    ) -> Iterator[Line]:
+        """Clusters beside the list. `own`: each place asks, not its tree's root alone; `chance`: as
+        many as their probability says."""
         asked, always = None if own else roots(self.held), self.rank[self.held.wanted] < self.listed
         for rows in self.sizes:
             if (count := (rows - self.listed) // clusters.size) > 0:
@@ -100,18 +111,29 @@ class Trial:
             yield from self.lists()
             yield from self.shipped()
         plain, residual, chance = Teaching(residual=False), Teaching(), Teaching(rest=True)
-        ways = [("wanted", 16, residual), ("wanted", 64, residual), ("head", 16, residual), ("head", 512, plain), ("head", 512, residual)]
+        ways = [
+            ("wanted", 16, residual),
+            ("wanted", 64, residual),
+            ("head", 16, residual),
+            ("head", 512, plain),
+            ("head", 512, residual),
+        ]
         ways += [("wanted", size, residual) for size in (512, 32, 8)]
         ways += [("wanted", 64, chance), ("wanted", 16, chance)]
         for by, size, how in ways:
-            name = f"{size} a cluster by {by}, {'what the context lacks' if how.residual else 'all'}{', rest' if how.rest else ''}"
+            labels = "what the context lacks" if how.residual else "all"
+            name = f"{size} a cluster by {by}, {labels}{', rest' if how.rest else ''}"
             if names and not any(name.startswith(one) for one in names):
                 continue
             if by not in orders:
-                features = head if by == "head" else label_features(self.network, self.head, self.train)
+                features = (
+                    head if by == "head" else label_features(self.network, self.head, self.train)
+                )
                 orders[by] = rest[halved(features[rest])]
             clusters = Clusters.cut(orders[by], size, vocab)
-            scores = of_router(self.network, teach(self.network, self.train, clusters, how), self.held)
+            scores = of_router(
+                self.network, teach(self.network, self.train, clusters, how), self.held
+            )
             yield from self.routed(name + ", root", clusters, scores, own=False)
             yield from self.routed(name, clusters, scores)
             if how.rest:
@@ -120,18 +142,25 @@ class Trial:
             yield from self.tokens(rest)
 
     def tokens(self, rest: torch.Tensor) -> Iterator[Line]:
-        """Scorers of single tokens, of low rank: from what the drafter's head reads (SpecVocab), and from the router's inputs."""
+        """Scorers of single tokens, of low rank: from what the drafter's head reads (SpecVocab),
+        and from the router's inputs."""
         clusters, rows = Clusters.cut(rest, 1, len(self.head)), self.head[rest].float()
         ranks = [rank for rank in (32, 64, 128) if rank <= rows.shape[1]]
         for rank in ranks:
             u, s, v = torch.svd_lowrank(rows, rank, niter=3)
             after = partial(self._product, up=v, down=u * s)
-            yield from self.routed(f"single tokens, rank {rank} of the head, after the layer", clusters, after)
+            yield from self.routed(
+                f"single tokens, rank {rank} of the head, after the layer", clusters, after
+            )
         rank = ranks[:2][-1]
         u, s, _ = torch.svd_lowrank(rows, rank, niter=3)
-        router = teach(self.network, self.train, clusters, Teaching(width=rank, epochs=2), u * s.sqrt() / 10)
+        router = teach(
+            self.network, self.train, clusters, Teaching(width=rank, epochs=2), u * s.sqrt() / 10
+        )
         before = of_router(self.network, router, self.held)
-        yield from self.routed(f"single tokens, rank {rank}, taught, before the layer", clusters, before)
+        yield from self.routed(
+            f"single tokens, rank {rank}, taught, before the layer", clusters, before
+        )
 
     def _product(self, places: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return self.held.feature[places].float() @ up @ down.T
@@ -142,13 +171,14 @@ def places_in(ranking: torch.Tensor) -> torch.Tensor:
 
 
 def lacking(trial: Trial) -> torch.Tensor:
-    """`[vocab]` tokens by how often they are wanted where the context has them not: counted in the text there is, on top of what their
-    place in the ranking lets one expect (Zipf)."""
+    """`[vocab]` tokens by how often they are wanted where the context has them not: counted in the
+    text there is, on top of what their place in the ranking lets one expect (Zipf)."""
     train, vocab = trial.train, len(trial.head)
     tokens, mass = train.likely.long().flatten(), train.mass.float()
     wanted = torch.zeros(vocab).index_add_(0, tokens, mass.flatten())
     lacked = torch.zeros(vocab).index_add_(0, tokens, (mass * ~train.near).flatten())
-    usual = len(train.tokens) / 10 / (trial.rank + 10.0)  # 1 / 10: about what makes the sum over 50,000 tokens 1
+    # 1 / 10: about what makes the sum over 50,000 tokens 1
+    usual = len(train.tokens) / 10 / (trial.rank + 10.0)
     share = float(lacked.sum() / wanted.sum())
     rate = (lacked + PRIOR * share) / (wanted + PRIOR)
     return ((wanted + PRIOR * usual) * rate).argsort(descending=True, stable=True)

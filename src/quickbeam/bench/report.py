@@ -39,7 +39,8 @@ def check_output(option: str, path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Raise `InvalidInput` where no plot could be drawn: no place to write, an unknown format, no matplotlib."""
+    """Raise `InvalidInput` where no plot could be drawn: no place to write, an unknown format, no
+    matplotlib."""
     if path.suffix.lower() not in PLOT_FORMATS:
         raise InvalidInput(f"--plot {path}: the name must end in {', '.join(PLOT_FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -47,9 +48,11 @@ def check_plot(path: Path) -> None:
     check_output("--plot", path)
 
 
-def record(results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]) -> dict[str, object]:
-    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of them. A difference
-    has no gap (null) where it is infinite."""
+def record(
+    results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]
+) -> dict[str, object]:
+    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of
+    them. A difference has no gap (null) where it is infinite."""
     categories = by_category(results)
     return {
         "environment": dict(environment),
@@ -59,11 +62,17 @@ def record(results: Results, environment: Mapping[str, object], model: str, sett
         "complete": results.complete,
         "reference": results.reference,
         "methods": {
-            name: asdict(summary) | {"by_category": {category: asdict(rows[name]) for category, rows in categories.items()}}
+            name: asdict(summary)
+            | {
+                "by_category": {
+                    category: asdict(rows[name]) for category, rows in categories.items()
+                }
+            }
             for name, summary in summaries(results).items()
         },
         "differences": [
-            asdict(difference) | {"gap": difference.gap if math.isfinite(difference.gap) else None} for difference in results.differences
+            asdict(difference) | {"gap": difference.gap if math.isfinite(difference.gap) else None}
+            for difference in results.differences
         ],
         "skipped": [asdict(skipped) for skipped in results.skipped],
         "trials": [_trial(trial) for trial in results.trials],
@@ -79,14 +88,16 @@ def _trial(trial: Trial) -> dict[str, Any]:
         "category": trial.question.category,
         "turn": trial.turn,
         "answers": {
-            name: {figure: getattr(answer, figure) for figure in figures} | ({"head": asdict(head)} if (head := heads[name]) else {})
+            name: {figure: getattr(answer, figure) for figure in figures}
+            | ({"head": asdict(head)} if (head := heads[name]) else {})
             for name, answer in trial.answers.items()
         },
     }
 
 
 def save(path: Path, content: Mapping[str, object]) -> None:
-    """Write JSON so that `path` always holds a whole record: the old one until the new one is complete. Raises OSError."""
+    """Write JSON so that `path` always holds a whole record: the old one until the new one is
+    complete. Raises OSError."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
@@ -110,24 +121,50 @@ def category_table(results: Results) -> Table:
         table.add_column(column, justify="right")
     for category, rows in by_category(results).items():
         for i, (name, summary) in enumerate(rows.items()):
-            table.add_row(Text("" if i else category), name, *_figures(summary), end_section=i == len(rows) - 1)
+            table.add_row(
+                Text("" if i else category),
+                name,
+                *_figures(summary),
+                end_section=i == len(rows) - 1,
+            )
     return table
 
 
 def overall_table(results: Results) -> Table:
-    """Per method over all prompts, with the milliseconds of a step, and what of drafting a drafter's calls took, where there are any."""
+    """Per method over all prompts, with the milliseconds of a step, and what of drafting a
+    drafter's calls took, where there are any."""
     rows = summaries(results)
     parts = {"draft ms": "draft_ms", "verify ms": "verify_ms", "other ms": "overhead_ms"}
     if any(summary.drafter_calls for summary in rows.values()):
-        parts = {"draft ms": "draft_ms", "drafter ms": "drafter_ms", "calls": "drafter_calls"} | parts
+        parts = {
+            "draft ms": "draft_ms",
+            "drafter ms": "drafter_ms",
+            "calls": "drafter_calls",
+        } | parts
     shortened = any(summary.recall is not None for summary in rows.values())
     parts |= {"head ms": "head_ms"} if shortened else {}
     table = Table(Column("method", overflow="fold"), title="overall")
-    for column in ("MAT", "tokens/s", "speed-up", "identical", *parts, *(("shortlist", "recall") if shortened else ())):
+    for column in (
+        "MAT",
+        "tokens/s",
+        "speed-up",
+        "identical",
+        *parts,
+        *(("shortlist", "recall") if shortened else ()),
+    ):
         table.add_column(column, justify="right")
     for name, summary in rows.items():
-        lists = (_number(summary.shortlist, ",.0f"), _number(summary.recall, ".3f")) if shortened else ()
-        table.add_row(name, *_figures(summary), *(_number(getattr(summary, part), ".2f") for part in parts.values()), *lists)
+        lists = (
+            (_number(summary.shortlist, ",.0f"), _number(summary.recall, ".3f"))
+            if shortened
+            else ()
+        )
+        table.add_row(
+            name,
+            *_figures(summary),
+            *(_number(getattr(summary, part), ".2f") for part in parts.values()),
+            *lists,
+        )
     return table
 
 
@@ -136,22 +173,36 @@ def footer(results: Results) -> list[str]:
     reference = results.reference
     why = "" if reference.split("+")[0] == "ar" else " (ar is not among the methods)"
     lines = [
-        f"prompts: {len(results.trials)}; reference: {reference}{why}; speed-up: its decode time per token over the method's, prefill apart"
+        f"prompts: {len(results.trials)}; reference: {reference}{why}; speed-up: its decode time "
+        "per token over the method's, prefill apart"
     ]
     lines += _left_out(results)
     for name, summary in summaries(results).items():
-        if summary.drafter_calls and summary.drafter_ms is not None and summary.break_even_ms is not None:
-            took, could = summary.drafter_ms / summary.drafter_calls, max(0.0, summary.break_even_ms)
-            lines.append(f"{name}: a call of the drafter took {took:.2f} ms; as fast as {reference} at {could:.2f} ms")
+        if (
+            summary.drafter_calls
+            and summary.drafter_ms is not None
+            and summary.break_even_ms is not None
+        ):
+            took, could = (
+                summary.drafter_ms / summary.drafter_calls,
+                max(0.0, summary.break_even_ms),
+            )
+            lines.append(
+                f"{name}: a call of the drafter took {took:.2f} ms; as fast as "
+                f"{reference} at {could:.2f} ms"
+            )
     choice = "top-2 logit gap" if results.params.greedy else "top-2 gap, noise counted in,"
     for name, count in Counter(difference.method for difference in results.differences).items():
         gaps = [difference.gap for difference in results.differences if difference.method == name]
         lines.append(
-            f"{name}: {count} of {len(results.trials)} outputs differ; the target's {choice} at the first difference: "
+            f"{name}: {count} of {len(results.trials)} outputs differ; the target's {choice} at "
+            "the first difference: "
             f"min {min(gaps):.3g}, median {median(gaps):.3g}, max {max(gaps):.3g}"
         )
     if results.skipped:
-        lines.append(f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}")
+        lines.append(
+            f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}"
+        )
     return lines
 
 
@@ -165,7 +216,10 @@ def _left_out(results: Results) -> list[str]:
     which, whose = f"outputs of {', '.join(left)}", "they"
     if results.reference in left:
         which, whose = "outputs", f"those of {results.reference}"
-    return [f"tokens are sampled: {which} are not compared, as {whose} are not coupled (--coupling residual, or a peer)"]
+    return [
+        f"tokens are sampled: {which} are not compared, as {whose} are not coupled (--coupling "
+        "residual, or a peer)"
+    ]
 
 
 def plot(results: Results, path: Path) -> None:
@@ -177,11 +231,23 @@ def plot(results: Results, path: Path) -> None:
 
     groups = by_category(results) | {"overall": summaries(results)}
     width = 0.8 / len(results.methods)
-    figure, axes = pyplot.subplots(2, 1, sharex=True, figsize=(max(8.0, 0.9 * len(groups)), 7), layout="constrained")
-    for axis, key, label in zip(axes, ("speedup", "mean_accepted_tokens"), (f"speed-up over {results.reference}", "MAT"), strict=True):
+    figure, axes = pyplot.subplots(
+        2, 1, sharex=True, figsize=(max(8.0, 0.9 * len(groups)), 7), layout="constrained"
+    )
+    for axis, key, label in zip(
+        axes,
+        ("speedup", "mean_accepted_tokens"),
+        (f"speed-up over {results.reference}", "MAT"),
+        strict=True,
+    ):
         for i, name in enumerate(results.methods):
             heights = [getattr(rows[name], key) or 0.0 for rows in groups.values()]
-            axis.bar([x + (i - (len(results.methods) - 1) / 2) * width for x in range(len(groups))], heights, width, label=name)
+            axis.bar(
+                [x + (i - (len(results.methods) - 1) / 2) * width for x in range(len(groups))],
+                heights,
+                width,
+                label=name,
+            )
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set_ylabel(label)
     axes[1].set_xticks(range(len(groups)), list(groups), rotation=30, ha="right")

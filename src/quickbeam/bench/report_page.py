@@ -44,7 +44,8 @@ class Section(NamedTuple):
 
 
 def page(records: Sequence[Saved]) -> str:
-    """The page, which is well-formed XML as well. Raises `InvalidInput` naming a record that is not whole."""
+    """The page, which is well-formed XML as well. Raises `InvalidInput` naming a record that is not
+    whole."""
     from jinja2 import Environment, StrictUndefined
 
     records = _apart(records)
@@ -56,17 +57,33 @@ def page(records: Sequence[Saved]) -> str:
         for saved in records:
             if saved.kind in by_kind and (drawing := chart(saved, name)):
                 key = (saved.name, by_kind[saved.kind])
-                parts.append(Part(saved.name, drawing, tables[saved.name].get(key[1]) if key not in shown else None))
+                parts.append(
+                    Part(
+                        saved.name,
+                        drawing,
+                        tables[saved.name].get(key[1]) if key not in shown else None,
+                    )
+                )
                 shown.add(key)
         if parts:
             sections.append(Section(title, parts))
-    rest = [Part(name, None, one) for name, found in tables.items() for one in found.values() if (name, one.name) not in shown]
+    rest = [
+        Part(name, None, one)
+        for name, found in tables.items()
+        for one in found.values()
+        if (name, one.name) not in shown
+    ]
     if rest:
         sections.append(Section("Further tables" if sections else "Tables", rest))
     template = resources.files(__package__).joinpath(TEMPLATE).read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
     text: str = environment.from_string(template).render(
-        records=[_summary(saved) for saved in records], sections=sections, themes=svg.themes(), version=quickbeam.__version__
+        records=[_summary(saved) for saved in records],
+        sections=sections,
+        themes=svg.themes(),
+        version=quickbeam.__version__,
     )
     return text
 
@@ -87,7 +104,11 @@ def _apart(records: Sequence[Saved]) -> list[Saved]:
 def _summary(saved: Saved) -> dict[str, Any]:
     """A row of the summary."""
     run = saved.content.get(KEY) or {}
-    settings = ", ".join(f"{name} {value}" for name, value in saved.settings.items() if value not in (None, "", False))
+    settings = ", ".join(
+        f"{name} {value}"
+        for name, value in saved.settings.items()
+        if value not in (None, "", False)
+    )
     return {
         "name": saved.name,
         "kind": "bench" if saved.kind == "methods" else f"bench {saved.kind}",

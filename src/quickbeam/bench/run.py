@@ -17,7 +17,10 @@ from quickbeam.sampling import Sampler
 
 log = logging.getLogger(__name__)
 
-WARM_UP = "Write the numbers from one to twenty in words, on one line. Then write the same line twice more."
+WARM_UP = (
+    "Write the numbers from one to twenty in words, on one line. Then write the same line "
+    "twice more."
+)
 WARM_UP_TOKENS = 32
 
 
@@ -34,10 +37,11 @@ class Trial:
 class Difference:
     """Where an answer leaves the reference's that ought to be the same.
 
-    `position` counts the answer's tokens from 0; a token is None where that answer had ended. `gap`: the best less the second best of what
-    the token there is chosen by, after the prompt and the tokens both agree on: near 0, rounding decides. At temperature 0 these are the
-    target's logits. Above it they are log-probabilities with the noise of the place added; where only one token is possible, the gap is
-    infinite.
+    `position` counts the answer's tokens from 0; a token is None where that answer had ended.
+    `gap`: the best less the second best of what the token there is chosen by, after the prompt and
+    the tokens both agree on: near 0, rounding decides. At temperature 0 these are the target's
+    logits. Above it they are log-probabilities with the noise of the place added; where only one
+    token is possible, the gap is infinite.
     """
 
     method: str
@@ -61,8 +65,9 @@ class Skipped:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked. `compared`: the methods whose outputs ought to be
-    the reference's own, itself among them, or none."""
+    """All that a run has produced so far; `complete` once every question has been asked.
+    `compared`: the methods whose outputs ought to be the reference's own, itself among them, or
+    none."""
 
     methods: list[str]
     reference: str
@@ -75,20 +80,33 @@ class Results:
 
 
 def reference_of(methods: Sequence[str]) -> str:
-    """The method the others are compared with: `ar` where it runs (also with a switch of its own, `residual` last), otherwise the first."""
+    """The method the others are compared with: `ar` where it runs (also with a switch of its own,
+    `residual` last), otherwise the first."""
     plain = [name for name in methods if name.split("+")[0] == "ar"]
-    return min(plain, key=lambda name: (RESIDUAL in name.split("+"), len(name))) if plain else methods[0]
+    return (
+        min(plain, key=lambda name: (RESIDUAL in name.split("+"), len(name)))
+        if plain
+        else methods[0]
+    )
 
 
-def begin(runners: Mapping[str, Runner], params: SamplingParams, reference: str | None = None) -> Results:
-    """Results to be filled with answers to `params`. `reference`: that of `reference_of` where none is named."""
+def begin(
+    runners: Mapping[str, Runner], params: SamplingParams, reference: str | None = None
+) -> Results:
+    """Results to be filled with answers to `params`. `reference`: that of `reference_of` where none
+    is named."""
     reference = reference or reference_of(list(runners))
     compared = [name for name, runner in runners.items() if runner.comparable(params)]
     return Results(list(runners), reference, compared if reference in compared else [], params)
 
 
-def warm_up(runners: Mapping[str, Runner], params: SamplingParams, on_answer: Callable[[], None] = lambda: None) -> None:
-    """Let every method answer a prompt that isn't counted: first calls compile, pack and allocate."""
+def warm_up(
+    runners: Mapping[str, Runner],
+    params: SamplingParams,
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Let every method answer a prompt that isn't counted: first calls compile, pack and
+    allocate."""
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_TOKENS))
     for runner in runners.values():
         runner.answer(runner.encode([{"role": "user", "content": WARM_UP}]), short)
@@ -104,9 +122,10 @@ def run(
 ) -> Iterator[Question]:
     """Ask the questions one by one, filling `results`; yields each question when it is done.
 
-    The methods take turns at going first. All see the same ids: the conversation so far holds the reference's answers. A prompt that a
-    method refuses (`InvalidInput`: beyond the context, say) is left out for all, with the turns after it.
-    With a seed, prompt number i of the run is sampled with seed + i by every method.
+    The methods take turns at going first. All see the same ids: the conversation so far holds the
+    reference's answers. A prompt that a method refuses (`InvalidInput`: beyond the context, say) is
+    left out for all, with the turns after it. With a seed, prompt number i of the run is sampled
+    with seed + i by every method.
     """
     order, params = list(runners), results.params
     reference = runners[results.reference]
@@ -124,7 +143,9 @@ def run(
                     answers[name] = runners[name].answer(ids, seeded)
                     on_answer()
             except InvalidInput as error:
-                log.warning("question %s, turn %d is left out: %s", question.question_id, turn + 1, error)
+                log.warning(
+                    "question %s, turn %d is left out: %s", question.question_id, turn + 1, error
+                )
                 results.skipped.append(Skipped(question.question_id, turn, str(error)))
                 break
             trial = Trial(question, turn, {name: answers[name] for name in order})
@@ -136,15 +157,19 @@ def run(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position where two answers differ, None where they are equal. An answer that ends early differs where it ended."""
+    """The first position where two answers differ, None where they are equal. An answer that ends
+    early differs where it ended."""
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return position
     return None if len(a) == len(b) else min(len(a), len(b))
 
 
-def _differences(trial: Trial, results: Results, runner: Runner, ids: Sequence[int], params: SamplingParams) -> Iterator[Difference]:
-    """Those of the compared methods. `runner`: the reference's; `params`: those of the trial, with its seed."""
+def _differences(
+    trial: Trial, results: Results, runner: Runner, ids: Sequence[int], params: SamplingParams
+) -> Iterator[Difference]:
+    """Those of the compared methods. `runner`: the reference's; `params`: those of the trial, with
+    its seed."""
     expected = trial.answers[results.reference].token_ids
     gaps: dict[int, float] = {}
     for name in results.compared:
@@ -166,8 +191,11 @@ def _differences(trial: Trial, results: Results, runner: Runner, ids: Sequence[i
         )
 
 
-def _gap(runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams) -> float:
-    """See `Difference`: what the token after the prompt and these tokens of the answer was chosen by."""
+def _gap(
+    runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
+) -> float:
+    """See `Difference`: what the token after the prompt and these tokens of the answer was chosen
+    by."""
     text = [*ids, *answered]
     logits = runner.last_logits(text).float().cpu()
     sampler = Sampler(params, ids, len(logits))
@@ -176,7 +204,13 @@ def _gap(runner: Runner, ids: Sequence[int], answered: Sequence[int], params: Sa
     if not params.greedy:
         assert params.seed is not None
         # Without filters: log-probabilities but for a constant, and no small one is lost.
-        scores = sampler.law(logits).double().log().numpy() if params.filters else scores / max(params.temperature, 1e-30)
-        scores = scores + Noise(params.seed, 0, len(scores)).of(np.arange(len(scores)), np.full(len(scores), len(text)))
+        scores = (
+            sampler.law(logits).double().log().numpy()
+            if params.filters
+            else scores / max(params.temperature, 1e-30)
+        )
+        scores = scores + Noise(params.seed, 0, len(scores)).of(
+            np.arange(len(scores)), np.full(len(scores), len(text))
+        )
     second, best = np.sort(scores)[-2:].tolist()
     return float(best - second)

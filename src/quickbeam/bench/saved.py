@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 from quickbeam.errors import InvalidInput
 
-# By kind: keys that tell it, and no kind above it. A kind is the command's last word; `methods` is `bench` itself.
+# By kind: keys that tell it, and no kind above it. A kind is the command's last word; `methods` is
+# `bench` itself.
 KINDS: dict[str, tuple[str, ...]] = {
     "vocabulary": ("by_category", "vocab_size"),
     "methods": ("methods", "reference"),
@@ -53,13 +54,16 @@ class Saved(NamedTuple):
 
 
 def read(path: Path) -> Saved:
-    """Raises `InvalidInput` naming a file that can't be read, is not JSON, or is no record of `quickbeam bench`."""
+    """Raises `InvalidInput` naming a file that can't be read, is not JSON, or is no record of
+    `quickbeam bench`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error
     except (ValueError, RecursionError) as error:
-        raise InvalidInput(f"{path}: not JSON ({error}); give a file that `quickbeam bench … --json` wrote") from error
+        raise InvalidInput(
+            f"{path}: not JSON ({error}); give a file that `quickbeam bench … --json` wrote"
+        ) from error
     return Saved(path.stem, kind_of(content, str(path)), content)
 
 
@@ -69,7 +73,9 @@ def kind_of(content: Any, name: str) -> str:
         for kind, keys in KINDS.items():
             if all(key in content for key in keys):
                 return kind
-    raise InvalidInput(f"{name}: not a record of `quickbeam bench … --json`; known: {', '.join(KINDS)}")
+    raise InvalidInput(
+        f"{name}: not a record of `quickbeam bench … --json`; known: {', '.join(KINDS)}"
+    )
 
 
 @contextmanager
@@ -77,9 +83,18 @@ def told(saved: Saved) -> Iterator[None]:
     """Turns what reading a broken record raises into `InvalidInput` that names the file."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        IndexError,
+        ZeroDivisionError,
+    ) as error:
         why = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise InvalidInput(f"{saved.name}: not a whole record of bench {saved.kind} ({why}); measure it again") from error
+        raise InvalidInput(
+            f"{saved.name}: not a whole record of bench {saved.kind} ({why}); measure it again"
+        ) from error
 
 
 def _object(value: Any) -> dict[str, Any]:

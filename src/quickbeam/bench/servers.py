@@ -1,4 +1,5 @@
-"""Servers behind OpenAI's interface, each in a process of its own: ours, and peers such as llama.cpp's and vLLM."""
+"""Servers behind OpenAI's interface, each in a process of its own: ours, and peers such as
+llama.cpp's and vLLM."""
 
 from __future__ import annotations
 
@@ -34,13 +35,14 @@ class Server:
 
 
 def parse_server(text: str) -> Server:
-    """`NAME=COMMAND`, such as `llama-cpp=python -m llama_cpp.server --model FILE.gguf --port {port}` or `vllm=vllm serve MODEL --port
-    {port}`. Raises `InvalidInput` for others."""
+    """`NAME=COMMAND`, such as `llama-cpp=python -m llama_cpp.server --model FILE.gguf --port
+    {port}` or `vllm=vllm serve MODEL --port {port}`. Raises `InvalidInput` for others."""
     name, found, command = text.partition("=")
     if not found or not name.strip() or "{port}" not in command:
         raise InvalidInput(
             f"--server {text!r}: must be NAME=COMMAND with {{port}} in it, such as "
-            "'llama-cpp=python -m llama_cpp.server --model FILE.gguf --port {port}' or 'vllm=vllm serve MODEL --port {port}'"
+            "'llama-cpp=python -m llama_cpp.server --model FILE.gguf --port {port}' or 'vllm=vllm "
+            "serve MODEL --port {port}'"
         )
     try:
         return Server(name.strip(), tuple(shlex.split(command)))
@@ -49,7 +51,8 @@ def parse_server(text: str) -> Server:
 
 
 class Serving:
-    """A server under way, for as long as the `with` block lasts. Raises `QuickbeamError` where it does not come up.
+    """A server under way, for as long as the `with` block lasts. Raises `QuickbeamError` where it
+    does not come up.
 
     `extra`: what each request says beside the prompt, in fields of the server's own.
     """
@@ -65,7 +68,9 @@ class Serving:
             self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log)
         except OSError as error:
             self._log.close()
-            raise InvalidInput(f"--server {self.server.name}: can't start {self._command[0]!r} ({error.strerror})") from error
+            raise InvalidInput(
+                f"--server {self.server.name}: can't start {self._command[0]!r} ({error.strerror})"
+            ) from error
         try:
             self.model = _wait(self.base, self._process, self.server.name, self._log)
         except BaseException:
@@ -82,14 +87,31 @@ class Serving:
             self._process.wait()
         self._log.close()
 
-    def measure(self, prompts: Sequence[str], running: int, max_tokens: int, raw: bool, extra: Mapping[str, Any] | None = None) -> Cell:
+    def measure(
+        self,
+        prompts: Sequence[str],
+        running: int,
+        max_tokens: int,
+        raw: bool,
+        extra: Mapping[str, Any] | None = None,
+    ) -> Cell:
         """Greedy answers to all prompts, `running` clients at a time."""
-        body: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": True}
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "stream": True,
+        }
         body |= {"stream_options": {"include_usage": True}, **(extra or {})}
-        where, began = f"{self.base}/{'completions' if raw else 'chat/completions'}", time.perf_counter()
+        where, began = (
+            f"{self.base}/{'completions' if raw else 'chat/completions'}",
+            time.perf_counter(),
+        )
 
         def ask(prompt: str) -> Answered:
-            asked = {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+            asked = (
+                {"prompt": prompt} if raw else {"messages": [{"role": "user", "content": prompt}]}
+            )
             return _ask(where, body | asked, began)
 
         with ThreadPoolExecutor(running) as clients:
@@ -99,12 +121,18 @@ class Serving:
 
 def ourselves(options: Sequence[str]) -> Server:
     """`quickbeam serve` with these options, by this Python."""
-    return Server("quickbeam", (sys.executable, "-m", "quickbeam", "serve", "--port", "{port}", *options))
+    return Server(
+        "quickbeam", (sys.executable, "-m", "quickbeam", "serve", "--port", "{port}", *options)
+    )
 
 
 def speculation(method: str, budget: int | None) -> dict[str, Any]:
-    """What a request says to our own server: how it is to be answered, and that token ids are wanted for the comparison."""
-    return {"speculation": {"method": method, **({} if budget is None else {"budget": budget})}, "return_token_ids": True}
+    """What a request says to our own server: how it is to be answered, and that token ids are
+    wanted for the comparison."""
+    return {
+        "speculation": {"method": method, **({} if budget is None else {"budget": budget})},
+        "return_token_ids": True,
+    }
 
 
 def _free_port() -> int:
@@ -120,7 +148,9 @@ def _wait(base: str, process: subprocess.Popen[bytes], name: str, log: Any) -> s
         if process.poll() is not None:
             log.seek(0)
             lines = log.read().decode(errors="replace").strip().splitlines()
-            raise QuickbeamError(f"--server {name}: it ended before it served: {lines[-1] if lines else 'no output'}")
+            raise QuickbeamError(
+                f"--server {name}: it ended before it served: {lines[-1] if lines else 'no output'}"
+            )
         try:
             with urlopen(f"{base}/models", timeout=5) as response:
                 return str(json.load(response)["data"][0]["id"])
@@ -130,12 +160,14 @@ def _wait(base: str, process: subprocess.Popen[bytes], name: str, log: Any) -> s
 
 
 def _ask(where: str, body: Mapping[str, Any], began: float) -> Answered:
-    """One streamed answer. Its tokens are those that it names, or as many as the server counts; where it does not count, a piece of the
-    stream is a token."""
+    """One streamed answer. Its tokens are those that it names, or as many as the server counts;
+    where it does not count, a piece of the stream is a token."""
     answered = Answered((), time.perf_counter() - began)
     pieces = 0
     try:
-        with urlopen(Request(where, json.dumps(body).encode(), {"Content-Type": "application/json"})) as response:
+        with urlopen(
+            Request(where, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        ) as response:
             for line in response:
                 if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
                     continue
@@ -157,9 +189,15 @@ def _ask(where: str, body: Mapping[str, Any], began: float) -> Answered:
                     answered.steps = usage.get("steps", 0)
                     details = usage.get("completion_tokens_details") or {}
                     drafted = ("accepted_prediction_tokens", "rejected_prediction_tokens")
-                    answered.nodes = answered.steps + sum(details.get(name) or 0 for name in drafted) if answered.steps else 0
+                    answered.nodes = (
+                        answered.steps + sum(details.get(name) or 0 for name in drafted)
+                        if answered.steps
+                        else 0
+                    )
     except HTTPError as error:
-        raise QuickbeamError(f"the server refuses a request: {error.read()[:200].decode(errors='replace')}") from error
+        raise QuickbeamError(
+            f"the server refuses a request: {error.read()[:200].decode(errors='replace')}"
+        ) from error
     if not answered.token_ids:
         answered.token_ids = [UNKNOWN] * pieces
     return answered

@@ -1,4 +1,5 @@
-"""Answers that follow JSON schemas: how many are valid, whether drafts change them, and how fast they come beside free text."""
+"""Answers that follow JSON schemas: how many are valid, whether drafts change them, and how fast
+they come beside free text."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ class Task:
 
 @dataclass
 class Row:
-    """One method, with or without schemas. `valid`: answers that fit their schema; `identical`: those that have the tokens of the first
-    method."""
+    """One method, with or without schemas. `valid`: answers that fit their schema; `identical`:
+    those that have the tokens of the first method."""
 
     answers: int = 0
     valid: int = 0
@@ -57,12 +58,18 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         """The record of one row."""
         mat = self.tokens / self.steps if self.steps else None
-        return {**vars(self), "tokens_per_second": self.tokens_per_second, "mean_accepted_tokens": mat}
+        return {
+            **vars(self),
+            "tokens_per_second": self.tokens_per_second,
+            "mean_accepted_tokens": mat,
+        }
 
 
 def tasks() -> list[Task]:
     """Ten of our own."""
-    lines = files("quickbeam.bench").joinpath("schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = (
+        files("quickbeam.bench").joinpath("schemas.jsonl").read_text(encoding="utf-8").splitlines()
+    )
     return [Task(**json.loads(line)) for line in lines]
 
 
@@ -74,13 +81,21 @@ def measure(
     params: SamplingParams,
     told: Told = lambda stage, done: None,
 ) -> dict[tuple[str, str], Row]:
-    """By kind of text and method: `answers` answers to each task, every one with a seed of its own. Methods take turns at each answer, so
-    that what the machine does meanwhile falls on all alike."""
+    """By kind of text and method: `answers` answers to each task, every one with a seed of its own.
+    Methods take turns at each answer, so that what the machine does meanwhile falls on all
+    alike."""
     validate = _validator()
     rows = {(kind, item.name): Row() for kind in (FREE, BOUND) for item in methods}
     for task in asked:  # what is compiled or measured at first use is not counted
         for item in methods:
-            _answer(llm, task, item, replace(params, grammar=Grammar.json_schema(task.schema), max_tokens=4, min_tokens=0))
+            _answer(
+                llm,
+                task,
+                item,
+                replace(
+                    params, grammar=Grammar.json_schema(task.schema), max_tokens=4, min_tokens=0
+                ),
+            )
     for done, (task, seed) in enumerate(_turns(asked, answers)):
         told(task.name, done / (len(asked) * answers))
         for kind in (FREE, BOUND):
@@ -89,7 +104,11 @@ def measure(
             for item in methods:
                 completion = _answer(llm, task, item, replace(params, seed=seed, grammar=grammar))
                 first = completion.token_ids if first is None else first
-                rows[kind, item.name].add(completion, validate(completion.text, task.schema), completion.token_ids == first)
+                rows[kind, item.name].add(
+                    completion,
+                    validate(completion.text, task.schema),
+                    completion.token_ids == first,
+                )
     told("done", 1.0)
     return rows
 
@@ -102,7 +121,12 @@ def _turns(asked: Sequence[Task], answers: int) -> Iterator[tuple[Task, int]]:
 
 def _answer(llm: LLM, task: Task, item: MethodItem, params: SamplingParams) -> Completion:
     llm.reset()
-    options: Any = {"method": item.method, "budget": item.budget, "vocab": item.vocab, "shortlist": item.shortlist}
+    options: Any = {
+        "method": item.method,
+        "budget": item.budget,
+        "vocab": item.vocab,
+        "shortlist": item.shortlist,
+    }
     return llm.chat([{"role": "user", "content": task.prompt}], item.told(params), **options)
 
 
@@ -111,7 +135,9 @@ def _validator() -> Callable[[str, Mapping[str, Any]], bool]:
     try:
         from jsonschema import Draft202012Validator
     except ImportError as error:
-        raise InvalidInput("bench structured checks answers with jsonschema: pip install 'quickbeam[bench]'") from error
+        raise InvalidInput(
+            "bench structured checks answers with jsonschema: pip install 'quickbeam[bench]'"
+        ) from error
 
     def valid(text: str, schema: Mapping[str, Any]) -> bool:
         try:

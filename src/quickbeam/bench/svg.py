@@ -9,21 +9,39 @@ from html import escape
 from io import StringIO
 from typing import Any, NamedTuple
 
-# Drawn with, and then put in words that a style sheet fills in. No colour of a line may be one of these.
+# Drawn with, and then put in words that a style sheet fills in. No colour of a line may be one of
+# these.
 PAPER, INK, LINE = "#fefdfc", "#010203", "#a0a1a2"
 WORDS = {PAPER: "var(--paper)", INK: "var(--ink)", LINE: "var(--line)"}
 LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "line": "#c8ced4"}
 DARK = {"paper": "#0d1117", "ink": "#e6edf3", "line": "#454c55"}
-# On both papers 3:1 and more, as WCAG 2 asks of graphics. Markers and hatches tell series apart where colours don't.
-COLOURS = ("#1f77c9", "#d1590b", "#12906c", "#b0559b", "#8c7a00", "#d6455d", "#7a6fd0", "#6b7d8c", "#3d8f3d", "#a5673f")
+# On both papers 3:1 and more, as WCAG 2 asks of graphics. Markers and hatches tell series apart
+# where colours don't.
+COLOURS = (
+    "#1f77c9",
+    "#d1590b",
+    "#12906c",
+    "#b0559b",
+    "#8c7a00",
+    "#d6455d",
+    "#7a6fd0",
+    "#6b7d8c",
+    "#3d8f3d",
+    "#a5673f",
+)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "*")
 HATCHES = ("", "//", "\\\\", "--", "||", "xx", "++", "///", "---", "|||")
 
 
 def themes() -> str:
     """The style sheet."""
-    light, dark = ("".join(f"--{word}:{colour};" for word, colour in theme.items()) for theme in (LIGHT, DARK))
-    return f":root{{color-scheme:light dark;{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    light, dark = (
+        "".join(f"--{word}:{colour};" for word, colour in theme.items()) for theme in (LIGHT, DARK)
+    )
+    return (
+        f":root{{color-scheme:light dark;{light}}}@media "
+        f"(prefers-color-scheme:dark){{:root{{{dark}}}}}"
+    )
 
 
 class Drawing(NamedTuple):
@@ -35,7 +53,9 @@ class Drawing(NamedTuple):
     def file(self) -> str:
         """A file of its own, with the style sheet inside."""
         head, tag, rest = self.svg.partition(">")
-        return f'<?xml version="1.0" encoding="utf-8"?>\n{head}{tag}<style>{themes()}</style>{rest}\n'
+        return (
+            f'<?xml version="1.0" encoding="utf-8"?>\n{head}{tag}<style>{themes()}</style>{rest}\n'
+        )
 
 
 @contextmanager
@@ -47,7 +67,14 @@ def style() -> Iterator[Any]:
     from cycler import cycler
     from matplotlib import pyplot
 
-    inks = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color", "hatch.color")
+    inks = (
+        "text.color",
+        "axes.labelcolor",
+        "axes.edgecolor",
+        "xtick.color",
+        "ytick.color",
+        "hatch.color",
+    )
     options: Any = {
         **dict.fromkeys(inks, INK),
         "figure.facecolor": PAPER,
@@ -77,12 +104,21 @@ def draw(figure: Any, name: str, alt: str) -> Drawing:
 
     out = StringIO()
     try:
-        figure.savefig(out, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
+        figure.savefig(
+            out,
+            format="svg",
+            metadata={"Date": None, "Creator": None, "Format": None, "Type": None},
+        )
     finally:
         pyplot.close(figure)
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r"<metadata>.*?</metadata>\s*|<style type=\"text/css\">.*?</style>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(
+        r"<metadata>.*?</metadata>\s*|<style type=\"text/css\">.*?</style>\s*",
+        "",
+        svg,
+        flags=re.DOTALL,
+    )
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(#|href="#)', rf"\g<1>{name}-", svg)
     for colour, word in WORDS.items():

@@ -1,4 +1,5 @@
-"""Many requests at once: tokens a second, how long they wait, and whether each answer is the one given alone."""
+"""Many requests at once: tokens a second, how long they wait, and whether each answer is the one
+given alone."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ ALONE = "ar"  # whose answers, one at a time, the others are held against
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of the benchmark. `leaves_after`: tokens after which its client goes away; None: never."""
+    """One request of the benchmark. `leaves_after`: tokens after which its client goes away; None:
+    never."""
 
     ids: list[int]
     category: str
@@ -57,8 +59,9 @@ class Answered:
 
 @dataclass
 class Cell:
-    """One method under one load, over all of its runs. `identical`: answers equal to those given alone; None where
-    they need not be, as tokens are sampled without a seed or not coupled (`MethodItem.comparable`)."""
+    """One method under one load, over all of its runs. `identical`: answers equal to those given
+    alone; None where they need not be, as tokens are sampled without a seed or not coupled
+    (`MethodItem.comparable`)."""
 
     seconds: float = 0.0
     decoding_seconds: float = 0.0  # of steps in which no prompt was read
@@ -74,7 +77,9 @@ class Cell:
     @property
     def tokens_per_second(self) -> float:
         """Of all requests together, prompts and waiting included."""
-        return sum(len(one.token_ids) for one in self.answers) / self.seconds if self.seconds else 0.0
+        return (
+            sum(len(one.token_ids) for one in self.answers) / self.seconds if self.seconds else 0.0
+        )
 
     @property
     def decoding_tokens_per_second(self) -> float:
@@ -90,9 +95,13 @@ class Cell:
             "tokens_per_second": self.tokens_per_second,
             "decoding_tokens_per_second": self.decoding_tokens_per_second,
             "p50_ttft_ms": 1e3 * median(one.time_to_first for one in whole) if whole else None,
-            "p95_ttft_ms": 1e3 * _percentile([one.time_to_first for one in whole], 0.95) if whole else None,
+            "p95_ttft_ms": 1e3 * _percentile([one.time_to_first for one in whole], 0.95)
+            if whole
+            else None,
             "p50_tpot_ms": 1e3 * median(one.per_token for one in whole) if whole else None,
-            "p95_tpot_ms": 1e3 * _percentile([one.per_token for one in whole], 0.95) if whole else None,
+            "p95_tpot_ms": 1e3 * _percentile([one.per_token for one in whole], 0.95)
+            if whole
+            else None,
             "mean_accepted_tokens": later / steps if steps else None,
             "nodes_per_step": sum(one.nodes for one in whole) / steps if steps else None,
             "identical": self.identical,
@@ -107,9 +116,15 @@ def _percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def requests(prompts: Sequence[tuple[list[int], str]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0) -> list[Asked]:
-    """Prompts as they arrive: all at once, or at random at `rate` a second (a Poisson process). A share `cancel` of them, evenly spread,
-    goes away after a random part of its answer."""
+def requests(
+    prompts: Sequence[tuple[list[int], str]],
+    rate: float | None,
+    cancel: float,
+    max_tokens: int,
+    seed: int = 0,
+) -> list[Asked]:
+    """Prompts as they arrive: all at once, or at random at `rate` a second (a Poisson process). A
+    share `cancel` of them, evenly spread, goes away after a random part of its answer."""
     chance, clock, found = random.Random(seed), 0.0, list[Asked]()
     for number, (ids, category) in enumerate(prompts):
         if rate is not None:
@@ -120,12 +135,18 @@ def requests(prompts: Sequence[tuple[list[int], str]], rate: float | None, cance
     return found
 
 
-def fitting(llm: LLM, prompts: Sequence[tuple[list[int], str]], max_tokens: int) -> list[tuple[list[int], str]]:
-    """The prompts that leave room for an answer in the model's context. Raises `InvalidInput` where there is none."""
+def fitting(
+    llm: LLM, prompts: Sequence[tuple[list[int], str]], max_tokens: int
+) -> list[tuple[list[int], str]]:
+    """The prompts that leave room for an answer in the model's context. Raises `InvalidInput` where
+    there is none."""
     limit = llm.model.context_length
     found = [prompt for prompt in prompts if limit is None or len(prompt[0]) + max_tokens <= limit]
     if not found:
-        raise InvalidInput(f"no prompt leaves room for {max_tokens} tokens in the model's context of {limit}: lower --max-tokens")
+        raise InvalidInput(
+            f"no prompt leaves room for {max_tokens} tokens in the model's context "
+            f"of {limit}: lower --max-tokens"
+        )
     return found
 
 
@@ -143,9 +164,15 @@ def encode(llm: LLM, questions: Sequence[Question], raw: bool) -> list[tuple[lis
 
 
 def serve(
-    llm: LLM, asked: Sequence[Asked], item: MethodItem, params: SamplingParams, running: int, cell: Cell | None = None
+    llm: LLM,
+    asked: Sequence[Asked],
+    item: MethodItem,
+    params: SamplingParams,
+    running: int,
+    cell: Cell | None = None,
 ) -> Iterator[Answered]:
-    """Answer all requests, `running` of them at a time; each as it ends. `cell` is told of steps without prompts."""
+    """Answer all requests, `running` of them at a time; each as it ends. `cell` is told of steps
+    without prompts."""
     llm.reset()
     llm.engine.scheduler.most = running
     waiting, open_streams = list(enumerate(asked)), dict[int, tuple[Stream, Answered]]()
@@ -158,17 +185,30 @@ def serve(
         while waiting or open_streams:
             while waiting and waiting[0][1].arrives <= now():
                 number, one = waiting.pop(0)
-                options: Any = {"method": item.method, "budget": item.budget, "vocab": item.vocab, "shortlist": item.shortlist}
-                open_streams[number] = llm.stream(one.ids, item.told(params), **options), Answered(tuple(one.ids), one.arrives)
+                options: Any = {
+                    "method": item.method,
+                    "budget": item.budget,
+                    "vocab": item.vocab,
+                    "shortlist": item.shortlist,
+                }
+                open_streams[number] = (
+                    llm.stream(one.ids, item.told(params), **options),
+                    Answered(tuple(one.ids), one.arrives),
+                )
             if not open_streams:
                 time.sleep(max(0.0, waiting[0][1].arrives - now()))
                 continue
-            before, tokens = now(), sum(len(stream.token_ids) for stream, _ in open_streams.values())
+            before, tokens = (
+                now(),
+                sum(len(stream.token_ids) for stream, _ in open_streams.values()),
+            )
             llm.engine.step()
             at = now()
             if cell is not None and not llm.engine.prompt_rows:
                 cell.decoding_seconds += at - before
-                cell.decoding_tokens += sum(len(stream.token_ids) for stream, _ in open_streams.values()) - tokens
+                cell.decoding_tokens += (
+                    sum(len(stream.token_ids) for stream, _ in open_streams.values()) - tokens
+                )
             for number, (stream, answered) in list(open_streams.items()):
                 length = len(stream.token_ids)
                 if length > len(answered.token_ids):
@@ -187,7 +227,9 @@ def serve(
                         completion.statistics.steps,
                         completion.statistics.nodes,
                     )
-                    answered.cancelled = answered.cancelled or completion.finish_reason == "interrupted"
+                    answered.cancelled = (
+                        answered.cancelled or completion.finish_reason == "interrupted"
+                    )
                     del open_streams[number]
                     yield answered
     finally:
@@ -206,18 +248,23 @@ def measure(
     alone: Mapping[tuple[int, ...], list[int]] | None = None,
     others: Mapping[str, Other] | None = None,
 ) -> dict[int, dict[str, Cell]]:
-    """Every method under every load, `rounds` times in turn, so that what the machine does meanwhile falls on all alike.
+    """Every method under every load, `rounds` times in turn, so that what the machine does
+    meanwhile falls on all alike.
 
-    `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made first where they are needed.
-    `others`: further rows of each table, by name, measured after the methods in each turn; they answer in the order of what they
-    are given, and are compared where they name their tokens.
+    `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made
+    first where they are needed. `others`: further rows of each table, by name, measured after the
+    methods in each turn; they answer in the order of what they are given, and are compared where
+    they name their tokens.
     """
     others = others or {}
     compared = {item.name for item in methods if item.comparable(params)}
     known = dict(alone or {})
     if compared and alone is None:
         known = _alone(llm, asked, replace(params, coupling=COUPLED), told)
-    cells = {load: {name: Cell() for name in (*(item.name for item in methods), *others)} for load in concurrency}
+    cells = {
+        load: {name: Cell() for name in (*(item.name for item in methods), *others)}
+        for load in concurrency
+    }
     for item in methods:  # what is measured or compiled at first use is not counted
         for _ in serve(llm, asked[:2], item, params, 2):
             pass
@@ -253,7 +300,9 @@ def measure(
     return cells
 
 
-def _alone(llm: LLM, asked: Sequence[Asked], params: SamplingParams, told: Told) -> dict[tuple[int, ...], list[int]]:
+def _alone(
+    llm: LLM, asked: Sequence[Asked], params: SamplingParams, told: Told
+) -> dict[tuple[int, ...], list[int]]:
     """Plain answers, one at a time, by prompt."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, one in enumerate(asked):
@@ -267,13 +316,19 @@ def _alone(llm: LLM, asked: Sequence[Asked], params: SamplingParams, told: Told)
 def _same(answered: Answered, known: Mapping[tuple[int, ...], list[int]]) -> bool:
     """Whether an answer is the one given alone, or its beginning where the client went away."""
     whole = known[answered.prompt]
-    return whole[: len(answered.token_ids)] == answered.token_ids and (answered.cancelled or len(whole) == len(answered.token_ids))
+    return whole[: len(answered.token_ids)] == answered.token_ids and (
+        answered.cancelled or len(whole) == len(answered.token_ids)
+    )
 
 
 def ratios(cells: Mapping[int, Mapping[str, Cell]]) -> dict[int, dict[str, float]]:
-    """By load and method, tokens a second over those of `ar` under the same load, where it was measured."""
+    """By load and method, tokens a second over those of `ar` under the same load, where it was
+    measured."""
     return {
-        load: {name: cell.tokens_per_second / by_name[ALONE].tokens_per_second for name, cell in by_name.items()}
+        load: {
+            name: cell.tokens_per_second / by_name[ALONE].tokens_per_second
+            for name, cell in by_name.items()
+        }
         for load, by_name in cells.items()
         if ALONE in by_name and by_name[ALONE].tokens_per_second
     }

@@ -1,16 +1,21 @@
 """Tree policies on the same text: how many tokens a step their trees promise.
 
-A bench lets every method decode on its own. The trees are then grown at places of their own, and over some hundred steps places differ more
-than trees do. Here all policies grow trees at the same places of the same plain answers. Places are taken evenly from the text, while a
-method's own steps begin where its last draft ended, so that the figures are not quite a bench's MAT.
+A bench lets every method decode on its own. The trees are then grown at places of their own, and
+over some hundred steps places differ more than trees do. Here all policies grow trees at the same
+places of the same plain answers. Places are taken evenly from the text, while a method's own steps
+begin where its last draft ended, so that the figures are not quite a bench's MAT.
 
-At temperature 0 a tree's figure is what is accepted of it. Above it that depends on chance as well, and chance is averaged out:
+At temperature 0 a tree's figure is what is accepted of it. Above it that depends on chance as well,
+and chance is averaged out:
 
-- A tree of the name alone is coupled: grown with the noise of its places in sight, and verified by it (`verify.py`, equality). The text is
-  written with one noise. Which noise comes after a place is independent of the text up to there, so others serve as well as that one: at
-  each place the tree is grown and verified with some noises of other seeds, the same for all policies, and the mean counts.
-- `+residual` stands for the papers' rule. The tree is grown once, without noise: its children are drawn. Then the chances of verification
-  are summed up instead of drawn, from the model's distributions at the tree's nodes (`reached`).
+- A tree of the name alone is coupled: grown with the noise of its places in sight, and verified by
+  it (`verify.py`, equality). The text is written with one noise. Which noise comes after a place is
+  independent of the text up to there, so others serve as well as that one: at each place the tree
+  is grown and verified with some noises of other seeds, the same for all policies, and the mean
+  counts.
+- `+residual` stands for the papers' rule. The tree is grown once, without noise: its children are
+  drawn. Then the chances of verification are summed up instead of drawn, from the model's
+  distributions at the tree's nodes (`reached`).
 
 Both are means of what a step emits at that place, so that they compare with each other.
 """
@@ -44,14 +49,16 @@ if TYPE_CHECKING:  # transformers takes seconds, and `quickbeam --help` reads th
     from quickbeam.target.target import Target
 
 log = logging.getLogger(__name__)
-Item = tuple[str, int]  # a tree of `trees.DRAFTED`, with `DRAWN` where its children are drawn, and its budget
+# a tree of `trees.DRAFTED`, with `DRAWN` where its children are drawn, and its budget
+Item = tuple[str, int]
 DRAWN = f"+{RESIDUAL}"
 DRAWS = 4  # noises at a place, unless told
 APART = 0x9E3779B97F4A7C15  # what sets their seeds apart, from each other and from the text's
 
 
 def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
-    """The probability that verification (`verify.py`) accepts each node, the root with 1: the product down its path of
+    """The probability that verification (`verify.py`) accepts each node, the root with 1: the
+    product down its path of
 
         a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
 
@@ -81,8 +88,8 @@ def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
 
 @dataclass
 class Results:
-    """Tokens a step by item and temperature, one number a place of the text; places are the same for all items. `answer`: by temperature,
-    which answer each place is of."""
+    """Tokens a step by item and temperature, one number a place of the text; places are the same
+    for all items. `answer`: by temperature, which answer each place is of."""
 
     tokens: dict[float, dict[Item, list[float]]]
     answer: dict[float, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -106,15 +113,18 @@ class Results:
         return mean(self.tokens[temperature][item])
 
     def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float | None]:
-        """The mean of `item` less that of `other`, place by place, and its standard error by answers, as places of one answer are alike:
-        sqrt(G / (G - 1) * sum of squares of the answers' summed deviations) / places with G answers (Liang and Zeger, 1986); None if 1."""
+        """The mean of `item` less that of `other`, place by place, and its standard error by
+        answers, as places of one answer are alike: sqrt(G / (G - 1) * sum of squares of the
+        answers' summed deviations) / places with G answers (Liang and Zeger, 1986); None if 1."""
         both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
         gaps = [a - b for a, b in both]
         middle, sums = mean(gaps), defaultdict[int, float](float)
         for number, gap in zip(self.answer[temperature], gaps, strict=True):
             sums[number] += gap - middle
         answers = len(sums)
-        return middle, sqrt(answers / (answers - 1) * sum(x * x for x in sums.values())) / len(gaps) if answers > 1 else None
+        return middle, sqrt(answers / (answers - 1) * sum(x * x for x in sums.values())) / len(
+            gaps
+        ) if answers > 1 else None
 
 
 def measure(
@@ -126,23 +136,33 @@ def measure(
     results: Results,
     draws: int = DRAWS,
 ) -> Iterator[None]:
-    """Answer the first turn of each question plainly with each of `params`, and grow the trees of all `items` at every `every`-th token,
-    filling `results`; yields after every answer. Policies learn from one answer for the next, apart by temperature. Above temperature 0
-    coupled trees are grown with `draws` noises.
+    """Answer the first turn of each question plainly with each of `params`, and grow the trees of
+    all `items` at every `every`-th token, filling `results`; yields after every answer. Policies
+    learn from one answer for the next, apart by temperature. Above temperature 0 coupled trees are
+    grown with `draws` noises.
 
     A prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
     """
     drafter = llm.prepare("dyspec")
     assert drafter is not None
     learned = {
-        request.temperature: {item: make_policy(("drafter",), item[0].removesuffix(DRAWN), drafter) for item in items} for request in params
+        request.temperature: {
+            item: make_policy(("drafter",), item[0].removesuffix(DRAWN), drafter) for item in items
+        }
+        for request in params
     }
     for number, question in enumerate(questions):
         try:
             for request in params:
-                seeded = request if request.seed is None else replace(request, seed=request.seed + number)
+                seeded = (
+                    request
+                    if request.seed is None
+                    else replace(request, seed=request.seed + number)
+                )
                 temperature = request.temperature
-                for place in _places(llm, drafter, question, seeded, learned[temperature], every, draws):
+                for place in _places(
+                    llm, drafter, question, seeded, learned[temperature], every, draws
+                ):
                     results.answer[temperature].append(number)
                     for item, tokens in place.items():
                         results.tokens[temperature][item].append(tokens)
@@ -155,7 +175,13 @@ def measure(
 
 
 def _places(
-    llm: LLM, drafter: Drafter, question: Question, params: SamplingParams, policies: dict[Item, TreePolicy], every: int, draws: int
+    llm: LLM,
+    drafter: Drafter,
+    question: Question,
+    params: SamplingParams,
+    policies: dict[Item, TreePolicy],
+    every: int,
+    draws: int,
 ) -> Iterator[dict[Item, float]]:
     """Write one answer, and tell at each place what the trees promise."""
     from quickbeam.target.target import Target
@@ -165,7 +191,10 @@ def _places(
     drafter.check_length(len(ids), params.max_tokens)
     limit = llm.model.context_length
     if limit is not None and len(ids) + params.max_tokens > limit:
-        raise InvalidInput(f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the context of {limit}")
+        raise InvalidInput(
+            f"a prompt of {len(ids)} tokens and {params.max_tokens} more exceed the "
+            f"context of {limit}"
+        )
     seed, vocab = params.seed or 0, llm.model.vocab_size
     generator, drafting = (torch.Generator().manual_seed(seed + salt) for salt in (0, 1))
     own, *others = (Noise(seed + i * APART, 0, vocab) for i in range(draws + 1))
@@ -200,7 +229,9 @@ def _places(
                     elif item[0].endswith(DRAWN):
                         promised[item] = step.residual(context, generator)
                     else:
-                        promised[item] = mean(step.coupled(replace(context, noise=noise)) for noise in others)
+                        promised[item] = mean(
+                            step.coupled(replace(context, noise=noise)) for noise in others
+                        )
                 yield promised
             root = TokenTree(ids[-1])
             logits = target.verify(root)[0]
@@ -213,7 +244,8 @@ def _places(
 
 @dataclass(frozen=True)
 class Step:
-    """A policy's next tree at a place, and how many tokens a step with it emits, up to an answer's end (`ends`)."""
+    """A policy's next tree at a place, and how many tokens a step with it emits, up to an answer's
+    end (`ends`)."""
 
     target: Target
     drafter: Drafter
@@ -230,7 +262,9 @@ class Step:
         def token(node: int) -> int:
             if noise is None:
                 return self.sampler.best(logits[node], _below(tree, node))
-            return self.sampler.emitted(logits[node], noise, position + tree.depth[node], _below(tree, node))
+            return self.sampler.emitted(
+                logits[node], noise, position + tree.depth[node], _below(tree, node)
+            )
 
         path, _ = verify_equal(tree, token)
         learn(tree, path)
@@ -249,7 +283,9 @@ class Step:
 
     def _grown(self, context: Context) -> tuple[Grown, torch.Tensor]:
         """The tree, and the target's logits `[n, vocab]` at its nodes."""
-        found = grown(self.policy.grow(context, self.budget, self.target.depth_limit()), self.drafter.answer)
+        found = grown(
+            self.policy.grow(context, self.budget, self.target.depth_limit()), self.drafter.answer
+        )
         return found, self.target.verify(found.tree)
 
 
@@ -259,7 +295,8 @@ def _below(tree: TokenTree, node: int) -> list[int]:
 
 
 def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
-    """The mean of the tokens that a step emits whose nodes are reached with `chances`: one after each node, none after one of `ends`."""
+    """The mean of the tokens that a step emits whose nodes are reached with `chances`: one after
+    each node, none after one of `ends`."""
     over = [False] * len(tree)
     for node in range(1, len(tree)):
         over[node] = over[tree.parent[node]] or tree.token[node] in ends
@@ -267,15 +304,19 @@ def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> 
 
 
 def parse_trees(text: str, coupling: str = COUPLED) -> list[str]:
-    """Comma-separated names of `trees.DRAFTED`, which may end in `+residual` or `+coupled`; `coupling` is that of the others. Gives them as
-    `Item` has them. Raises `InvalidInput` for others."""
+    """Comma-separated names of `trees.DRAFTED`, which may end in `+residual` or `+coupled`;
+    `coupling` is that of the others. Gives them as `Item` has them. Raises `InvalidInput` for
+    others."""
     found = list[str]()
     for part in text.split(","):
         name, plus, own = part.strip().partition("+")
         if not name and not plus:
             continue
         if name not in DRAFTED or (plus and own not in COUPLINGS):
-            raise InvalidInput(f"--trees {text!r}: must be of {', '.join(DRAFTED)}, comma-separated, each alone or with {DRAWN}")
+            raise InvalidInput(
+                f"--trees {text!r}: must be of {', '.join(DRAFTED)}, "
+                f"comma-separated, each alone or with {DRAWN}"
+            )
         found.append(name + DRAWN if (own or coupling) == RESIDUAL else name)
     if not found:
         raise InvalidInput(f"--trees {text!r}: names no tree; known: {', '.join(DRAFTED)}")
@@ -289,5 +330,7 @@ def parse_budgets(text: str) -> list[int]:
     except ValueError:
         budgets = []
     if not budgets or min(budgets) < 2:
-        raise InvalidInput(f"--budgets {text!r}: must be numbers of at least 2 nodes, comma-separated")
+        raise InvalidInput(
+            f"--budgets {text!r}: must be numbers of at least 2 nodes, comma-separated"
+        )
     return budgets

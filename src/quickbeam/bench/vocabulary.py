@@ -1,4 +1,5 @@
-"""What a shortened vocabulary keeps of the accepted length, and what it saves: one tree, several vocabularies, the same questions."""
+"""What a shortened vocabulary keeps of the accepted length, and what it saves: one tree, several
+vocabularies, the same questions."""
 
 from __future__ import annotations
 
@@ -19,11 +20,13 @@ from quickbeam.presets import FULL
 class Kept:
     """One vocabulary over some prompts, against the full one.
 
-    `mat`: mean accepted tokens; `kept`: over that of the full vocabulary, `kept_error` its standard error over prompts. `gap`: `kept` less
-    that of the first vocabulary that was asked for, at the same size, and `gap_error` likewise (None for the first itself). `head_ms`:
-    milliseconds of routing, head and softmax in a call of the drafter; `head_ratio`: over those of the full vocabulary; `speedup`: of
-    decoding, over the same tree with the full vocabulary. `rare`: by depth, the share of the text's tokens that were neither frequent nor
-    in the context, and `rare_recall`, how many of those were scored.
+    `mat`: mean accepted tokens; `kept`: over that of the full vocabulary, `kept_error` its standard
+    error over prompts. `gap`: `kept` less that of the first vocabulary that was asked for, at the
+    same size, and `gap_error` likewise (None for the first itself). `head_ms`: milliseconds of
+    routing, head and softmax in a call of the drafter; `head_ratio`: over those of the full
+    vocabulary; `speedup`: of decoding, over the same tree with the full vocabulary. `rare`: by
+    depth, the share of the text's tokens that were neither frequent nor in the context, and
+    `rare_recall`, how many of those were scored.
     """
 
     vocab: str
@@ -45,8 +48,11 @@ class Kept:
     speedup: float
 
 
-def items(method: str, budget: int | None, vocabs: Sequence[str], sizes: Sequence[int]) -> list[MethodItem]:
-    """The full vocabulary, then each of `vocabs` at each of `sizes`; the context, which has no size to ask for, once."""
+def items(
+    method: str, budget: int | None, vocabs: Sequence[str], sizes: Sequence[int]
+) -> list[MethodItem]:
+    """The full vocabulary, then each of `vocabs` at each of `sizes`; the context, which has no size
+    to ask for, once."""
     found = [MethodItem(FULL, method, budget, FULL)]
     for vocab in vocabs:
         if vocab == "context":
@@ -59,17 +65,27 @@ def items(method: str, budget: int | None, vocabs: Sequence[str], sizes: Sequenc
 def points(trials: Sequence[Trial], asked: Sequence[MethodItem], vocab_size: int) -> list[Kept]:
     """Each of `asked`, the full vocabulary first, as shares of what that gives."""
     rows = {item.name: summarise(trials, item.name, FULL, True) for item in asked}
-    mats = {item.name: _Ratio([(trial.answers[item.name].decoded, trial.answers[item.name].steps) for trial in trials]) for item in asked}
+    mats = {
+        item.name: _Ratio(
+            [(trial.answers[item.name].decoded, trial.answers[item.name].steps) for trial in trials]
+        )
+        for item in asked
+    }
     first = {item.shortlist: item for item in reversed(asked[1:])}
     found = []
     for item in asked:
         row, full = rows[item.name], rows[FULL]
         kept = mats[item.name].over(mats[FULL])
         other = first.get(item.shortlist)
-        gap = None if item.vocab == FULL or other is None or other is item else kept.less(mats[other.name].over(mats[FULL]))
+        gap = (
+            None
+            if item.vocab == FULL or other is None or other is item
+            else kept.less(mats[other.name].over(mats[FULL]))
+        )
         heads = [head for trial in trials if (head := trial.answers[item.name].head) is not None]
         rare, held = (
-            [sum(column) for column in zip(*numbers, strict=True)] for numbers in ([h.rare for h in heads], [h.rare_held for h in heads])
+            [sum(column) for column in zip(*numbers, strict=True)]
+            for numbers in ([h.rare for h in heads], [h.rare_held for h in heads])
         )
         found.append(
             Kept(
@@ -88,7 +104,9 @@ def points(trials: Sequence[Trial], asked: Sequence[MethodItem], vocab_size: int
                 rare_by_depth=rare,
                 rare_held_by_depth=held,
                 head_ms=_over(row.head_ms, row.drafter_calls),
-                head_ratio=_over(_over(row.head_ms, row.drafter_calls), _over(full.head_ms, full.drafter_calls)),
+                head_ratio=_over(
+                    _over(row.head_ms, row.drafter_calls), _over(full.head_ms, full.drafter_calls)
+                ),
                 speedup=_over(row.tokens_per_second, full.tokens_per_second),
             )
         )
@@ -103,19 +121,27 @@ class _Figure:
 
     @property
     def error(self) -> float | None:
-        """Its standard error, prompts being drawn: sqrt(G / (G - 1) * sum of pulls squared); None for one prompt."""
+        """Its standard error, prompts being drawn: sqrt(G / (G - 1) * sum of pulls squared); None
+        for one prompt."""
         prompts = len(self.pull)
-        return sqrt(prompts / (prompts - 1) * sum(x * x for x in self.pull)) if prompts > 1 else None
+        return (
+            sqrt(prompts / (prompts - 1) * sum(x * x for x in self.pull)) if prompts > 1 else None
+        )
 
     def over(self, other: _Figure) -> _Figure:
         """The quotient; an error that both have in common cancels (the delta method)."""
         if not other.value:
             return _Figure(0.0, [0.0] * len(self.pull))
         value = self.value / other.value
-        return _Figure(value, [(a - value * b) / other.value for a, b in zip(self.pull, other.pull, strict=True)])
+        return _Figure(
+            value,
+            [(a - value * b) / other.value for a, b in zip(self.pull, other.pull, strict=True)],
+        )
 
     def less(self, other: _Figure) -> _Figure:
-        return _Figure(self.value - other.value, [a - b for a, b in zip(self.pull, other.pull, strict=True)])
+        return _Figure(
+            self.value - other.value, [a - b for a, b in zip(self.pull, other.pull, strict=True)]
+        )
 
 
 class _Ratio(_Figure):
@@ -134,7 +160,10 @@ def record(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> di
     return {
         "vocab_size": vocab_size,
         "points": [asdict(one) for one in points(results.trials, asked, vocab_size)],
-        "by_category": {name: [asdict(one) for one in points(trials, asked, vocab_size)] for name, trials in grouped(results).items()},
+        "by_category": {
+            name: [asdict(one) for one in points(trials, asked, vocab_size)]
+            for name, trials in grouped(results).items()
+        },
     }
 
 
@@ -185,7 +214,10 @@ def category_table(results: Results, asked: Sequence[MethodItem], vocab_size: in
         table.add_column(item.name, justify="right")
     for category, trials in grouped(results).items():
         found = points(trials, asked, vocab_size)
-        table.add_row(category, *(f"{one.mat:.2f}" if one.vocab == FULL else f"{one.kept:.1%}" for one in found))
+        table.add_row(
+            category,
+            *(f"{one.mat:.2f}" if one.vocab == FULL else f"{one.kept:.1%}" for one in found),
+        )
     return table
 
 

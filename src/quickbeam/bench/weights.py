@@ -1,4 +1,5 @@
-"""What fewer bits cost and save: one model with each kind of weights, on a text and on questions."""
+"""What fewer bits cost and save: one model with each kind of weights, on a text and on
+questions."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ METHODS = ("ar", "auto")
 
 @dataclass
 class Row:
-    """One kind of weights. `stays`: the share of the text's places where the likeliest next token is that of the first kind."""
+    """One kind of weights. `stays`: the share of the text's places where the likeliest next token
+    is that of the first kind."""
 
     pass_ms: dict[int, float] = field(default_factory=dict)
     perplexity: float = 0.0
@@ -56,21 +58,28 @@ def read_text(llm: LLM, text: str) -> tuple[float, torch.Tensor]:
         target.store.commit(range(len(part)))
     target.store.release()
     logits = torch.cat(rows)
-    loss = torch.nn.functional.cross_entropy(logits[:-1], torch.tensor(ids[1:], device=logits.device))
+    loss = torch.nn.functional.cross_entropy(
+        logits[:-1], torch.tensor(ids[1:], device=logits.device)
+    )
     return float(loss.exp()), logits.argmax(-1)
 
 
 def answer(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, row: Row) -> None:
-    """Plain and drafted answers, one at a time; each method's tokens a second, and how many answers are the same."""
+    """Plain and drafted answers, one at a time; each method's tokens a second, and how many answers
+    are the same."""
     expected, row.prompts = list[list[int]](), len(prompts)
     for method in METHODS:
         tokens, seconds = 0, 0.0
         llm.reset()
-        llm.generate(list(prompts[0]), params, method=method)  # what is measured at first use is not counted
+        # what is measured at first use is not counted
+        llm.generate(list(prompts[0]), params, method=method)
         for number, ids in enumerate(prompts):
             llm.reset()
             found = llm.generate(list(ids), params, method=method)
-            tokens, seconds = tokens + found.statistics.new_tokens, seconds + found.statistics.seconds
+            tokens, seconds = (
+                tokens + found.statistics.new_tokens,
+                seconds + found.statistics.seconds,
+            )
             if method == METHODS[0]:
                 expected.append(found.token_ids)
             else:
@@ -81,7 +90,9 @@ def answer(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, row: 
 def pass_of(llm: LLM, context: int) -> Pass:
     """Passes behind `context` tokens."""
     target = Target(llm.model)
-    ids = torch.randint(llm.model.vocab_size, (context,), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(
+        llm.model.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
+    ).tolist()
     target.prefill(ids)
     return comb_pass(target)
 
@@ -98,7 +109,10 @@ def compare(rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
         name: {
             "perplexity": row.perplexity / first.perplexity,
             "pass": {width: first.pass_ms[width] / ms for width, ms in row.pass_ms.items()},
-            "tokens_per_second": {method: rate / first.tokens_per_second[method] for method, rate in row.tokens_per_second.items()},
+            "tokens_per_second": {
+                method: rate / first.tokens_per_second[method]
+                for method, rate in row.tokens_per_second.items()
+            },
         }
         for name, row in rows.items()
     }

@@ -1,4 +1,5 @@
-"""The `quickbeam` command. Draws on stderr, writes data to stdout; everything else is the library's."""
+"""The `quickbeam` command. Draws on stderr, writes data to stdout; everything else is the
+library's."""
 
 from __future__ import annotations
 
@@ -14,10 +15,12 @@ def main() -> None:
     """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.warnoptions and not os.environ.get("QUICKBEAM_DEBUG"):
-        warnings.simplefilter("ignore")  # libraries' remarks to each other are not the reader's business
+        # libraries' remarks to each other are not the reader's business
+        warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character shows ? instead of failing
+            # a terminal that lacks a character shows ? instead of failing
+            stream.reconfigure(errors="replace")
 
     if sys.argv[1:] == ["--version"]:
         from quickbeam.cli.version import version

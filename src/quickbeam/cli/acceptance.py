@@ -24,30 +24,60 @@ from quickbeam.presets import PRESETS, preset
 
 def acceptance(
     questions: Annotated[
-        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+        Path | None,
+        typer.Option(
+            "--questions",
+            help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.",
+        ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            help="Questions to ask, spread evenly over the categories. Default: all.",
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=3, help="Longest answer, in tokens.")] = 64,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=3, help="Longest answer, in tokens.")
+    ] = 64,
     model: options.Model = None,
     drafter: options.Drafter = None,
-    method: Annotated[str, typer.Option("--method", help=f"One of those that draft with a model: {', '.join(drafted())}.")] = "dyspec",
+    method: Annotated[
+        str,
+        typer.Option(
+            "--method", help=f"One of those that draft with a model: {', '.join(drafted())}."
+        ),
+    ] = "dyspec",
     budget: options.Budget = None,
-    temperatures: Annotated[str, typer.Option("--temperatures", help="Those to measure, comma-separated.")] = "0,0.6,1",
-    bins: Annotated[int, typer.Option("--bins", min=1, max=100, help="Bins of draft probability, of equal width.")] = 10,
-    seed: Annotated[int, typer.Option("--seed", help="Question i is sampled with this seed + i.")] = 0,
+    temperatures: Annotated[
+        str, typer.Option("--temperatures", help="Those to measure, comma-separated.")
+    ] = "0,0.6,1",
+    bins: Annotated[
+        int,
+        typer.Option("--bins", min=1, max=100, help="Bins of draft probability, of equal width."),
+    ] = 10,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Question i is sampled with this seed + i.")
+    ] = 0,
     coupling: options.CouplingOption = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here.")
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the curves here (.png, .svg, .pdf).")
+    ] = None,
 ) -> None:
-    """How often drafted tokens are accepted, by the drafter's probability and by depth. Ctrl-C shows the figures so far."""
+    """How often drafted tokens are accepted, by the drafter's probability and by depth. Ctrl-C
+    shows the figures so far."""
     require_drafted(method, drafter, model)
     nodes = options.nodes(budget)
     if nodes == 1:
-        raise InvalidInput("--budget 1: a tree of its root alone drafts nothing; give at least 2 nodes, or auto")
+        raise InvalidInput(
+            "--budget 1: a tree of its root alone drafts nothing; give at least 2 nodes, or auto"
+        )
     drawn = SamplingParams(max_tokens=max_tokens, seed=seed, coupling=options.coupling(coupling))
     requests = [replace(drawn, temperature=value) for value in parse_temperatures(temperatures)]
     asked = spread(load_questions(questions), limit)
@@ -81,13 +111,22 @@ def acceptance(
         if results.tried:
             show(results, bins)
             where = environment(str(llm.model.device), dtype.value)
-            write(results, bins, json_path, plot_path, acceptance_report.record(results, bins, where, llm.name, settings))
+            write(
+                results,
+                bins,
+                json_path,
+                plot_path,
+                acceptance_report.record(results, bins, where, llm.name, settings),
+            )
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if not results.prompts:
         raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
     if not results.tried:
-        raise QuickbeamError("no drafted token was tried: the answers ended at once; ask other questions, or use a larger --budget")
+        raise QuickbeamError(
+            "no drafted token was tried: the answers ended at once; ask other "
+            "questions, or use a larger --budget"
+        )
 
 
 def drafted() -> list[str]:
@@ -96,19 +135,27 @@ def drafted() -> list[str]:
 
 
 def require_drafted(method: str, drafter: str | None, model: str | None) -> None:
-    """Raise `InvalidInput` for a method that is unknown, has no draft probabilities, or lacks the drafter that it needs."""
+    """Raise `InvalidInput` for a method that is unknown, has no draft probabilities, or lacks the
+    drafter that it needs."""
     if "drafter" not in preset(method).sources:
-        raise InvalidInput(f"--method {method}: drafts without a model, so there are no draft probabilities; use {', '.join(drafted())}")
+        raise InvalidInput(
+            f"--method {method}: drafts without a model, so there are no draft "
+            f"probabilities; use {', '.join(drafted())}"
+        )
     parse_methods(method, drafter=drafter, model=model)
 
 
 def parse_temperatures(text: str) -> list[float]:
-    """Comma-separated numbers. Raises `InvalidInput` for none, for what is no number, and for one that is given twice."""
+    """Comma-separated numbers. Raises `InvalidInput` for none, for what is no number, and for one
+    that is given twice."""
     parts = [part.strip() for part in text.split(",")]
     try:
         values = [float(part) for part in parts]
     except ValueError:
-        raise InvalidInput(f"--temperatures {text!r}: must be numbers of at least 0, comma-separated, such as 0,0.6,1") from None
+        raise InvalidInput(
+            f"--temperatures {text!r}: must be numbers of at least 0, "
+            "comma-separated, such as 0,0.6,1"
+        ) from None
     if len(set(values)) < len(values):
         raise InvalidInput(f"--temperatures {text!r}: names a temperature twice")
     return values
@@ -122,8 +169,15 @@ def show(results: Results, bins: int) -> None:
     console.print(Text("\n".join(acceptance_report.footer(results))))
 
 
-def write(results: Results, bins: int, json_path: Path | None, plot_path: Path | None, record: dict[str, object]) -> None:
-    """Both files, where they are asked for. Raises `QuickbeamError` naming the one that could not be written."""
+def write(
+    results: Results,
+    bins: int,
+    json_path: Path | None,
+    plot_path: Path | None,
+    record: dict[str, object],
+) -> None:
+    """Both files, where they are asked for. Raises `QuickbeamError` naming the one that could not
+    be written."""
     option, path = "--json", json_path
     try:
         if json_path is not None:
@@ -132,4 +186,6 @@ def write(results: Results, bins: int, json_path: Path | None, plot_path: Path |
         if plot_path is not None:
             acceptance_report.plot(results, bins, plot_path)
     except OSError as error:
-        raise QuickbeamError(f"{option} {path}: not written ({error.strerror}); see the tables instead") from error
+        raise QuickbeamError(
+            f"{option} {path}: not written ({error.strerror}); see the tables instead"
+        ) from error

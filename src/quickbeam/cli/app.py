@@ -37,20 +37,31 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 
 
 class Commands(TyperGroup):
-    """Ends every error in one line: exit code 2 for bad input, 1 for a failure. `QUICKBEAM_DEBUG=1` shows the traceback instead."""
+    """Ends every error in one line: exit code 2 for bad input, 1 for a failure. `QUICKBEAM_DEBUG=1`
+    shows the traceback instead."""
 
-    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, *rest: Any, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        *rest: Any,
+        **extra: Any,
+    ) -> Any:
         extra["standalone_mode"] = False
         try:
             code = super().main(args, prog_name or "quickbeam", *rest, **extra)
         except typer.Abort:
             code = 130
         except Exception as error:
-            usage = getattr(error, "format_message", None)  # what the parser raises for options that it can't read
+            # what the parser raises for options that it can't read
+            usage = getattr(error, "format_message", None)
             if usage is None and os.environ.get("QUICKBEAM_DEBUG"):
                 raise
             code = 2 if usage or isinstance(error, InvalidInput) else 1
-            print(f"error: {' '.join((usage() if usage else describe(error)).split())}", file=sys.stderr)
+            print(
+                f"error: {' '.join((usage() if usage else describe(error)).split())}",
+                file=sys.stderr,
+            )
         sys.exit(code if isinstance(code, int) else 0)
 
 
@@ -77,7 +88,9 @@ app = typer.Typer(
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and the kernels used, and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and the kernels used, and exit.")
+    ] = False,
 ) -> None:
     if version:
         print(show_version())

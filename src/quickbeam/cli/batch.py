@@ -28,10 +28,17 @@ def batch(
         Path,
         typer.Argument(
             metavar="IN.jsonl",
-            help="A request a line: OpenAI's batch format, or messages or prompt with parameters beside.",
+            help="A request a line: OpenAI's batch format, or messages or prompt with parameters "
+            "beside.",
         ),
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUT.jsonl", help="Answers, as they come. What is there already is not asked again.")],
+    output: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT.jsonl",
+            help="Answers, as they come. What is there already is not asked again.",
+        ),
+    ],
     model: options.Model = None,
     method: options.Method = "auto",
     budget: options.Budget = None,
@@ -46,13 +53,26 @@ def batch(
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
-    max_running: Annotated[int, typer.Option("--max-running", min=1, help="Answers made side by side.")] = 32,
-    served_name: Annotated[str | None, typer.Option("--served-name", metavar="NAME", help="What requests call the model.")] = None,
-    ray: Annotated[bool, typer.Option("--ray", help="Answer by replicas of the model on a Ray cluster, or on this machine.")] = False,
+    max_running: Annotated[
+        int, typer.Option("--max-running", min=1, help="Answers made side by side.")
+    ] = 32,
+    served_name: Annotated[
+        str | None,
+        typer.Option("--served-name", metavar="NAME", help="What requests call the model."),
+    ] = None,
+    ray: Annotated[
+        bool,
+        typer.Option(
+            "--ray", help="Answer by replicas of the model on a Ray cluster, or on this machine."
+        ),
+    ] = False,
     replicas: Annotated[int, typer.Option("--replicas", min=1, help="With --ray: how many.")] = 1,
-    threads: Annotated[int, typer.Option("--threads", min=1, help="With --ray: of each replica.")] = 1,
+    threads: Annotated[
+        int, typer.Option("--threads", min=1, help="With --ray: of each replica.")
+    ] = 1,
 ) -> None:
-    """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is lost, and none is made twice.
+    """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
+    lost, and none is made twice.
 
     Exit code 1: some requests could not be answered; their records say why.
     """
@@ -82,11 +102,26 @@ def batch(
         total = check(source, journal)
         try:
             if len(journal.done) < total:
-                answers = on_ray(replicas, threads, served_name, wanted) if ray else here(served_name, wanted)
-                with tqdm(total=total, initial=len(journal.done), unit="answer", disable=not sys.stderr.isatty()) as bar:
-                    asyncio.run(follow(answers, source, journal, AHEAD * max_running * replicas, bar.update))
+                answers = (
+                    on_ray(replicas, threads, served_name, wanted)
+                    if ray
+                    else here(served_name, wanted)
+                )
+                with tqdm(
+                    total=total,
+                    initial=len(journal.done),
+                    unit="answer",
+                    disable=not sys.stderr.isatty(),
+                ) as bar:
+                    asyncio.run(
+                        follow(answers, source, journal, AHEAD * max_running * replicas, bar.update)
+                    )
         except KeyboardInterrupt:
-            print(f"stopped: {len(journal.done)} of {total} answers are in {output}; the same command goes on", file=sys.stderr)
+            print(
+                f"stopped: {len(journal.done)} of {total} answers are in {output}; the same "
+                "command goes on",
+                file=sys.stderr,
+            )
             raise typer.Exit(130) from None
         failed = f", {journal.failed} of them errors" if journal.failed else ""
         print(f"{len(journal.done)} of {total} answers are in {output}{failed}", file=sys.stderr)
@@ -95,7 +130,11 @@ def batch(
 
 
 async def follow(
-    answers: AbstractAsyncContextManager[Answer], source: Path, journal: Journal, window: int, told: Callable[[], object]
+    answers: AbstractAsyncContextManager[Answer],
+    source: Path,
+    journal: Journal,
+    window: int,
+    told: Callable[[], object],
 ) -> None:
     """Answer all that is left."""
     async with answers as answer:
@@ -107,14 +146,25 @@ def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManage
     try:
         from quickbeam.batch.answers import answering
     except ImportError as error:
-        raise InvalidInput(f"answering requests needs {error.name}: pip install 'quickbeam[serve]'") from error
+        raise InvalidInput(
+            f"answering requests needs {error.name}: pip install 'quickbeam[serve]'"
+        ) from error
     return answering(load(**wanted), name)
 
 
-def on_ray(count: int, threads: int, name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManager[Answer]:
+def on_ray(
+    count: int, threads: int, name: str | None, wanted: dict[str, Any]
+) -> AbstractAsyncContextManager[Answer]:
     """Answers by models on Ray."""
     try:
         from quickbeam.batch.ray import replicas
     except ImportError as error:
-        raise InvalidInput(f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'") from error
-    return replicas(count, name, {key: value.value if isinstance(value, Enum) else value for key, value in wanted.items()}, threads)
+        raise InvalidInput(
+            f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'"
+        ) from error
+    return replicas(
+        count,
+        name,
+        {key: value.value if isinstance(value, Enum) else value for key, value in wanted.items()},
+        threads,
+    )

@@ -11,12 +11,26 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 from quickbeam.bench import report
 from quickbeam.bench.base import Runner
-from quickbeam.bench.methods import PEERS, SWITCHES, LLMRunner, load_runners, parse_budget, parse_methods
+from quickbeam.bench.methods import (
+    PEERS,
+    SWITCHES,
+    LLMRunner,
+    load_runners,
+    parse_budget,
+    parse_methods,
+)
 from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.cli import options
@@ -34,34 +48,50 @@ class Turns(str, Enum):
     all = "all"
 
 
-commands = typer.Typer(help="Measure. Without a command: methods side by side on the same questions.")
+commands = typer.Typer(
+    help="Measure. Without a command: methods side by side on the same questions."
+)
 
 
 @commands.callback(invoke_without_command=True)
 def bench(
     context: typer.Context,
     questions: Annotated[
-        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+        Path | None,
+        typer.Option(
+            "--questions",
+            help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.",
+        ),
     ] = None,
     model: options.Model = None,
     methods: Annotated[
         str,
         typer.Option(
             "--methods",
-            help=f"Comma-separated NAME[:BUDGET][+SWITCH]. Names: {', '.join([*PRESETS, *PEERS])}; switches: {', '.join(SWITCHES)}. "
+            help=f"Comma-separated NAME[:BUDGET][+SWITCH]. Names: {', '.join([*PRESETS, *PEERS])}; "
+            f"switches: {', '.join(SWITCHES)}. "
             "Example: ar,logitspec:16,logitspec:64,ar+exact,hf.",
         ),
     ] = "ar,pld,logitspec,auto",
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            help="Questions to ask, spread evenly over the categories. Default: all.",
+        ),
     ] = None,
     turns: Annotated[
         Turns,
         typer.Option(
-            "--turns", help="Ask only the first turn of a question, or all; earlier answers in the conversation are the reference method's."
+            "--turns",
+            help="Ask only the first turn of a question, or all; earlier answers in the "
+            "conversation are the reference method's.",
         ),
     ] = Turns.first,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")
+    ] = 128,
     temperature: options.Temperature = 0.0,
     top_p: options.TopP = 1.0,
     top_k: options.TopK = 0,
@@ -70,10 +100,17 @@ def bench(
     seed: options.Seed = None,
     coupling: options.CouplingOption = None,
     budget: Annotated[
-        str | None, typer.Option("--budget", metavar="N|auto", help="Most nodes of a draft tree. Default: the method's own.")
+        str | None,
+        typer.Option(
+            "--budget",
+            metavar="N|auto",
+            help="Most nodes of a draft tree. Default: the method's own.",
+        ),
     ] = None,
     exact: options.Exact = None,
-    fast: Annotated[bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")] = True,
+    fast: Annotated[
+        bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")
+    ] = True,
     drafter: options.Drafter = None,
     vocab: options.Vocab = None,
     shortlist: options.Shortlist = None,
@@ -82,27 +119,60 @@ def bench(
     draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
     memory: options.Memory = None,
     device: options.DeviceOption = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here, after every question.")] = None,
-    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")] = None,
+    json_path: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures here, after every question.")
+    ] = None,
+    plot_path: Annotated[
+        Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")
+    ] = None,
 ) -> None:
-    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall. Above temperature 0 outputs are compared
-    where a --seed is given."""
+    """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall.
+    Above temperature 0 outputs are compared where a --seed is given."""
     if context.invoked_subcommand is not None:
         return
-    filters: dict[str, Any] = {"top_p": top_p, "top_k": top_k, "min_p": min_p, "repetition_penalty": repetition_penalty}
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, coupling=options.coupling(coupling), **filters)
-    items = parse_methods(methods, None if budget is None else parse_budget(budget), exact, fast, drafter, model, vocab, shortlist)
+    filters: dict[str, Any] = {
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        coupling=options.coupling(coupling),
+        **filters,
+    )
+    items = parse_methods(
+        methods,
+        None if budget is None else parse_budget(budget),
+        exact,
+        fast,
+        drafter,
+        model,
+        vocab,
+        shortlist,
+    )
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
         report.check_output("--json", json_path)
     if plot_path is not None:
         report.check_plot(plot_path)
 
-    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):  # the loaders' own bars
+    # the loaders' own bars
+    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
         from quickbeam.bench.environment import environment
 
         runners, name = load_runners(
-            items, model, dtype.value, device.value if device else None, drafter, loading, weights.value, draft_weights.value, memory
+            items,
+            model,
+            dtype.value,
+            device.value if device else None,
+            drafter,
+            loading,
+            weights.value,
+            draft_weights.value,
+            memory,
         )
     results = begin(runners, params)
     settings = {
@@ -122,8 +192,23 @@ def bench(
         "memory": memory,
     }
     more = partial(_memory, runners)
-    log = Log(json_path, results, environment(runners[results.reference].device, dtype.value), name, settings, more)
-    carry_out(asked, runners, turns is Turns.all, log, lambda: _show(results), plot_path, lambda path: report.plot(results, path))
+    log = Log(
+        json_path,
+        results,
+        environment(runners[results.reference].device, dtype.value),
+        name,
+        settings,
+        more,
+    )
+    carry_out(
+        asked,
+        runners,
+        turns is Turns.all,
+        log,
+        lambda: _show(results),
+        plot_path,
+        lambda path: report.plot(results, path),
+    )
     for name, found in more().get("memory", {}).items():
         stdout().print(f"{name}: {found['words']}")
 
@@ -138,8 +223,8 @@ def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
 
 
 class Log:
-    """The JSON record on disk, with what `more` adds to it. A write that fails is tried again after the next question: a full disk may
-    have room by then."""
+    """The JSON record on disk, with what `more` adds to it. A write that fails is tried again after
+    the next question: a full disk may have room by then."""
 
     def __init__(
         self,
@@ -150,14 +235,27 @@ class Log:
         settings: Mapping[str, object],
         more: Callable[[], Mapping[str, object]] = dict,
     ) -> None:
-        self.path, self.results, self.where, self.model, self.settings, self.more = path, results, where, model, settings, more
+        self.path, self.results, self.where, self.model, self.settings, self.more = (
+            path,
+            results,
+            where,
+            model,
+            settings,
+            more,
+        )
         self.problem: OSError | None = None
 
     def write(self) -> None:
         if self.path is None or not self.results.trials:
             return
         try:
-            report.save(self.path, {**report.record(self.results, self.where, self.model, self.settings), **self.more()})
+            report.save(
+                self.path,
+                {
+                    **report.record(self.results, self.where, self.model, self.settings),
+                    **self.more(),
+                },
+            )
             self.problem = None
         except OSError as error:
             self.problem = error
@@ -173,11 +271,26 @@ def _ask(
     """Warm up, ask every question of every runner, show progress, write the record after each."""
     prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
     what, left = TextColumn("{task.description}"), TextColumn("left")
-    columns = (what, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), left, TimeRemainingColumn())
-    # Drawn when an answer is done and not by a thread: nothing of ours runs while an answer is timed.
+    columns = (
+        what,
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        left,
+        TimeRemainingColumn(),
+    )
+    # Drawn when an answer is done and not by a thread: nothing of ours runs while an answer is
+    # timed.
     console = stderr()
     quiet = not console.is_terminal
-    with Progress(*columns, console=console, disable=quiet, auto_refresh=False, transient=True, speed_estimate_period=3600) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        disable=quiet,
+        auto_refresh=False,
+        transient=True,
+        speed_estimate_period=3600,
+    ) as progress:
         task = progress.add_task("warming up", total=prompts * len(runners))
 
         def answered() -> None:
@@ -200,7 +313,8 @@ def carry_out(
     plot_path: Path | None,
     plot: Callable[[Path], None],
 ) -> None:
-    """Ask everything; then, however that ended, write, show and plot what there is, and say what went wrong."""
+    """Ask everything; then, however that ended, write, show and plot what there is, and say what
+    went wrong."""
     results, interrupted = log.results, False
     try:
         _ask(asked, runners, results, all_turns, log)
@@ -216,7 +330,9 @@ def carry_out(
         except OSError as error:
             raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
     if log.problem is not None:
-        raise QuickbeamError(f"--json {log.path}: not written ({log.problem.strerror}); see the tables instead") from log.problem
+        raise QuickbeamError(
+            f"--json {log.path}: not written ({log.problem.strerror}); see the tables instead"
+        ) from log.problem
     if interrupted:
         raise typer.Exit(INTERRUPTED)
     if not results.trials:

@@ -19,34 +19,66 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 
 
 def bench_plan(
-    path: Annotated[Path, typer.Argument(metavar="PLAN", help="The plan: commands by name, in YAML.")] = Path("benchmarks/plan.yaml"),
-    out: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where records are kept. Default: beside the plan.")] = None,
-    only: Annotated[str | None, typer.Option("--only", metavar="NAME,…", help="These entries alone.")] = None,
+    path: Annotated[
+        Path, typer.Argument(metavar="PLAN", help="The plan: commands by name, in YAML.")
+    ] = Path("benchmarks/plan.yaml"),
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", metavar="DIR", help="Where records are kept. Default: beside the plan."
+        ),
+    ] = None,
+    only: Annotated[
+        str | None, typer.Option("--only", metavar="NAME,…", help="These entries alone.")
+    ] = None,
     settings: Annotated[
         list[str],
-        typer.Option("--set", metavar="NAME=VALUE", help="Fills {NAME} in commands, as the variable QUICKBEAM_BENCH_NAME does."),
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="Fills {NAME} in commands, as the variable QUICKBEAM_BENCH_NAME does.",
+        ),
     ] = [],  # noqa: B006 (typer's way)
-    render: Annotated[bool, typer.Option("--render", help="Measure nothing; write the documents from the records.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Measure nothing; exit code 1 where figures are missing or old.")] = False,
-    listed: Annotated[bool, typer.Option("--list", help="Measure nothing; show the entries.")] = False,
+    render: Annotated[
+        bool,
+        typer.Option("--render", help="Measure nothing; write the documents from the records."),
+    ] = False,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Measure nothing; exit code 1 where figures are missing or old."
+        ),
+    ] = False,
+    listed: Annotated[
+        bool, typer.Option("--list", help="Measure nothing; show the entries.")
+    ] = False,
 ) -> None:
-    """Measure the entries of a plan one after the other, keep their records, and write tables and plots into the plan's documents. Entries
-    with a {NAME} that nothing fills are left out. An entry that fails doesn't stop the others. Ctrl-C keeps those that are done."""
+    """Measure the entries of a plan one after the other, keep their records, and write tables and
+    plots into the plan's documents. Entries with a {NAME} that nothing fills are left out. An entry
+    that fails doesn't stop the others. Ctrl-C keeps those that are done."""
     from quickbeam.bench import documents
     from quickbeam.bench.plan import VARIABLE, read_plan
 
     if sum((render, check, listed)) > 1:
         raise InvalidInput("--render, --check, --list: give one of them")
     plan = read_plan(path)
-    entries = list(plan.entries) if only is None else plan.only(part.strip() for part in only.split(",") if part.strip())
+    entries = (
+        list(plan.entries)
+        if only is None
+        else plan.only(part.strip() for part in only.split(",") if part.strip())
+    )
     blanks = {blank for entry in plan.entries for blank in entry.blanks}
-    values = {blank: value for blank in blanks if (value := os.environ.get(f"{VARIABLE}{blank.upper()}"))} | _settings(settings, blanks)
+    values = {
+        blank: value for blank in blanks if (value := os.environ.get(f"{VARIABLE}{blank.upper()}"))
+    } | _settings(settings, blanks)
     documents.check(plan)
     place = path.parent if out is None else out
     if check:
         if lines := list(documents.wrong(plan, place, entries)):
             _say("\n".join(lines))
-            raise QuickbeamError(f"{len(lines)} of the plan's tables are missing or old; `make report` measures them")
+            raise QuickbeamError(
+                f"{len(lines)} of the plan's tables are missing or old; `make report` measures them"
+            )
         _say(f"{len(entries)} entries: all figures are there and of this code")
         return
     if listed:
@@ -55,7 +87,9 @@ def bench_plan(
         _say(f"{len(entries)} entries, about {sum(entry.minutes for entry in entries):g} min")
         return
     if any(entry.plot for entry in plan.entries) and importlib.util.find_spec("matplotlib") is None:
-        raise InvalidInput("the plan has plots, which need matplotlib: pip install 'quickbeam[bench]'")
+        raise InvalidInput(
+            "the plan has plots, which need matplotlib: pip install 'quickbeam[bench]'"
+        )
     failed, interrupted = list[str](), False
     if not render:
         runnable = [entry for entry in entries if all(blank in values for blank in entry.blanks)]
@@ -63,7 +97,10 @@ def bench_plan(
             if entry not in runnable and only is not None:
                 entry.words(values)  # raises
             elif entry not in runnable:
-                _say(f"{entry.name}: left out, as nothing fills {{{next(blank for blank in entry.blanks if blank not in values)}}}")
+                _say(
+                    f"{entry.name}: left out, as nothing fills "
+                    f"{{{next(blank for blank in entry.blanks if blank not in values)}}}"
+                )
         for entry in runnable:
             try:
                 takes_file(entry.words(values))
@@ -79,8 +116,11 @@ def bench_plan(
         raise QuickbeamError(f"{len(failed)} of {len(entries)} entries failed: {', '.join(failed)}")
 
 
-def _run(plan: Any, entries: Sequence[Any], values: dict[str, str], out: Path) -> tuple[list[str], bool]:
-    """The names of entries that failed, and whether Ctrl-C came. Nothing is drawn while an entry is measured."""
+def _run(
+    plan: Any, entries: Sequence[Any], values: dict[str, str], out: Path
+) -> tuple[list[str], bool]:
+    """The names of entries that failed, and whether Ctrl-C came. Nothing is drawn while an entry is
+    measured."""
     from quickbeam.bench.plan_run import run
 
     failed = list[str]()
@@ -99,8 +139,8 @@ def _run(plan: Any, entries: Sequence[Any], values: dict[str, str], out: Path) -
 
 
 def takes_file(words: Sequence[str]) -> bool:
-    """Whether the `--json` of `quickbeam WORDS` takes a file; otherwise it prints. Raises `InvalidInput` for words that the command line
-    doesn't know."""
+    """Whether the `--json` of `quickbeam WORDS` takes a file; otherwise it prints. Raises
+    `InvalidInput` for words that the command line doesn't know."""
     command, rest = _commands(), list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
@@ -111,7 +151,8 @@ def takes_file(words: Sequence[str]) -> bool:
         if said is None:
             raise
         raise InvalidInput(f"`quickbeam {' '.join(words)}`: {' '.join(said().split())}") from error
-    if left := [*context.args, *getattr(context, "_protected_args", [])]:  # what a group takes for its command's name
+    # what a group takes for its command's name
+    if left := [*context.args, *getattr(context, "_protected_args", [])]:
         raise InvalidInput(f"`quickbeam {' '.join(words)}`: unknown command {left[0]!r}")
     option = next((parameter for parameter in command.params if "--json" in parameter.opts), None)
     if option is None:
@@ -128,13 +169,16 @@ def _commands() -> Any:
 
 
 def _settings(given: Sequence[str], blanks: set[str]) -> dict[str, str]:
-    """Raises `InvalidInput` for what is no NAME=VALUE, or names nothing that a command of the plan has."""
+    """Raises `InvalidInput` for what is no NAME=VALUE, or names nothing that a command of the plan
+    has."""
     found: dict[str, str] = {}
     for text in given:
         name, sign, value = text.partition("=")
         if not sign or not value or name not in blanks:
             known = ", ".join(f"{{{blank}}}" for blank in sorted(blanks)) or "none"
-            raise InvalidInput(f"--set {text!r}: must be NAME=VALUE for a {{NAME}} of the plan; known: {known}")
+            raise InvalidInput(
+                f"--set {text!r}: must be NAME=VALUE for a {{NAME}} of the plan; known: {known}"
+            )
         found[name] = value
     return found
 

@@ -14,11 +14,16 @@ PAGE = "index.html"
 
 
 def bench_report(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE…", help="Records that `quickbeam bench … --json` wrote.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The page goes there, as index.html.")],
+    files: Annotated[
+        list[Path],
+        typer.Argument(metavar="FILE…", help="Records that `quickbeam bench … --json` wrote."),
+    ],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="DIR", help="The page goes there, as index.html.")
+    ],
 ) -> None:
-    """One HTML page of any records: speed by category, MAT against budget, accepted tokens by source, time by phase, calibration, and all
-    tables. It needs no network and no script."""
+    """One HTML page of any records: speed by category, MAT against budget, accepted tokens by
+    source, time by phase, calibration, and all tables. It needs no network and no script."""
     from quickbeam.bench.report_page import page
     from quickbeam.bench.saved import read
 

@@ -1,4 +1,5 @@
-"""`quickbeam chat`: a conversation. The model keeps the KV rows of what two turns share, so a turn reads only what is new."""
+"""`quickbeam chat`: a conversation. The model keeps the KV rows of what two turns share, so a turn
+reads only what is new."""
 
 from __future__ import annotations
 
@@ -12,7 +13,10 @@ from quickbeam.cli.common import follow, load, statistics_line
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
-HELP = "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C stops an answer and keeps it."
+HELP = (
+    "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
+    "stops an answer and keeps it."
+)
 
 
 def chat(
@@ -85,7 +89,8 @@ def chat(
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 completion, _ = follow(partial(llm.chat_stream, asked, params))
-            except InvalidInput as error:  # the conversation has outgrown the context: the earlier turns are still good
+            # the conversation has outgrown the context: the earlier turns are still good
+            except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")
                 continue
             say(statistics_line(completion, llm.describe()))
@@ -98,7 +103,8 @@ def say(text: str) -> None:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, line by line, blank ones left out. Ctrl-C drops the line, the end of input ends it."""
+    """What is typed, line by line, blank ones left out. Ctrl-C drops the line, the end of input
+    ends it."""
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):  # not on Windows

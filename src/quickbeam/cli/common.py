@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 PLAIN_WIDTH = 160  # columns of tables where the output is no terminal
-CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # characters that command a terminal; not tab and line end
+# characters that command a terminal; not tab and line end
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def stdout() -> Console:
@@ -38,21 +39,40 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """A console bound to today's stderr, which stays the real one while a loader's is redirected."""
+    """A console bound to today's stderr, which stays the real one while a loader's is
+    redirected."""
     return Console(file=sys.stderr, highlight=False)
 
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[hub.Progress]:
-    """A line on stderr, when that is a terminal, that says what is going on; gone at the end. Yields the callback that changes it."""
+    """A line on stderr, when that is a terminal, that says what is going on; gone at the end.
+    Yields the callback that changes it."""
     console = stderr()
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+    )
     quiet = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=quiet, redirect_stdout=False, redirect_stderr=False) as bar:
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=quiet,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
-            bar.update(task, description=stage, total=None if fraction is None else 1.0, completed=fraction or 0.0)
+            bar.update(
+                task,
+                description=stage,
+                total=None if fraction is None else 1.0,
+                completed=fraction or 0.0,
+            )
 
         yield report
 
@@ -72,18 +92,27 @@ def load(
     weights: WeightsKind = WeightsKind.bfloat16,
     **more: Any,
 ) -> LLM:
-    """The model behind a command, with progress on stderr. Raises as `LLM` does, and before anything is loaded for an unknown method and
-    for a drafter, or what is said of one, that the method has no use for. `more`: of `LLM`'s arguments, as they are."""
+    """The model behind a command, with progress on stderr. Raises as `LLM` does, and before
+    anything is loaded for an unknown method and for a drafter, or what is said of one, that the
+    method has no use for. `more`: of `LLM`'s arguments, as they are."""
     given = {"--drafter": drafter, "--vocab": vocab, "--shortlist": shortlist}
-    if "drafter" not in preset(method).sources and (useless := [f"{name} {value}" for name, value in given.items() if value is not None]):
+    if "drafter" not in preset(method).sources and (
+        useless := [f"{name} {value}" for name, value in given.items() if value is not None]
+    ):
         users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
-        raise InvalidInput(f"{useless[0]}: method {method!r} drafts without a model; add --method with one of {users}")
+        raise InvalidInput(
+            f"{useless[0]}: method {method!r} drafts without a model; add --method "
+            f"with one of {users}"
+        )
     check_vocab(vocab or preset(method).vocab, shortlist)
     with ExitStack() as stack:
         report = None
-        if all(name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)):
+        if all(
+            name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)
+        ):
             report = stack.enter_context(progress_bar(f"loading {model or hub.DEFAULT}"))
-            stack.enter_context(redirect_stderr(io.StringIO()))  # where tqdm draws the loaders' bars
+            # where tqdm draws the loaders' bars
+            stack.enter_context(redirect_stderr(io.StringIO()))
         # Otherwise it comes from the hub, whose own bars show the download.
         from quickbeam.llm import LLM
 
@@ -107,9 +136,11 @@ def load(
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
-    """Write a stream to stdout as it comes (not where `show` is false), and give its completion. True: Ctrl-C ended it early.
+    """Write a stream to stdout as it comes (not where `show` is false), and give its completion.
+    True: Ctrl-C ended it early.
 
-    `begin` starts the stream, which may measure costs and read a long prompt before its first word: a spinner tells of that.
+    `begin` starts the stream, which may measure costs and read a long prompt before its first word:
+    a spinner tells of that.
     """
     console = stderr()
     shown = ""
@@ -130,7 +161,8 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
             stream.close()
     completion = stream.completion
     if show:
-        if interrupted and completion.text.startswith(shown):  # what was held back, should it have become a stop string
+        # what was held back, should it have become a stop string
+        if interrupted and completion.text.startswith(shown):
             write(completion.text[len(shown) :])
         write("\n")
     return completion, interrupted
@@ -143,7 +175,8 @@ def write(text: str) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text with control characters in Python's spelling (`\\x1b`), but for tabs and line ends: a model's could command a terminal."""
+    """Text with control characters in Python's spelling (`\\x1b`), but for tabs and line ends: a
+    model's could command a terminal."""
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
@@ -175,6 +208,9 @@ def statistics_line(completion: Completion, kernels: str) -> str:
         parts.append(f"seed {completion.seed}")
     if s.head is not None and s.head.wanted:
         parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
-    parts += [f"{name} {count.accepted} of {count.drafted} drafted accepted" for name, count in s.sources.items()]
+    parts += [
+        f"{name} {count.accepted} of {count.drafted} drafted accepted"
+        for name, count in s.sources.items()
+    ]
     parts.append(f"kernels: {kernels}")
     return f"[{completion.method}] " + ", ".join(parts)

@@ -30,14 +30,34 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
 
-WIDTH = 104  # columns of the picture, which a README shows without making it smaller than its own code
-COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}  # of accepted tokens, by who drafted them
+# columns of the picture, which a README shows without making it smaller than its own code
+WIDTH = 104
+# of accepted tokens, by who drafted them
+COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}
 NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
 THEME = TerminalTheme(  # of the picture
     (13, 17, 23),
     (230, 237, 243),
-    [(72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34), (88, 166, 255), (188, 140, 255), (57, 197, 207), (177, 186, 196)],
-    [(110, 118, 129), (255, 161, 152), (86, 211, 100), (227, 179, 65), (121, 192, 255), (255, 140, 214), (86, 212, 255), (255, 255, 255)],
+    [
+        (72, 79, 88),
+        (255, 123, 114),
+        (63, 185, 80),
+        (210, 153, 34),
+        (88, 166, 255),
+        (188, 140, 255),
+        (57, 197, 207),
+        (177, 186, 196),
+    ],
+    [
+        (110, 118, 129),
+        (255, 161, 152),
+        (86, 211, 100),
+        (227, 179, 65),
+        (121, 192, 255),
+        (255, 140, 214),
+        (86, 212, 255),
+        (255, 255, 255),
+    ],
 )
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # which a picture would fetch
 NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
@@ -76,7 +96,8 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion and, for each of its tokens, the source that drafted it (None: the model's own)."""
+    """A completion and, for each of its tokens, the source that drafted it (None: the model's
+    own)."""
 
     completion: Completion
     sources: list[str | None]
@@ -89,7 +110,10 @@ def demo(
     max_tokens: options.MaxTokens = 160,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
-    svg_path: Annotated[Path | None, typer.Option("--svg", metavar="OUT.svg", help="Draw what is shown here, as a picture.")] = None,
+    svg_path: Annotated[
+        Path | None,
+        typer.Option("--svg", metavar="OUT.svg", help="Draw what is shown here, as a picture."),
+    ] = None,
 ) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     if svg_path is not None:
@@ -97,12 +121,21 @@ def demo(
     params = SamplingParams(max_tokens=max_tokens)
     llm = load(model, method, dtype, device, drafter=drafter)
     out, progress = Console(highlight=False), stderr()
-    picture = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
+    picture = Console(
+        record=True,
+        width=WIDTH,
+        file=io.StringIO(),
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
 
     def answer(name: str, prompt: str, params: SamplingParams) -> Answer:
         steps = list[StepRecord]()
         with progress.status(f"answering with {name}") if progress.is_terminal else ExitStack():
-            stream = llm.chat_stream([{"role": "user", "content": prompt}], params, method=name, observer=steps.append)
+            stream = llm.chat_stream(
+                [{"role": "user", "content": prompt}], params, method=name, observer=steps.append
+            )
             completion = finish(stream)
         return Answer(completion, sources(len(completion.token_ids), steps))
 
@@ -112,14 +145,22 @@ def demo(
     for example in EXAMPLES:
         rounds = [[answer(one, example.prompt, params) for one in ("ar", method)] for _ in range(2)]
         # Of the two rounds the faster one counts: a machine has other things to do as well.
-        plain, fast = (min(answers, key=lambda one: one.completion.statistics.seconds) for answers in zip(*rounds, strict=True))
+        plain, fast = (
+            min(answers, key=lambda one: one.completion.statistics.seconds)
+            for answers in zip(*rounds, strict=True)
+        )
         both = side_by_side(plain, fast, llm.tokenizer)
         for console, prompt in ((out, example.prompt), (picture, example.prompt.splitlines()[0])):
             console.print(Rule(example.title, style="dim"), Text(prompt, style="dim"), both)
         seen.update(one for one in fast.sources if one)
     for console in (out, picture):
         console.print(legend(seen))
-    picture.print(Text(f"{Path(model or DEFAULT).name} on {place(llm.model.device)}, kernels: {llm.kernels}", style="dim"))
+    picture.print(
+        Text(
+            f"{Path(model or DEFAULT).name} on {place(llm.model.device)}, kernels: {llm.kernels}",
+            style="dim",
+        )
+    )
     if svg_path is not None:
         write_svg(picture, svg_path)
 
@@ -141,7 +182,9 @@ def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
 
 def panel(answer: Answer, tokenizer: Any) -> Panel:
     s = answer.completion.statistics
-    speed = f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s · MAT {s.mean_accepted_tokens:.2f}"
+    speed = (
+        f"{s.seconds:.2f} s · {s.tokens_per_second:.1f} tokens/s · MAT {s.mean_accepted_tokens:.2f}"
+    )
     text = Text(overflow="fold")
     for piece, source in pieces(answer, tokenizer):
         text.append(harmless(piece), style=colour(source) if source else "")
@@ -152,7 +195,11 @@ def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
     """The answer's text, token by token, with who drafted each."""
     text, ids, start = answer.completion.text, answer.completion.token_ids, 0
     for i, source in enumerate(answer.sources, 1):
-        end = len(text) if i == len(ids) else min(len(text), len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
+        end = (
+            len(text)
+            if i == len(ids)
+            else min(len(text), len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
+        )
         yield text[start:end], source
         start = max(start, end)
 
@@ -178,7 +225,12 @@ def place(device: torch.device) -> str:
 
 def write_svg(picture: Console, path: Path) -> None:
     """What was drawn, as a picture that fetches nothing."""
-    drawn = NO_XML.sub("\ufffd", FONTS.sub("", picture.export_svg(title="quickbeam demo", theme=THEME, unique_id="quickbeam-demo")))
+    drawn = NO_XML.sub(
+        "\ufffd",
+        FONTS.sub(
+            "", picture.export_svg(title="quickbeam demo", theme=THEME, unique_id="quickbeam-demo")
+        ),
+    )
     try:
         path.write_text(drawn, encoding="utf-8")
     except OSError as error:

@@ -1,4 +1,5 @@
-"""`quickbeam doctor`: the machine, what is slow on it and why. Imports nothing that may be missing on a machine that needs it."""
+"""`quickbeam doctor`: the machine, what is slow on it and why. Imports nothing that may be missing
+on a machine that needs it."""
 
 from __future__ import annotations
 
@@ -19,12 +20,17 @@ PLAIN_WIDTH = 160  # columns where the output is no terminal
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False) -> None:
-    """Look at the machine: kernels, exactness, what is slow here and why. Exit code 1 where models can't run."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False,
+) -> None:
+    """Look at the machine: kernels, exactness, what is slow here and why. Exit code 1 where models
+    can't run."""
     progress, found = Console(file=sys.stderr), list[Finding]()
     with ExitStack() as stack:
         status = stack.enter_context(progress.status("looking")) if progress.is_terminal else None
-        for finding in library.findings(lambda name: status.update(f"looking at: {name}") if status else None):
+        for finding in library.findings(
+            lambda name: status.update(f"looking at: {name}") if status else None
+        ):
             found.append(finding)
     if as_json:
         print(json.dumps(library.record(found), allow_nan=False))
@@ -38,15 +44,29 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON re
 
 
 def show(out: Console, found: list[Finding]) -> None:
-    table = Table.grid(Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    table = Table.grid(
+        Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0)
+    )
     for finding in found:
         text = Text(finding.text)
         if finding.todo:
-            text.append(f"\n→ {finding.todo}", style="dim" if finding.status == OK else COLOURS[finding.status])
-        table.add_row(Text(finding.status, style=COLOURS[finding.status]), Text(finding.check, style="bold"), text)
+            text.append(
+                f"\n→ {finding.todo}",
+                style="dim" if finding.status == OK else COLOURS[finding.status],
+            )
+        table.add_row(
+            Text(finding.status, style=COLOURS[finding.status]),
+            Text(finding.check, style="bold"),
+            text,
+        )
     out.print(table)
     counts = {status: sum(one.status == status for one in found) for status in COLOURS}
-    out.print(Text(f"{counts[OK]} ok, {counts[NOTE]} to note, {counts[PROBLEM]} that keep models from running"))
+    out.print(
+        Text(
+            f"{counts[OK]} ok, {counts[NOTE]} to note, {counts[PROBLEM]} that keep models "
+            "from running"
+        )
+    )
 
 
 def alone(arguments: list[str]) -> None:

@@ -45,7 +45,9 @@ def generate(
     vocab: options.Vocab = None,
     shortlist: options.Shortlist = None,
     exact: options.Exact = None,
-    raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
+    ] = False,
     system: options.System = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     weights: options.Weights = options.WeightsKind.bfloat16,
@@ -54,14 +56,24 @@ def generate(
     device: options.DeviceOption = None,
     trust_remote_code: options.TrustRemoteCode = False,
     kv_memory: options.KVMemory = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON record instead of the text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON record instead of the text.")
+    ] = False,
     trace_path: Annotated[
-        Path | None, typer.Option("--trace", metavar="FILE.json", help="Write every step's draft tree here, for `quickbeam inspect`.")
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE.json",
+            help="Write every step's draft tree here, for `quickbeam inspect`.",
+        ),
     ] = None,
 ) -> None:
-    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the answer so far."""
+    """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
+    answer so far."""
     if raw and system is not None:
-        raise InvalidInput("--system goes through the chat template, which --raw skips: leave one of them out")
+        raise InvalidInput(
+            "--system goes through the chat template, which --raw skips: leave one of them out"
+        )
     if logprobs is not None and not as_json:
         raise InvalidInput("--logprobs shows in the JSON record only: add --json")
     params = SamplingParams(
@@ -86,15 +98,35 @@ def generate(
     messages = [{"role": "system", "content": system}] if system is not None else []
     messages.append({"role": "user", "content": text})
     if method in PEERS:
-        ours = {"budget": budget, "vocab": vocab, "shortlist": shortlist, "exact": exact, "trace": trace_path}
-        ours |= {"coupling": coupling, "json-schema": json_schema, "json-object": json_object or None, "regex": regex, "lark": lark}
+        ours = {
+            "budget": budget,
+            "vocab": vocab,
+            "shortlist": shortlist,
+            "exact": exact,
+            "trace": trace_path,
+        }
+        ours |= {
+            "coupling": coupling,
+            "json-schema": json_schema,
+            "json-object": json_object or None,
+            "regex": regex,
+            "lark": lark,
+        }
         ours["trust-remote-code"] = trust_remote_code or None
         ours["kv-memory"] = kv_memory
         ours["memory"] = memory
-        ours["draft-weights"] = None if draft_weights is options.WeightsKind.bfloat16 else draft_weights.value
+        ours["draft-weights"] = (
+            None if draft_weights is options.WeightsKind.bfloat16 else draft_weights.value
+        )
         ours["weights"] = None if weights is options.WeightsKind.bfloat16 else weights.value
         place = device.value if device else None
-        show(peer.answer(method, text if raw else messages, params, model, drafter, dtype.value, place, ours), as_json, peer.KERNELS)
+        show(
+            peer.answer(
+                method, text if raw else messages, params, model, drafter, dtype.value, place, ours
+            ),
+            as_json,
+            peer.KERNELS,
+        )
         return
     if trace_path is not None:
         report.check_output("--trace", trace_path)
@@ -116,7 +148,12 @@ def generate(
         draft_weights=draft_weights.value,
     )
     completion, interrupted = follow(
-        lambda: llm.stream(text, params, observer=trace) if raw else llm.chat_stream(messages, params, observer=trace), show=not as_json
+        lambda: (
+            llm.stream(text, params, observer=trace)
+            if raw
+            else llm.chat_stream(messages, params, observer=trace)
+        ),
+        show=not as_json,
     )
     show(completion, as_json, llm.describe(), text=False)
     if trace_path is not None and trace is not None:
@@ -129,7 +166,8 @@ def generate(
 
 
 def show(completion: Completion, as_json: bool, kernels: str, text: bool = True) -> None:
-    """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on stderr."""
+    """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on
+    stderr."""
     if as_json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
         return
@@ -139,7 +177,8 @@ def show(completion: Completion, as_json: bool, kernels: str, text: bool = True)
 
 
 def read(prompt: str) -> str:
-    """The prompt, from standard input for `-` (without its last line end). Raises `InvalidInput` where there is no text."""
+    """The prompt, from standard input for `-` (without its last line end). Raises `InvalidInput`
+    where there is no text."""
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()

@@ -1,4 +1,5 @@
-"""`quickbeam inspect`: what a trace holds, as a table and as one page of HTML that needs nothing beside it."""
+"""`quickbeam inspect`: what a trace holds, as a table and as one page of HTML that needs nothing
+beside it."""
 
 from __future__ import annotations
 
@@ -17,16 +18,21 @@ from quickbeam.engine.trace import read_trace
 from quickbeam.errors import QuickbeamError
 
 SECONDS = ("draft_seconds", "verify_seconds", "seconds")
-COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")  # of sources, by name; the root is grey
+# of sources, by name; the root is grey
+COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
 STYLE = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; }
 pre { white-space: pre-wrap; border-left: 3px solid #8888; padding-left: 1em; }
-table { border-collapse: collapse; } td, th { padding: 0 1em 0 0; text-align: left; font-weight: normal; } th { opacity: .7; }
-details { border-top: 1px solid #8884; padding: .3em 0; overflow-x: auto; } summary { cursor: pointer; }
+table { border-collapse: collapse; } th { opacity: .7; }
+td, th { padding: 0 1em 0 0; text-align: left; font-weight: normal; }
+details { border-top: 1px solid #8884; padding: .3em 0; overflow-x: auto; }
+summary { cursor: pointer; }
 ul { list-style: none; margin: 0; padding-left: 1.6em; } details > ul { padding-left: 0; }
-li { white-space: nowrap; margin: .15em 0; } li li { border-left: 1px solid #8886; padding-left: .4em; }
-.node { display: inline-block; border: 1px solid var(--c); border-radius: .3em; padding: 0 .4em; margin-right: .25em; opacity: .75; }
+li { white-space: nowrap; margin: .15em 0; }
+li li { border-left: 1px solid #8886; padding-left: .4em; }
+.node { display: inline-block; border: 1px solid var(--c); border-radius: .3em; opacity: .75; }
+.node { padding: 0 .4em; margin-right: .25em; }
 .node code { white-space: pre; } .node small { color: var(--c); margin-left: .4em; }
 .accepted { background: #22c55e44; border-width: 2px; font-weight: 600; opacity: 1; }
 .next { border-style: dashed; --c: #888; opacity: 1; }
@@ -35,8 +41,15 @@ li { white-space: nowrap; margin: .15em 0; } li li { border-left: 1px solid #888
 
 
 def inspect(
-    trace_path: Annotated[Path, typer.Argument(metavar="FILE.json", help="What `quickbeam generate --trace` wrote.")],
-    html_path: Annotated[Path | None, typer.Option("--html", metavar="OUT.html", help="Draw every step's tree here, as one page.")] = None,
+    trace_path: Annotated[
+        Path, typer.Argument(metavar="FILE.json", help="What `quickbeam generate --trace` wrote.")
+    ],
+    html_path: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", metavar="OUT.html", help="Draw every step's tree here, as one page."
+        ),
+    ] = None,
 ) -> None:
     """Show what was drafted and what became of it: by source, and with --html tree by tree."""
     trace = read_trace(trace_path)
@@ -69,14 +82,17 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
         "tokens/s": f"{answer['tokens_per_second']:.1f}",
     }
     if steps:
-        draft, verify, whole = (milliseconds(sum(step[name] for step in steps) / len(steps)) for name in SECONDS)
+        draft, verify, whole = (
+            milliseconds(sum(step[name] for step in steps) / len(steps)) for name in SECONDS
+        )
         figures["a step"] = f"{whole}: drafting {draft}, verifying {verify}"
         figures["nodes a tree"] = f"{sum(len(step['nodes']) for step in steps) / len(steps):.1f}"
     return figures
 
 
 def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """For each source: nodes drafted, nodes accepted, and the mean of the values that the policy gave them."""
+    """For each source: nodes drafted, nodes accepted, and the mean of the values that the policy
+    gave them."""
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
     drafted = Counter(node["source"] for node in nodes)
     accepted = Counter(node["source"] for node in nodes if node["accepted"])
@@ -84,7 +100,11 @@ def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
     for node in nodes:
         values[node["source"]] += node["value"]
     return {
-        source: (f"{count}", f"{accepted[source]} ({accepted[source] / count:.0%})", f"{values[source] / count:.2f}")
+        source: (
+            f"{count}",
+            f"{accepted[source]} ({accepted[source] / count:.0%})",
+            f"{values[source] / count:.2f}",
+        )
         for source, count in sorted(drafted.items())
     }
 
@@ -94,23 +114,33 @@ def milliseconds(seconds: float) -> str:
 
 
 def page(trace: dict[str, Any]) -> str:
-    """The whole HTML page: figures and answer on top, then a tree a step. Loads nothing, runs nothing."""
+    """The whole HTML page: figures and answer on top, then a tree a step. Loads nothing, runs
+    nothing."""
     sources = by_source(trace)
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
     steps = trace["steps"]
     answer = trace["answer"]
     parts = [
-        "<!DOCTYPE html>\n<html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        "<!DOCTYPE html>\n<html lang=en><meta charset=utf-8><meta name=viewport "
+        "content='width=device-width'>",
         f"<title>{escape(answer['method'])}: {len(steps)} steps</title><style>{STYLE}</style>",
         "<h1>Draft trees, step by step</h1>",
         rows(summary(trace).items()),
         f"<pre>{escape(answer['text'])}</pre>",
         "<h2>Sources</h2>",
-        rows([("source", "drafted", "accepted", "mean value"), *((source, *figures) for source, figures in sources.items())], colours),
+        rows(
+            [
+                ("source", "drafted", "accepted", "mean value"),
+                *((source, *figures) for source, figures in sources.items()),
+            ],
+            colours,
+        ),
         "<h2>Tokens a step</h2>",
         histogram([step["emitted"] for step in steps]),
-        "<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model said next. "
-        "The small number is the estimated probability that the node is reached, where the method makes one.</p>",
+        "<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model "
+        "said next. "
+        "The small number is the estimated probability that the node is reached, where the method "
+        "makes one.</p>",
         *(draw_step(number, step, colours) for number, step in enumerate(steps, 1)),
         "</html>\n",
     ]
@@ -123,7 +153,11 @@ def rows(lines: Any, colours: dict[str, str] | None = None) -> str:
     drawn = []
     for first, *others in lines:
         style = f" style='color: {colours[first]}'" if first in colours else ""
-        drawn.append(f"<tr><th{style}>{escape(first)}</th>" + "".join(f"<td>{escape(cell)}</td>" for cell in others) + "</tr>")
+        drawn.append(
+            f"<tr><th{style}>{escape(first)}</th>"
+            + "".join(f"<td>{escape(cell)}</td>" for cell in others)
+            + "</tr>"
+        )
     return f"<table>{''.join(drawn)}</table>"
 
 
@@ -132,7 +166,8 @@ def histogram(emitted: list[int]) -> str:
     counts = Counter(emitted)
     widest = max(counts.values(), default=1)
     bars = (
-        f"<tr><th>{tokens}</th><td><span class=bar style='width: {20 * count / widest:.2f}em'></span> {count}</td></tr>"
+        f"<tr><th>{tokens}</th><td><span class=bar style='width: "
+        f"{20 * count / widest:.2f}em'></span> {count}</td></tr>"
         for tokens, count in sorted(counts.items())
     )
     return f"<table>{''.join(bars)}</table>"
@@ -142,15 +177,28 @@ def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str
     nodes = step["nodes"]
     accepted = [node["text"] for node in nodes[1:] if node["accepted"]]
     text = "".join([*accepted, step["next"]["text"]][: step["emitted"]])
-    head = f"step {number}: {len(nodes) - 1} drafted, {len(accepted)} accepted, {step['emitted']} emitted <code>{escape(repr(text))}</code>"
-    times = f"drafting {milliseconds(step['draft_seconds'])}, verifying {milliseconds(step['verify_seconds'])}"
-    next_one = f"<span class='node next' title='token {step['next']['token']}'><code>{visible(step['next']['text'])}</code></span>"
+    head = (
+        f"step {number}: {len(nodes) - 1} drafted, {len(accepted)} accepted, {step['emitted']} "
+        f"emitted <code>{escape(repr(text))}</code>"
+    )
+    times = (
+        f"drafting {milliseconds(step['draft_seconds'])}, verifying "
+        f"{milliseconds(step['verify_seconds'])}"
+    )
+    next_one = (
+        "<span class='node next' title='token "
+        f"{step['next']['token']}'><code>{visible(step['next']['text'])}</code></span>"
+    )
     opened = " open" if number == 1 else ""
-    return f"<details{opened}><summary>{head} <small>({times})</small></summary>{draw_tree(nodes, colours)}{next_one}</details>"
+    return (
+        f"<details{opened}><summary>{head} "
+        f"<small>({times})</small></summary>{draw_tree(nodes, colours)}{next_one}</details>"
+    )
 
 
 def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
-    """Nested lists: a run of nodes with one child each is one line, a node with several begins a list below its line."""
+    """Nested lists: a run of nodes with one child each is one line, a node with several begins a
+    list below its line."""
     children: list[list[int]] = [[] for _ in nodes]
     for node, entry in enumerate(nodes[1:], 1):
         children[entry["parent"]].append(node)
@@ -175,9 +223,14 @@ def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
 def draw_node(node: dict[str, Any], colours: dict[str, str]) -> str:
     accepted = " accepted" if node["accepted"] else ""
     value = f"<small>{node['value']:.2f}</small>" if node["value"] and node["depth"] else ""
-    title = f"token {node['token']}, depth {node['depth']}, {node['source']}, value {node['value']:.4g}"
+    title = (
+        f"token {node['token']}, depth {node['depth']}, {node['source']}, value {node['value']:.4g}"
+    )
     colour = colours.get(node["source"], "#888")
-    return f"<span class='node{accepted}' style='--c: {colour}' title='{escape(title)}'><code>{visible(node['text'])}</code>{value}</span>"
+    return (
+        f"<span class='node{accepted}' style='--c: {colour}' "
+        f"title='{escape(title)}'><code>{visible(node['text'])}</code>{value}</span>"
+    )
 
 
 def visible(text: str) -> str:

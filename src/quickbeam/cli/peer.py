@@ -1,4 +1,5 @@
-"""`quickbeam generate --method hf-assisted` and its like: the answer of transformers' own generate, in the same words."""
+"""`quickbeam generate --method hf-assisted` and its like: the answer of transformers' own generate,
+in the same words."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
 
-LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")  # of the parameters: what a peer is told
+# of the parameters: what a peer is told
+LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")
 KERNELS = "PyTorch's (transformers as it comes)"
 
 
@@ -27,17 +29,26 @@ def answer(
     device: str | None,
     ours: Mapping[str, object],
 ) -> Completion:
-    """One answer of a peer to raw text or a conversation. `ours`: options that only our methods have.
+    """One answer of a peer to raw text or a conversation. `ours`: options that only our methods
+    have.
 
-    Raises `InvalidInput` for those that are given, for parameters that a peer is not told of, and as `load_runners` does.
+    Raises `InvalidInput` for those that are given, for parameters that a peer is not told of, and
+    as `load_runners` does.
     """
     plain = SamplingParams()
-    told = {f"--{name.replace('_', '-')}": value for name, value in ours.items() if value is not None}
+    told = {
+        f"--{name.replace('_', '-')}": value for name, value in ours.items() if value is not None
+    }
     told |= {
-        f"--{name.replace('_', '-')}": value for name, value in vars(params).items() if name not in LAW and value != getattr(plain, name)
+        f"--{name.replace('_', '-')}": value
+        for name, value in vars(params).items()
+        if name not in LAW and value != getattr(plain, name)
     }
     if told:
-        raise InvalidInput(f"{next(iter(told))}: {method} is {PEERS[method]}, which takes no such option here; leave it out")
+        raise InvalidInput(
+            f"{next(iter(told))}: {method} is {PEERS[method]}, which takes no such "
+            "option here; leave it out"
+        )
     items = parse_methods(method, drafter=drafter, model=model)
     with progress_bar(f"loading {model or DEFAULT}") as report, redirect_stderr(StringIO()):
         runners, name = load_runners(items, model, dtype, device, drafter, report)
@@ -45,10 +56,20 @@ def answer(
 
     runner = runners[method]
     assert isinstance(runner, Peer)
-    ids = list(runner.loaded.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else runner.encode(prompt)
+    ids = (
+        list(runner.loaded.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, str)
+        else runner.encode(prompt)
+    )
     found = runner.answer(ids, params)
     statistics = Statistics(len(found.token_ids), found.steps, found.seconds)
     ended = bool(found.token_ids) and found.token_ids[-1] in runner.stops
     return Completion(
-        found.text, found.token_ids, "stop" if ended else "length", statistics, name, method, seed=None if params.greedy else params.seed
+        found.text,
+        found.token_ids,
+        "stop" if ended else "length",
+        statistics,
+        name,
+        method,
+        seed=None if params.greedy else params.seed,
     )

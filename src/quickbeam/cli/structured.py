@@ -18,17 +18,25 @@ from quickbeam.hub import DEFAULT
 
 def structured(
     model: options.Model = None,
-    methods: Annotated[str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET], as for bench.")] = "ar,auto",
-    answers: Annotated[int, typer.Option("--answers", min=1, help="Answers to each of the ten tasks.")] = 10,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 256,
+    methods: Annotated[
+        str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET], as for bench.")
+    ] = "ar,auto",
+    answers: Annotated[
+        int, typer.Option("--answers", min=1, help="Answers to each of the ten tasks.")
+    ] = 10,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")
+    ] = 256,
     temperature: options.Temperature = 0.8,
     drafter: options.Drafter = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
     device: options.DeviceOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
+    ] = None,
 ) -> None:
-    """Answers to ten tasks, each with its JSON schema and without: how many are valid, how many have the tokens of the first method, and
-    tokens a second."""
+    """Answers to ten tasks, each with its JSON schema and without: how many are valid, how many
+    have the tokens of the first method, and tokens a second."""
     with progress_bar(f"loading {model or DEFAULT}") as told:
         with redirect_stderr(StringIO()):
             from quickbeam.bench.environment import environment
@@ -41,15 +49,41 @@ def structured(
             if peers := [item.name for item in items if item.is_peer]:
                 raise InvalidInput(f"--methods {peers[0]}: knows no schemas; name our own methods")
             place = device.value if device else None
-            llm = LLM(model, items[0].method, dtype=dtype.value, device=place, drafter=drafter, progress=told)
+            llm = LLM(
+                model,
+                items[0].method,
+                dtype=dtype.value,
+                device=place,
+                drafter=drafter,
+                progress=told,
+            )
             for item in items:
                 llm.prepare(item.method, item.vocab, item.shortlist)
         asked = tasks()
-        rows = measure(llm, asked, items, answers, SamplingParams(max_tokens=max_tokens, temperature=temperature), told)
+        rows = measure(
+            llm,
+            asked,
+            items,
+            answers,
+            SamplingParams(max_tokens=max_tokens, temperature=temperature),
+            told,
+        )
     if json_file is not None:
-        settings = {"tasks": len(asked), "answers": answers, "max_tokens": max_tokens, "temperature": temperature}
-        record = {"environment": environment(str(llm.model.device), dtype.value), "model": llm.name, "settings": settings}
-        found = {kind: {name: row.to_json() for (of, name), row in rows.items() if of == kind} for kind, _ in rows}
+        settings = {
+            "tasks": len(asked),
+            "answers": answers,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+        }
+        record = {
+            "environment": environment(str(llm.model.device), dtype.value),
+            "model": llm.name,
+            "settings": settings,
+        }
+        found = {
+            kind: {name: row.to_json() for (of, name), row in rows.items() if of == kind}
+            for kind, _ in rows
+        }
         json_file.write_text(strict_json(record | {"structured": found}) + "\n", encoding="utf-8")
     table = Table()
     for column in ("", "method", "valid", "identical", "tokens/s", "MAT", "tokens an answer"):
@@ -57,5 +91,7 @@ def structured(
     for (kind, name), row in rows.items():
         counts = f"{row.valid} of {row.answers}", f"{row.identical} of {row.answers}"
         mat, length = row.tokens / max(1, row.steps), row.tokens / row.answers + 1
-        table.add_row(kind, name, *counts, f"{row.tokens_per_second:.1f}", f"{mat:.2f}", f"{length:.0f}")
+        table.add_row(
+            kind, name, *counts, f"{row.tokens_per_second:.1f}", f"{mat:.2f}", f"{length:.0f}"
+        )
     stdout().print(table)

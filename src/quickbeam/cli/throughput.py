@@ -23,22 +23,47 @@ if TYPE_CHECKING:
 
 def throughput(
     questions: Annotated[
-        Path | None, typer.Option("--questions", help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.")
+        Path | None,
+        typer.Option(
+            "--questions",
+            help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.",
+        ),
     ] = None,
     model: options.Model = None,
     methods: Annotated[
-        str, typer.Option("--methods", help="Comma-separated NAME[:BUDGET][+residual], as for bench.")
+        str,
+        typer.Option("--methods", help="Comma-separated NAME[:BUDGET][+residual], as for bench."),
     ] = "ar,logitspec,auto",
-    concurrency: Annotated[str, typer.Option("--concurrency", help="Requests at a time; several, comma-separated.")] = "1,4,16",
+    concurrency: Annotated[
+        str, typer.Option("--concurrency", help="Requests at a time; several, comma-separated.")
+    ] = "1,4,16",
     limit: Annotated[
-        int | None, typer.Option("--limit", min=1, help="Questions to ask, spread evenly over the categories. Default: all.")
+        int | None,
+        typer.Option(
+            "--limit",
+            min=1,
+            help="Questions to ask, spread evenly over the categories. Default: all.",
+        ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")] = 128,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")
+    ] = 128,
     rate: Annotated[
-        float | None, typer.Option("--rate", help="Requests that arrive a second, at random (Poisson). Default: all at once.")
+        float | None,
+        typer.Option(
+            "--rate",
+            help="Requests that arrive a second, at random (Poisson). Default: all at once.",
+        ),
     ] = None,
-    cancel: Annotated[float, typer.Option("--cancel", min=0.0, max=1.0, help="The share of clients that go away midway.")] = 0.0,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="How often every cell is run, in turn.")] = 1,
+    cancel: Annotated[
+        float,
+        typer.Option(
+            "--cancel", min=0.0, max=1.0, help="The share of clients that go away midway."
+        ),
+    ] = 0.0,
+    rounds: Annotated[
+        int, typer.Option("--rounds", min=1, help="How often every cell is run, in turn.")
+    ] = 1,
     temperature: options.Temperature = 0.0,
     seed: options.Seed = 0,
     coupling: options.CouplingOption = None,
@@ -52,33 +77,59 @@ def throughput(
     device: options.DeviceOption = None,
     server: Annotated[
         list[str],
-        typer.Option("--server", metavar="NAME=COMMAND", help="A peer that serves OpenAI's interface, in a process of its own."),
+        typer.Option(
+            "--server",
+            metavar="NAME=COMMAND",
+            help="A peer that serves OpenAI's interface, in a process of its own.",
+        ),
     ] = [],  # noqa: B006 (typer's way)
     served: Annotated[
-        bool, typer.Option("--served", help="Ask the same through `quickbeam serve` too, in a process of its own; greedy answers only.")
+        bool,
+        typer.Option(
+            "--served",
+            help="Ask the same through `quickbeam serve` too, in a "
+            "process of its own; greedy answers only.",
+        ),
     ] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the record there.")
+    ] = None,
 ) -> None:
-    """Tokens a second of many requests at once, how long they wait for their first token and for each further one, and how many answers
-    are the ones given alone by plain decoding. "Decoding" leaves out the steps in which prompts are read."""
+    """Tokens a second of many requests at once, how long they wait for their first token and for
+    each further one, and how many answers are the ones given alone by plain decoding. "Decoding"
+    leaves out the steps in which prompts are read."""
     loads = numbers("--concurrency", concurrency, 1024)
     if rate is not None and not rate > 0:
         raise InvalidInput(f"--rate {rate}: must be above 0 requests a second")
     if served and (temperature > 0 or cancel or rate is not None):
-        raise InvalidInput("--served asks for greedy answers, all at once: leave out --temperature, --rate and --cancel")
+        raise InvalidInput(
+            "--served asks for greedy answers, all at once: leave out "
+            "--temperature, --rate and --cancel"
+        )
     with ExitStack() as stack, progress_bar(f"loading {model or DEFAULT}") as told:
         with redirect_stderr(StringIO()):
             from quickbeam.bench.environment import environment
             from quickbeam.bench.methods import parse_methods
             from quickbeam.bench.questions import load_questions, spread
             from quickbeam.bench.servers import Serving, ourselves, parse_server, speculation
-            from quickbeam.bench.throughput import Asked, Other, encode, fitting, measure, ratios, requests
+            from quickbeam.bench.throughput import (
+                Asked,
+                Other,
+                encode,
+                fitting,
+                measure,
+                ratios,
+                requests,
+            )
             from quickbeam.llm import LLM
             from quickbeam.params import SamplingParams
 
             items = parse_methods(methods)
             if peers := [item.name for item in items if item.is_peer]:
-                raise InvalidInput(f"--methods {peers[0]}: answers one request at a time; name our own methods, and servers with --server")
+                raise InvalidInput(
+                    f"--methods {peers[0]}: answers one request at a time; name our "
+                    "own methods, and servers with --server"
+                )
             servers = [parse_server(text) for text in server]
             asked_of = spread(load_questions(questions), limit)
             llm = LLM(
@@ -95,14 +146,24 @@ def throughput(
             )
             for item in items:
                 llm.prepare(item.method, item.vocab, item.shortlist)
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, coupling=options.coupling(coupling))
+            params = SamplingParams(
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                coupling=options.coupling(coupling),
+            )
             prompts = encode(llm, asked_of, raw)
             asked = requests(fitting(llm, prompts, max_tokens), rate, cancel, max_tokens)
-            text = {tuple(ids): question.turns[0] for (ids, _), question in zip(prompts, asked_of, strict=True)}
+            text = {
+                tuple(ids): question.turns[0]
+                for (ids, _), question in zip(prompts, asked_of, strict=True)
+            }
 
             def asking(serving: Serving, extra: dict[str, Any]) -> Other:
                 def ask(some: Sequence[Asked], load: int) -> Cell:
-                    return serving.measure([text[tuple(one.ids)] for one in some], load, max_tokens, raw, extra)
+                    return serving.measure(
+                        [text[tuple(one.ids)] for one in some], load, max_tokens, raw, extra
+                    )
 
                 return ask
 
@@ -110,11 +171,26 @@ def throughput(
             if served:
                 told("starting quickbeam serve", None)
                 place, size = device.value if device else None, max(loads)
-                given = {"--model": model, "--drafter": drafter, "--kv-memory": kv_memory, "--dtype": dtype.value, "--device": place}
+                given = {
+                    "--model": model,
+                    "--drafter": drafter,
+                    "--kv-memory": kv_memory,
+                    "--dtype": dtype.value,
+                    "--device": place,
+                }
                 given |= {"--method": items[0].method, "--max-running": str(size)}
-                words = [word for name, value in given.items() if value is not None for word in (name, value)]
-                ours = stack.enter_context(Serving(ourselves([*words, "--no-share-prefixes"])))  # a question comes once a method
-                others = {f"{item.name} served": asking(ours, speculation(item.method, item.budget)) for item in items}
+                words = [
+                    word
+                    for name, value in given.items()
+                    if value is not None
+                    for word in (name, value)
+                ]
+                # a question comes once a method
+                ours = stack.enter_context(Serving(ourselves([*words, "--no-share-prefixes"])))
+                others = {
+                    f"{item.name} served": asking(ours, speculation(item.method, item.budget))
+                    for item in items
+                }
         cells = measure(llm, asked, items, loads, params, rounds, told, others=others)
         record: dict[str, Any] = {
             "environment": environment(str(llm.model.device), dtype.value),
@@ -133,7 +209,10 @@ def throughput(
                 "draft_weights": draft_weights.value,
                 "memory": memory,
             },
-            "concurrency": {load: {name: cell.to_json() for name, cell in by_name.items()} for load, by_name in cells.items()},
+            "concurrency": {
+                load: {name: cell.to_json() for name, cell in by_name.items()}
+                for load, by_name in cells.items()
+            },
             "over_ar": ratios(cells),
         }
         llm.close()
@@ -153,7 +232,11 @@ def throughput(
 
 def _table(load: int, cells: dict[str, Cell]) -> Table:
     table = Table(title=f"{load} at a time", title_justify="left")
-    rates, waits, trees = ("tokens/s", "over ar", "decoding", "over ar"), ("ttft p50", "ttft p95", "a token p50", "p95"), ("MAT", "nodes")
+    rates, waits, trees = (
+        ("tokens/s", "over ar", "decoding", "over ar"),
+        ("ttft p50", "ttft p95", "a token p50", "p95"),
+        ("MAT", "nodes"),
+    )
     for column in ("", *rates, *waits, *trees, "identical"):
         table.add_column(column, justify="left" if not column else "right")
     plain = cells.get("ar")
@@ -164,10 +247,15 @@ def _table(load: int, cells: dict[str, Cell]) -> Table:
         alone = _over(decoding, plain.decoding_tokens_per_second if plain else 0.0)
         seen = [found[key] for key in ("p50_ttft_ms", "p95_ttft_ms", "p50_tpot_ms", "p95_tpot_ms")]
         times = ["" if wait is None else f"{wait:.0f} ms" for wait in seen]
-        counts = [f"{found[key]:.2f}" if found[key] is not None else "" for key in ("mean_accepted_tokens", "nodes_per_step")]
+        counts = [
+            f"{found[key]:.2f}" if found[key] is not None else ""
+            for key in ("mean_accepted_tokens", "nodes_per_step")
+        ]
         same = "" if cell.identical is None else f"{cell.identical} of {len(cell.answers)}"
         shown = f"{decoding:.1f}" if decoding else ""
-        table.add_row(name, f"{cell.tokens_per_second:.1f}", over, shown, alone, *times, *counts, same)
+        table.add_row(
+            name, f"{cell.tokens_per_second:.1f}", over, shown, alone, *times, *counts, same
+        )
     return table
 
 

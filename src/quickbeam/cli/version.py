@@ -1,4 +1,5 @@
-"""`quickbeam --version`. Imports neither PyTorch nor what the commands need, so that it answers at once."""
+"""`quickbeam --version`. Imports neither PyTorch nor what the commands need, so that it answers at
+once."""
 
 from __future__ import annotations
 
@@ -7,5 +8,6 @@ from quickbeam.target.native.choice import outlook
 
 
 def version() -> str:
-    """The version, and the kernels that a model on a CPU will use. Raises `InvalidInput` as `outlook` does."""
+    """The version, and the kernels that a model on a CPU will use. Raises `InvalidInput` as
+    `outlook` does."""
     return f"{__version__}\nkernels: {outlook()}"

@@ -29,8 +29,8 @@ CHECKS = {  # by name, the module that has `check_…`; the load is looked at be
 
 
 def findings(progress: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """All checks, one after the other; `progress` hears the name of each before it begins. Takes a few seconds, compiles and pulls
-    nothing, and raises nothing for what is missing."""
+    """All checks, one after the other; `progress` hears the name of each before it begins. Takes a
+    few seconds, compiles and pulls nothing, and raises nothing for what is missing."""
     for name, module in CHECKS.items():
         progress(name)
         yield look(name, partial(_check, module, name))
@@ -54,6 +54,13 @@ def record(found: Sequence[Finding]) -> dict[str, Any]:
         "quickbeam": __version__,
         "can_run": can_run(found),
         "findings": [
-            {"check": one.check, "status": one.status, "text": one.text, "todo": one.todo, "data": dict(one.data)} for one in found
+            {
+                "check": one.check,
+                "status": one.status,
+                "text": one.text,
+                "todo": one.todo,
+                "data": dict(one.data),
+            }
+            for one in found
         ],
     }

@@ -12,8 +12,9 @@ WEIGHT_BYTES = 269_000_000  # of the default model in bfloat16
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. `status`: `ok`; `note`, which costs speed or a feature; `problem`, which keeps models from running. `todo`: one
-    line, empty where there is nothing to do. `data`: the figures behind the words, as JSON has them."""
+    """What a check found. `status`: `ok`; `note`, which costs speed or a feature; `problem`, which
+    keeps models from running. `todo`: one line, empty where there is nothing to do. `data`: the
+    figures behind the words, as JSON has them."""
 
     check: str
     status: str
@@ -31,4 +32,8 @@ def look(name: str, check: Check) -> Finding:
         return check()
     except Exception as error:
         said = str(error).strip().splitlines()
-        return Finding(name, NOTE, f"can't be told here ({type(error).__name__}{f': {said[0]}' if said else ''})")
+        return Finding(
+            name,
+            NOTE,
+            f"can't be told here ({type(error).__name__}{f': {said[0]}' if said else ''})",
+        )

@@ -1,4 +1,5 @@
-"""The machine: processor, threads, memory, what else runs on it, and how fast memory and disks are read."""
+"""The machine: processor, threads, memory, what else runs on it, and how fast memory and disks are
+read."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ def cpu_name() -> str:
 
 def usable_cores() -> int:
     """Logical cores that this process may use, by its affinity and its container's quota."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
         return max(1, min(cores, math.ceil(int(quota) / int(period))))
@@ -50,7 +53,9 @@ def check_load() -> Finding:
     data = {"busy_share": share, "load_average": average}
     text = f"{share:.0%} of the processor is in use, {average:.1f} processes over the last minute"
     if share > BUSY or average > max(0.5, BUSY * cores):
-        return Finding("load", NOTE, text, "times measured now are noisy: wait, or end what else runs", data)
+        return Finding(
+            "load", NOTE, text, "times measured now are noisy: wait, or end what else runs", data
+        )
     return Finding("load", OK, text, data=data)
 
 
@@ -59,25 +64,52 @@ def check_cpu() -> Finding:
 
     usable, physical = usable_cores(), psutil.cpu_count(logical=False)
     sets = build.machine_sets()
-    data = {"name": cpu_name(), "architecture": platform.machine(), "cores": physical, "usable_cores": usable, "instruction_sets": sets}
-    cores = f"{usable} logical cores" + (f" ({physical} physical)" if physical and physical != usable else "")
+    data = {
+        "name": cpu_name(),
+        "architecture": platform.machine(),
+        "cores": physical,
+        "usable_cores": usable,
+        "instruction_sets": sets,
+    }
+    cores = f"{usable} logical cores" + (
+        f" ({physical} physical)" if physical and physical != usable else ""
+    )
     text = f"{cpu_name()}, {platform.machine()}, {cores}"
     if not build.has_kernels():
-        return Finding("cpu", NOTE, text, "native kernels are for Linux on x86-64; PyTorch's operators, which are slower, run here", data)
+        return Finding(
+            "cpu",
+            NOTE,
+            text,
+            "native kernels are for Linux on x86-64; PyTorch's "
+            "operators, which are slower, run here",
+            data,
+        )
     text += f", runs {', '.join(sets)}"
     if sets == ["plain"]:
-        return Finding("cpu", NOTE, text, "without AVX2 products are slow: a newer processor helps most", data)
+        return Finding(
+            "cpu", NOTE, text, "without AVX2 products are slow: a newer processor helps most", data
+        )
     return Finding("cpu", OK, text, data=data)
 
 
 def check_threads() -> Finding:
     import torch
 
-    threads, usable, asked = torch.get_num_threads(), usable_cores(), os.environ.get("OMP_NUM_THREADS", "")
+    threads, usable, asked = (
+        torch.get_num_threads(),
+        usable_cores(),
+        os.environ.get("OMP_NUM_THREADS", ""),
+    )
     data = {"threads": threads, "usable_cores": usable, "OMP_NUM_THREADS": asked or None}
     text = f"{threads} for {usable} cores" + (f" (OMP_NUM_THREADS={asked})" if asked else "")
     if threads > usable:
-        return Finding("threads", NOTE, text, f"more threads than cores wait for each other: OMP_NUM_THREADS={usable}", data)
+        return Finding(
+            "threads",
+            NOTE,
+            text,
+            f"more threads than cores wait for each other: OMP_NUM_THREADS={usable}",
+            data,
+        )
     if asked and threads <= usable // 2:
         return Finding("threads", NOTE, text, "cores are left idle: unset OMP_NUM_THREADS", data)
     return Finding("threads", OK, text, data=data)
@@ -90,7 +122,13 @@ def check_memory() -> Finding:
     data = {"bytes": int(found.total), "free_bytes": int(found.available)}
     text = f"{found.total / 1e9:.1f} GB, {found.available / 1e9:.1f} GB free"
     if found.available < LITTLE:
-        return Finding("memory", NOTE, text, "little is free: end other programs, or take --weights int4 and --kv-memory 200MB", data)
+        return Finding(
+            "memory",
+            NOTE,
+            text,
+            "little is free: end other programs, or take --weights int4 and --kv-memory 200MB",
+            data,
+        )
     return Finding("memory", OK, text, data=data)
 
 
@@ -98,8 +136,16 @@ def check_bandwidth() -> Finding:
     """Plain decoding reads all weights for each token."""
     found = read_by_sum(64 if _free_memory() < LITTLE else 256, 3)
     most = found * 1e9 / WEIGHT_BYTES
-    text = f"memory is read at {found:.1f} GB/s: plain decoding of the default model gets at most {most:.0f} tokens/s"
-    return Finding("bandwidth", OK, text, data={"gigabytes_per_second": found, "plain_tokens_per_second_at_most": most})
+    text = (
+        f"memory is read at {found:.1f} GB/s: plain decoding of the default model gets at most "
+        f"{most:.0f} tokens/s"
+    )
+    return Finding(
+        "bandwidth",
+        OK,
+        text,
+        data={"gigabytes_per_second": found, "plain_tokens_per_second_at_most": most},
+    )
 
 
 def _free_memory() -> int:
@@ -117,7 +163,8 @@ def read_by_sum(megabytes: int, repeats: int) -> float:
 
 
 def gigabytes_per_second(size: int, read: Callable[[], object], repeats: int) -> float:
-    """Of `read`, which reads `size` bytes: the median of the repeats, after one that does not count."""
+    """Of `read`, which reads `size` bytes: the median of the repeats, after one that does not
+    count."""
     seconds = []
     for _ in range(repeats + 1):
         start = perf_counter()
@@ -127,9 +174,14 @@ def gigabytes_per_second(size: int, read: Callable[[], object], repeats: int) ->
 
 
 def read_speed(folder: Path, seconds: float = 0.8) -> float | None:
-    """Gigabytes a second of the disk under `folder`: its largest file, or one that is written for that, read for so long. Where the system
-    can be told to forget what it holds of the file it is the disk's speed, else its cache's. None where nothing can be read or written."""
-    files = [(path.stat().st_size, path) for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+    """Gigabytes a second of the disk under `folder`: its largest file, or one that is written for
+    that, read for so long. Where the system can be told to forget what it holds of the file it is
+    the disk's speed, else its cache's. None where nothing can be read or written."""
+    files = (
+        [(path.stat().st_size, path) for path in folder.rglob("*") if path.is_file()]
+        if folder.is_dir()
+        else []
+    )
     size, path = max(files, default=(0, folder), key=lambda one: one[0])
     if size >= SCRATCH:
         return _read(path, seconds)

@@ -1,4 +1,5 @@
-"""The software: Python, what is installed of the packages that quickbeam asks for, its extras, the GPU that PyTorch finds."""
+"""The software: Python, what is installed of the packages that quickbeam asks for, its extras, the
+GPU that PyTorch finds."""
 
 from __future__ import annotations
 
@@ -24,18 +25,31 @@ EXTRAS = {
 
 def check_python() -> Finding:
     found = sys.version_info[:2]
-    text = f"quickbeam {__version__}, Python {platform.python_version()}, {platform.platform(terse=True)}"
-    data = {"quickbeam": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    text = (
+        f"quickbeam {__version__}, Python {platform.python_version()}, "
+        f"{platform.platform(terse=True)}"
+    )
+    data = {
+        "quickbeam": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
     if found < OLDEST:
         return Finding("python", PROBLEM, text, "Python 3.10 or newer is needed", data)
     if found > NEWEST:
-        return Finding("python", NOTE, text, f"newer than what is tested ({'.'.join(map(str, NEWEST))} at most)", data)
+        return Finding(
+            "python",
+            NOTE,
+            text,
+            f"newer than what is tested ({'.'.join(map(str, NEWEST))} at most)",
+            data,
+        )
     return Finding("python", OK, text, data=data)
 
 
 def requirements() -> dict[str, list[Any]]:
-    """What quickbeam's own metadata asks for, as `packaging` has it, by extra; the empty name is what it always needs. Raises
-    `PackageNotFoundError` where it runs without being installed."""
+    """What quickbeam's own metadata asks for, as `packaging` has it, by extra; the empty name is
+    what it always needs. Raises `PackageNotFoundError` where it runs without being installed."""
     from packaging.requirements import Requirement
 
     found: dict[str, list[Any]] = {"": []}
@@ -43,13 +57,16 @@ def requirements() -> dict[str, list[Any]]:
         one = Requirement(line)
         for extra in ("", *EXTRAS):
             named = one.marker is not None and "extra" in str(one.marker)
-            if (extra != "") == named and (one.marker is None or one.marker.evaluate({"extra": extra})):
+            if (extra != "") == named and (
+                one.marker is None or one.marker.evaluate({"extra": extra})
+            ):
                 found.setdefault(extra, []).append(one)
     return found
 
 
 def lacking(wanted: list[Any]) -> dict[str, str]:
-    """Those of these requirements that aren't met, with the version that is there (empty: none) and the one that is wanted."""
+    """Those of these requirements that aren't met, with the version that is there (empty: none) and
+    the one that is wanted."""
     missing = {}
     for one in wanted:
         version = installed(one.name)
@@ -70,17 +87,37 @@ def check_packages() -> Finding:
     versions = {name: installed(name) for name in SHOWN}
     if gone := [name for name, version in versions.items() if not version]:
         return Finding(
-            "packages", PROBLEM, f"missing: {', '.join(gone)}", "install quickbeam again, with what it needs", {"versions": versions}
+            "packages",
+            PROBLEM,
+            f"missing: {', '.join(gone)}",
+            "install quickbeam again, with what it needs",
+            {"versions": versions},
         )
     missing = lacking(requirements()[""])
     text = ", ".join(f"{name} {version or 'is missing'}" for name, version in versions.items())
     gone = [name for name in missing if not installed(name)]
-    data = {"versions": versions, "missing": gone, "outside": [name for name in missing if name not in gone]}
+    data = {
+        "versions": versions,
+        "missing": gone,
+        "outside": [name for name in missing if name not in gone],
+    }
     if gone:
-        return Finding("packages", PROBLEM, f"missing: {', '.join(gone)}", f"pip install {' '.join(gone)}", data)
+        return Finding(
+            "packages",
+            PROBLEM,
+            f"missing: {', '.join(gone)}",
+            f"pip install {' '.join(gone)}",
+            data,
+        )
     if missing:
         wrong = "; ".join(f"{name} {why}" for name, why in missing.items())
-        return Finding("packages", NOTE, f"{text}; outside the tested range: {wrong}", "pip install --upgrade quickbeam", data)
+        return Finding(
+            "packages",
+            NOTE,
+            f"{text}; outside the tested range: {wrong}",
+            "pip install --upgrade quickbeam",
+            data,
+        )
     return Finding("packages", OK, f"{text}: within the tested range", data=data)
 
 
@@ -95,7 +132,9 @@ def check_extras() -> Finding:
         return Finding("extras", OK, text, data=data)
     for extra, names in lacks.items():
         text += f"; {EXTRAS[extra]}: no {', '.join(names)}"
-    return Finding("extras", NOTE, text, f"where you need it: pip install 'quickbeam[{','.join(lacks)}]'", data)
+    return Finding(
+        "extras", NOTE, text, f"where you need it: pip install 'quickbeam[{','.join(lacks)}]'", data
+    )
 
 
 def check_gpu() -> Finding:
@@ -106,11 +145,28 @@ def check_gpu() -> Finding:
         places = range(torch.cuda.device_count())
         data["names"] = [torch.cuda.get_device_name(place) for place in places]
         free, total = torch.cuda.mem_get_info(0)
-        text = f"{', '.join(data['names'])}, {total / 1e9:.0f} GB, {free / 1e9:.0f} GB free: models run there unless --device cpu is given"
-        return Finding("gpu", OK, text, "answers are bit for bit the same on a CPU only: docs/guarantee.md", data)
-    if shutil.which("nvidia-smi"):
-        reason = "this PyTorch is built for CPUs" if torch.version.cuda is None else "its driver doesn't fit this PyTorch"
+        text = (
+            f"{', '.join(data['names'])}, {total / 1e9:.0f} GB, {free / 1e9:.0f} GB free: "
+            "models run there unless --device cpu is given"
+        )
         return Finding(
-            "gpu", NOTE, f"there may be one, but {reason}", "install the build of PyTorch that fits it, if models are to run there", data
+            "gpu",
+            OK,
+            text,
+            "answers are bit for bit the same on a CPU only: docs/guarantee.md",
+            data,
+        )
+    if shutil.which("nvidia-smi"):
+        reason = (
+            "this PyTorch is built for CPUs"
+            if torch.version.cuda is None
+            else "its driver doesn't fit this PyTorch"
+        )
+        return Finding(
+            "gpu",
+            NOTE,
+            f"there may be one, but {reason}",
+            "install the build of PyTorch that fits it, if models are to run there",
+            data,
         )
     return Finding("gpu", OK, "none: models run on the CPU", data=data)

@@ -20,11 +20,13 @@ from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
-GAP = 64  # committed tokens not run yet beyond which they are read as a prompt is: without the logits of each
+# committed tokens not run yet beyond which they are read as a prompt is: without the logits of each
+GAP = 64
 
 
 class LMState(DrafterState):
-    """One sequence's keys and values in the drafter, and the shadow of its growing tree. `calls`: passes over trees."""
+    """One sequence's keys and values in the drafter, and the shadow of its growing tree. `calls`:
+    passes over trees."""
 
     def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
@@ -37,9 +39,13 @@ class LMState(DrafterState):
         self.ids.extend(tokens)
 
     def share(self, chunk: int, tokens: int) -> Any:
-        return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+        return (
+            self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+        )
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+    def adopt(
+        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+    ) -> None:
         self.cache.adopt(chunks, tokens)
 
     def release(self) -> None:
@@ -48,17 +54,20 @@ class LMState(DrafterState):
 
 
 class LMDrafter(Drafter):
-    """Laws of the next token from any causal LM of transformers whose token ids mean what the target's do (`check_vocabulary`).
+    """Laws of the next token from any causal LM of transformers whose token ids mean what the
+    target's do (`check_vocabulary`).
 
-    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a growing tree the model runs only the
-    nodes that it is asked for: they form its shadow, a tree of its own, which grows by one pass a call. What was accepted of the last
-    shadow stays computed; the committed tokens that are not (accepted leaves, which nobody asked for) lead the next shadow as a chain that
-    ends in the root, so catching up takes no pass of its own.
+    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
+    growing tree the model runs only the nodes that it is asked for: they form its shadow, a tree of
+    its own, which grows by one pass a call. What was accepted of the last shadow stays computed;
+    the committed tokens that are not (accepted leaves, which nobody asked for) lead the next shadow
+    as a chain that ends in the root, so catching up takes no pass of its own.
 
-    `vocab_size`: width of the target's logits, and of the laws given. Tokens beyond this model's own have probability 0. Top-k, top-p and
-    penalties of a request don't shape the laws, only its temperature does: no need of exactness, and the model's own law is what it knows.
-    Takes the model over, as `Model` does (`weights`, `kept` and `source` as there); raises `InvalidInput` for models that `Model` can't
-    run.
+    `vocab_size`: width of the target's logits, and of the laws given. Tokens beyond this model's
+    own have probability 0. Top-k, top-p and penalties of a request don't shape the laws, only its
+    temperature does: no need of exactness, and the model's own law is what it knows. Takes the
+    model over, as `Model` does (`weights`, `kept` and `source` as there); raises `InvalidInput` for
+    models that `Model` can't run.
     """
 
     name = "drafter"
@@ -96,7 +105,8 @@ class LMDrafter(Drafter):
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         """Laws `[len(nodes), vocab]` float32, on the drafter's device, by one pass (see `Drafter`).
 
-        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's parent was never asked for.
+        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's
+        parent was never asked for.
         """
         batch = Batch()
         for request in requests:
@@ -110,7 +120,9 @@ class LMDrafter(Drafter):
                 if node == 0:
                     continue
                 if (parent := state.place.get(request.tree.parent[node])) is None:
-                    raise ValueError(f"node {node}: ask for its parent {request.tree.parent[node]} first")
+                    raise ValueError(
+                        f"node {node}: ask for its parent {request.tree.parent[node]} first"
+                    )
                 state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
             state.calls += 1
             batch.parts.append(Draft(state.cache, state.shadow, state.done))
@@ -119,7 +131,13 @@ class LMDrafter(Drafter):
             state = self._state(request)
             assert state.shadow is not None
             state.done = len(state.shadow)
-            laws.append(Laws(self._law(passed.logits[-len(request.nodes) :], request.context.draft_temperature)))
+            laws.append(
+                Laws(
+                    self._law(
+                        passed.logits[-len(request.nodes) :], request.context.draft_temperature
+                    )
+                )
+            )
         return laws
 
     def _state(self, request: DraftRequest) -> LMState:
@@ -127,7 +145,8 @@ class LMDrafter(Drafter):
         return state
 
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
-        """Keep what the text took of the last shadow; a new one whose nodes are the committed tokens not run yet, and the root's place."""
+        """Keep what the text took of the last shadow; a new one whose nodes are the committed
+        tokens not run yet, and the root's place."""
         cache, ids = state.cache, state.ids
         if state.shadow is not None and (path := beginning(state.shadow, ids[cache.length : -1])):
             path = [node for node in path if node < state.done]
@@ -166,19 +185,27 @@ def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
 
 
 def check_vocabulary(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> None:
-    """Raise `InvalidInput`, naming the first token id that differs, where a drafter's ids don't mean what the target's do.
+    """Raise `InvalidInput`, naming the first token id that differs, where a drafter's ids don't
+    mean what the target's do.
 
-    `sizes`: widths of the target's and the drafter's logits. They may differ, and a token that only one tokenizer knows may lie in the
-    other's padded tail: after its last token, yet within its logits.
+    `sizes`: widths of the target's and the drafter's logits. They may differ, and a token that only
+    one tokenizer knows may lie in the other's padded tail: after its last token, yet within its
+    logits.
     """
-    target, drafter = ({i: token for token, i in tokenizer.get_vocab().items()} for tokenizer in (target_tokenizer, drafter_tokenizer))
+    target, drafter = (
+        {i: token for token, i in tokenizer.get_vocab().items()}
+        for tokenizer in (target_tokenizer, drafter_tokenizer)
+    )
     tail = max(target, default=-1), max(drafter, default=-1)
     for i in sorted(target.keys() | drafter.keys()):
         ours, theirs = target.get(i), drafter.get(i)
-        padding = (theirs is None and tail[1] < i < sizes[1]) or (ours is None and tail[0] < i < sizes[0])
+        padding = (theirs is None and tail[1] < i < sizes[1]) or (
+            ours is None and tail[0] < i < sizes[0]
+        )
         if ours != theirs and not padding:
             spelt = [f"{token!r}" if token is not None else "no token" for token in (ours, theirs)]
             raise InvalidInput(
-                f"the drafter's vocabulary is not the target's: token {i} is {spelt[0]} to the target and {spelt[1]} to the drafter; "
+                f"the drafter's vocabulary is not the target's: token {i} is {spelt[0]} to the "
+                f"target and {spelt[1]} to the drafter; "
                 "use a smaller model of the target's family, with the same tokenizer"
             )

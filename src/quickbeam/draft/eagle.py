@@ -1,4 +1,5 @@
-"""The feature drafter at work: laws after the nodes of growing trees, from the target's hidden states (see `eagle_model.py`)."""
+"""The feature drafter at work: laws after the nodes of growing trees, from the target's hidden
+states (see `eagle_model.py`)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ from quickbeam.target.native.operands import RowList
 from quickbeam.target.pages import PagedStore
 
 CHUNK = 512  # rows a pass at most
-OFFERED = 16  # of the target's likeliest tokens after the last committed one, that a shortlist takes up: they tell of the tokens after it
+# of the target's likeliest tokens after the last committed one, that a shortlist takes up: they
+# tell of the tokens after it
+OFFERED = 16
 GAPS = (6.0, 10.0, 16.0)  # below the largest logit, tried one after the other
 MANY = 2048  # tokens near it, beyond which sorting them is no gain
 
@@ -35,11 +38,13 @@ MANY = 2048  # tokens near it, beyond which sorting them is no gain
 class EagleDrafter(Drafter):
     """Laws of the next token from an `EagleHead` on the target's hidden states.
 
-    The request for a tree's root first reads what became committed since the last tree, with the target's own hidden states; the rows of
-    that tree, which stood on the drafter's outputs, are overwritten. Each later request adds one row a node, behind the rows of its
-    ancestors. Rows of all requests go in one pass where the native kernels run it, else sequence by sequence.
+    The request for a tree's root first reads what became committed since the last tree, with the
+    target's own hidden states; the rows of that tree, which stood on the drafter's outputs, are
+    overwritten. Each later request adds one row a node, behind the rows of its ancestors. Rows of
+    all requests go in one pass where the native kernels run it, else sequence by sequence.
 
-    Takes the network over: its linears are packed on a CPU (`fast`). Makes `model` give the hidden states that the network reads.
+    Takes the network over: its linears are packed on a CPU (`fast`). Makes `model` give the hidden
+    states that the network reads.
     """
 
     name = "drafter"
@@ -48,47 +53,72 @@ class EagleDrafter(Drafter):
 
     def __init__(self, network: EagleHead, model: Model, *, fast: bool = True) -> None:
         config = network.config
-        self.network = network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+        self.network = (
+            network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
+        )
         self.network.rotary = config.rotary().to(model.device)  # angles stay float32
         self.vocab_size, self.device = model.vocab_size, model.device
         self.folder: Path | None = None  # where it was read from
-        found = kernels() if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16 else None
-        self._native = NativeEagle(self.network, found) if found is not None and NativeEagle.fits(self.network) else None
+        found = (
+            kernels()
+            if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16
+            else None
+        )
+        self._native = (
+            NativeEagle(self.network, found)
+            if found is not None and NativeEagle.fits(self.network)
+            else None
+        )
         if fast and self._native is None:
             pack_linears(self.network)
         model.watch(config.layers)
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = KVPool([shape], model.dtype, model.device) if self._native is None else self._native.pool
+        self.pool = (
+            KVPool([shape], model.dtype, model.device)
+            if self._native is None
+            else self._native.pool
+        )
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
-        # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits that `attend_grouped` keeps.
+        # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits
+        # that `attend_grouped` keeps.
         self._attend: Attend = attend_sdpa if fast else attend_plain
         self.overlap = Overlap(model.device)
 
     def check_shortlist(self, shortlist: Shortlist | None) -> None:
         if shortlist is not None and self.network.config.own_head:
-            raise InvalidInput("this drafter's head has a shortlist of its own, trained with it: take --vocab full")
+            raise InvalidInput(
+                "this drafter's head has a shortlist of its own, trained with it: take --vocab full"
+            )
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> EagleState:
         self.check_shortlist(shortlist)
-        return EagleState(self.pool.new(), ids, shortlist.begin(ids) if shortlist is not None else None)
+        return EagleState(
+            self.pool.new(), ids, shortlist.begin(ids) if shortlist is not None else None
+        )
 
     @torch.inference_mode()
     def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
-        due = [state for state in states if isinstance(state, EagleState) and self._readable(state, True) >= max(1, least)]
+        due = [
+            state
+            for state in states
+            if isinstance(state, EagleState) and self._readable(state, True) >= max(1, least)
+        ]
         self._read(due, None)
 
     @staticmethod
     def _readable(state: EagleState, early: bool) -> int:
-        """How many rows can be made of what is known: the last committed token's needs the one after it. `early`: before a tree asks; the
-        last row is then left, as routing and laws start from it."""
+        """How many rows can be made of what is known: the last committed token's needs the one
+        after it. `early`: before a tree asks; the last row is then left, as routing and laws start
+        from it."""
         return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Laws over the tokens that the head scored, on the target's device; one pass, and one more where a tree's first request asks for
-        further nodes than the root.
+        """Laws over the tokens that the head scored, on the target's device; one pass, and one more
+        where a tree's first request asks for further nodes than the root.
 
-        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's parent was never asked for.
+        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's
+        parent was never asked for.
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
@@ -99,14 +129,23 @@ class EagleDrafter(Drafter):
                 state.counted.seconds += perf_counter() - began
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != len(state.ids) - 1 - state.cache.length:
-                raise ValueError(f"hidden states of {state.waiting} tokens for {len(state.ids) - 1 - state.cache.length} not read yet")
-        self._read([self._state(request) for request in firsts if self._state(request).waiting], {0: 0})
+                raise ValueError(
+                    f"hidden states of {state.waiting} tokens for "
+                    f"{len(state.ids) - 1 - state.cache.length} not read yet"
+                )
+        self._read(
+            [self._state(request) for request in firsts if self._state(request).waiting], {0: 0}
+        )
         for request in firsts:
             state = self._state(request)
             state.tree, state.place, state.path = request.tree, {0: 0}, {0: []}
             state.out, state.feature = state.out[:1], state.feature[:1]
             state.visible = torch.zeros(0, 0, dtype=torch.bool)
-        works = [self._below(request) for request in requests if request.nodes[-1] != 0 or len(request.nodes) > 1]
+        works = [
+            self._below(request)
+            for request in requests
+            if request.nodes[-1] != 0 or len(request.nodes) > 1
+        ]
         for work, (out, feature) in zip(works, self._run(works), strict=True):
             state, done = work.state, len(work.state.place)
             state.out = torch.cat([state.out, out])
@@ -120,8 +159,8 @@ class EagleDrafter(Drafter):
         return state
 
     def _read(self, states: Sequence[EagleState], asked: dict[int, int] | None) -> None:
-        """Make rows of all committed tokens that have hidden states; with `asked`, the last of each stands for the root, whose law is
-        wanted, without it that one is left."""
+        """Make rows of all committed tokens that have hidden states; with `asked`, the last of each
+        stands for the root, whose law is wanted, without it that one is left."""
         left = list(states)
         while left:
             works, room = list[Work](), CHUNK
@@ -132,7 +171,9 @@ class EagleDrafter(Drafter):
                 room -= count
                 at = state.cache.length
                 last = {} if state.waiting > count or asked is None else asked
-                works.append(Work(state, state.first(count), state.ids[at + 1 : at + 1 + count], last))
+                works.append(
+                    Work(state, state.first(count), state.ids[at + 1 : at + 1 + count], last)
+                )
             for work, (out, feature) in zip(works, self._run(works), strict=True):
                 work.state.commit(len(work.tokens))
                 work.state.out, work.state.feature = out[-1:], feature[-1:]
@@ -148,10 +189,17 @@ class EagleDrafter(Drafter):
             if (parent := tree.parent[node]) not in state.place:
                 raise ValueError(f"node {node}: ask for its parent {parent} first")
         above = state.out[[state.place[tree.parent[node]] for node in nodes]]
-        return Work(state, above, [tree.token[node] for node in nodes], {node: tree.depth[node] for node in nodes}, nodes)
+        return Work(
+            state,
+            above,
+            [tree.token[node] for node in nodes],
+            {node: tree.depth[node] for node in nodes},
+            nodes,
+        )
 
     def _run(self, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs and what the head reads of them, work by work. The works are all of committed rows or all of nodes."""
+        """Outputs and what the head reads of them, work by work. The works are all of committed
+        rows or all of nodes."""
         for work in works:
             work.state.calls += 1
         if self._native is None:
@@ -159,27 +207,43 @@ class EagleDrafter(Drafter):
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         groups: dict[int, list[int]] = {}  # what shares a router goes together
         for i, work in enumerate(works):
-            groups.setdefault(id(work.state.shortlist.shared) if work.state.shortlist is not None else 0, []).append(i)
+            groups.setdefault(
+                id(work.state.shortlist.shared) if work.state.shortlist is not None else 0, []
+            ).append(i)
         for group in groups.values():
-            found.update(zip(group, self._run_native(self._native, [works[i] for i in group]), strict=True))
+            found.update(
+                zip(group, self._run_native(self._native, [works[i] for i in group]), strict=True)
+            )
         return iter([found[i] for i in range(len(works))])
 
-    def _run_native(self, native: NativeEagle, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All works in one pass of the kernels, the router with it: a row sees the committed rows and its path."""
+    def _run_native(
+        self, native: NativeEagle, works: Sequence[Work]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """All works in one pass of the kernels, the router with it: a row sees the committed rows
+        and its path."""
         committed, listed = not works[0].nodes, RowList()
         for work in works:
             state = work.state
             assert isinstance(state.cache, PagedStore)
             if committed:
-                state.cache.add_chain(listed, work.tokens, range(len(work.tokens) - 1, len(work.tokens)) if work.asked else ())
+                state.cache.add_chain(
+                    listed,
+                    work.tokens,
+                    range(len(work.tokens) - 1, len(work.tokens)) if work.asked else (),
+                )
                 continue
             assert state.tree is not None
             done, length, n = len(state.place) - 1, state.cache.length, len(work.nodes)
             orders = range(length + done, length + done + n)
-            paths = [[*state.path[state.tree.parent[node]], order] for node, order in zip(work.nodes, orders, strict=True)]
+            paths = [
+                [*state.path[state.tree.parent[node]], order]
+                for node, order in zip(work.nodes, orders, strict=True)
+            ]
             state.cache.reserve(orders.stop)
             positions = [length + len(path) - 1 for path in paths]
-            listed.add(state.cache.table, work.tokens, positions, orders, [length] * n, paths, range(n))
+            listed.add(
+                state.cache.table, work.tokens, positions, orders, [length] * n, paths, range(n)
+            )
             state.path.update(zip(work.nodes, paths, strict=True))
         hidden = works[0].hidden if len(works) == 1 else torch.cat([work.hidden for work in works])
         routing = [work for work in works if self._routes(work)]
@@ -194,7 +258,11 @@ class EagleDrafter(Drafter):
                 above = next(reversed(work.state.routed.values()), None)
                 depths, shared = list(work.asked.values()), work.state.shortlist.shared
                 routes = scores is not None and shared.routes(depths, above)
-                routed = shared.choose(scores[first : first + count], depths) if routes and scores is not None else shared.kept(above)
+                routed = (
+                    shared.choose(scores[first : first + count], depths)
+                    if routes and scores is not None
+                    else shared.kept(above)
+                )
                 work.state.routed.update(dict.fromkeys(work.asked, routed))
                 work.state.counted.seconds += (perf_counter() - began) / len(works)
             first += count
@@ -205,7 +273,11 @@ class EagleDrafter(Drafter):
     def _routes(work: Work) -> bool:
         """Whether it asks the router."""
         shortlist, above = work.state.shortlist, next(reversed(work.state.routed.values()), None)
-        return shortlist is not None and bool(work.asked) and shortlist.shared.routes(list(work.asked.values()), above)
+        return (
+            shortlist is not None
+            and bool(work.asked)
+            and shortlist.shared.routes(list(work.asked.values()), above)
+        )
 
     def _run_alone(self, work: Work) -> torch.Tensor:
         """The rows of one sequence by PyTorch's operators."""
@@ -214,14 +286,17 @@ class EagleDrafter(Drafter):
         assert isinstance(store, KVStore)
         if not work.nodes:
             hidden = self.network.fuse(hidden)
-            step = Step(store, torch.arange(store.length, store.length + len(hidden), device=hidden.device))
+            step = Step(
+                store, torch.arange(store.length, store.length + len(hidden), device=hidden.device)
+            )
         else:
             assert state.tree is not None
             done, n = len(state.place) - 1, len(work.nodes)
             visible = torch.zeros(done + n, done + n, dtype=torch.bool)
             visible[:done, :done] = state.visible[:done, :done]
             for row, node in enumerate(work.nodes, done):
-                if place := state.place[state.tree.parent[node]]:  # rows of the tree begin behind the root's
+                # rows of the tree begin behind the root's
+                if place := state.place[state.tree.parent[node]]:
                     visible[row] = visible[place - 1]
                 visible[row, row] = True
             nodes = [*list(state.place)[1:], *work.nodes]
@@ -233,13 +308,17 @@ class EagleDrafter(Drafter):
             step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
             return self._attend(query, step, self._layer)
 
-        embedded = self.network.embed(torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device))
+        embedded = self.network.embed(
+            torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device)
+        )
         if state.shortlist is None or not work.asked:
             return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()
         parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
         above = next(reversed(state.routed.values()), None)
-        route = partial(state.shortlist.shared.route, parents, following, list(work.asked.values()), above)
+        route = partial(
+            state.shortlist.shared.route, parents, following, list(work.asked.values()), above
+        )
         routed = self.overlap.start(route, parents, following)
         state.counted.seconds += perf_counter() - began
         out: torch.Tensor = self.network(hidden, embedded, step.new_positions, attend)
@@ -249,25 +328,39 @@ class EagleDrafter(Drafter):
         return out
 
     def _laws(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Of the nodes that were run last: one product for those that score everything, one a sequence for those with a shortlist."""
+        """Of the nodes that were run last: one product for those that score everything, one a
+        sequence for those with a shortlist."""
         whole = [request for request in requests if self._state(request).shortlist is None]
         found = iter(self._score_whole(whole) if whole else [])
-        return [next(found) if self._state(request).shortlist is None else self._score_part(request) for request in requests]
+        return [
+            next(found) if self._state(request).shortlist is None else self._score_part(request)
+            for request in requests
+        ]
 
     def _features(self, request: DraftRequest, nodes: Sequence[int]) -> torch.Tensor:
         state = self._state(request)
         places = [state.place[node] for node in nodes]
-        return state.feature[places] if self._native is not None else self.network.feature(state.out[places])
+        return (
+            state.feature[places]
+            if self._native is not None
+            else self.network.feature(state.out[places])
+        )
 
     def _score_whole(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         began, network = perf_counter(), self.network
         features = [self._features(request, request.nodes) for request in requests]
         feature = features[0] if len(features) == 1 else torch.cat(features)
-        logits = self._native.logits(feature) if self._native is not None else network.score(feature)
+        logits = (
+            self._native.logits(feature) if self._native is not None else network.score(feature)
+        )
         tokens: Any = network.tokens if network.config.own_head else None
         found = [
             Laws(law_of(part, request.context.draft_temperature), tokens, self.vocab_size)
-            for request, part in zip(requests, logits.split_with_sizes([len(feature) for feature in features]), strict=True)
+            for request, part in zip(
+                requests,
+                logits.split_with_sizes([len(feature) for feature in features]),
+                strict=True,
+            )
         ]
         for request in requests:
             used = self._state(request).counted
@@ -278,13 +371,19 @@ class EagleDrafter(Drafter):
     def _score_part(self, request: DraftRequest) -> Laws:
         nodes = request.nodes
         if len(nodes) > 1 and nodes[0] == 0:  # routed in two passes
-            return Laws(torch.cat([self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]))
+            return Laws(
+                torch.cat(
+                    [self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]
+                )
+            )
         return self._score_nodes(request, nodes)
 
     def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> Laws:
         began, state = perf_counter(), self._state(request)
         assert state.shortlist is not None
-        logits, tokens = state.shortlist.score(self._features(request, nodes), state.routed[nodes[-1]])
+        logits, tokens = state.shortlist.score(
+            self._features(request, nodes), state.routed[nodes[-1]]
+        )
         law = law_of(logits, request.context.draft_temperature)
         state.counted.calls += 1
         state.counted.seconds += perf_counter() - began
@@ -292,7 +391,8 @@ class EagleDrafter(Drafter):
 
 
 def _largest(logits: torch.Tensor, count: int) -> list[int]:
-    """The tokens with the `count` largest of `[vocab]` logits, the largest first. On a CPU only what is near the peak is sorted."""
+    """The tokens with the `count` largest of `[vocab]` logits, the largest first. On a CPU only
+    what is near the peak is sorted."""
     if logits.device.type == "cpu" and logits.dtype is torch.float32:
         numbers = logits.numpy()
         for gap in GAPS:

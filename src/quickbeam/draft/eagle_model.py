@@ -1,8 +1,10 @@
-"""The feature drafter's network: one decoder layer that reads the target's hidden states (EAGLE, 2401.15077; EAGLE-3, 2503.01840).
+"""The feature drafter's network: one decoder layer that reads the target's hidden states (EAGLE,
+2401.15077; EAGLE-3, 2503.01840).
 
-Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1; the layer's output predicts token j+2.
-Where the target has not read a token yet (nodes of a draft tree), the layer's own output stands in for the hidden state. Knows nothing of
-trees and of how keys are kept: attention is a function that it is given.
+Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1;
+the layer's output predicts token j+2. Where the target has not read a token yet (nodes of a draft
+tree), the layer's own output stands in for the hidden state. Knows nothing of trees and of how keys
+are kept: attention is a function that it is given.
 """
 
 from __future__ import annotations
@@ -39,10 +41,12 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by transfo
 class EagleConfig:
     """The shape of a feature drafter, wide enough for the published ones.
 
-    `layers`: hidden states of the target that it reads (`hf_attention.Features`), each `target_size` wide. `join` says where they meet
-    the embedding: in the attention's input, after norms of their own, the hidden states fused by one product (`attention`, EAGLE-3); or in
-    one product before an ordinary layer (`input`, EAGLE and EAGLE-2). `draft_vocab_size`: tokens of its own head, or None for the target's.
-    `rope`: further fields of a Llama configuration that shape the rotary angles.
+    `layers`: hidden states of the target that it reads (`hf_attention.Features`), each
+    `target_size` wide. `join` says where they meet the embedding: in the attention's input, after
+    norms of their own, the hidden states fused by one product (`attention`, EAGLE-3); or in one
+    product before an ordinary layer (`input`, EAGLE and EAGLE-2). `draft_vocab_size`: tokens of its
+    own head, or None for the target's. `rope`: further fields of a Llama configuration that shape
+    the rotary angles.
     """
 
     hidden_size: int
@@ -61,10 +65,12 @@ class EagleConfig:
     feature_norms: bool = False  # a norm on every hidden state before they are fused
     fused_norm: bool = False  # one norm on all of them side by side instead (`attention` only)
     norm_before_residual: bool = False  # the residual is the normed hidden state (`attention` only)
-    lift: bool = False  # the residual takes up the embedding too, by a product of its own (`attention` only; ours)
+    # the residual takes up the embedding too, by a product of its own (`attention` only; ours)
+    lift: bool = False
     input_norm: bool = False  # the layer norms its input (`input` only; the published ones don't)
     final_norm: bool = True  # a norm before the head
-    norm_output: bool = False  # what stands in for the next hidden state is normed too, by that norm
+    # what stands in for the next hidden state is normed too, by that norm
+    norm_output: bool = False
     own_embedding: bool = False
     fc_bias: bool = False
     attention_bias: bool = False
@@ -76,8 +82,14 @@ class EagleConfig:
 
     def rotary(self) -> LlamaRotaryEmbedding:
         """Transformers' module of the rotary angles."""
-        heads = {"num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim}
-        return LlamaRotaryEmbedding(LlamaConfig(hidden_size=self.heads * self.head_dim, **heads, **self.rope))
+        heads = {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+        return LlamaRotaryEmbedding(
+            LlamaConfig(hidden_size=self.heads * self.head_dim, **heads, **self.rope)
+        )
 
 
 class Norm(nn.Module):
@@ -93,13 +105,16 @@ class Norm(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The network. `embedding` and `head` are the target's, unless the configuration says that it has its own; the target's are kept
-    outside of its parameters and of what is saved. Raises `InvalidInput` for an activation that is not in `ACTIVATIONS`.
+    """The network. `embedding` and `head` are the target's, unless the configuration says that it
+    has its own; the target's are kept outside of its parameters and of what is saved. Raises
+    `InvalidInput` for an activation that is not in `ACTIVATIONS`.
 
     Tensors have any leading dimensions `...`, the last of which is the sequence.
     """
 
-    def __init__(self, config: EagleConfig, embedding: nn.Module | None = None, head: nn.Module | None = None) -> None:
+    def __init__(
+        self, config: EagleConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.config = config
         d, rows = config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim
@@ -114,7 +129,9 @@ class EagleHead(nn.Module):
         else:
             self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
         if config.feature_norms:
-            self.feature_norms = nn.ModuleList(Norm(config.target_size, config.eps) for _ in config.layers)
+            self.feature_norms = nn.ModuleList(
+                Norm(config.target_size, config.eps) for _ in config.layers
+            )
         if wide or config.input_norm:
             self.input_norm = Norm(d, config.eps)
         self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
@@ -128,12 +145,16 @@ class EagleHead(nn.Module):
             self.own_embedding = nn.Embedding(config.vocab_size, d)
         if config.draft_vocab_size is not None:
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
-            self.register_buffer("tokens", torch.arange(config.draft_vocab_size))  # of the target, by the head's row
+            # of the target, by the head's row
+            self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
         self.rotary = config.rotary()
         if config.activation not in ACTIVATIONS:
-            raise InvalidInput(f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}")
+            raise InvalidInput(
+                f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
+            )
         self.activation = ACTIVATIONS[config.activation]
-        self._shared = {"embedding": embedding, "head": head}  # in a dictionary: no parameters of this module
+        # in a dictionary: no parameters of this module
+        self._shared = {"embedding": embedding, "head": head}
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """`[..., n]` token ids to `[..., n, d]`."""
@@ -154,24 +175,38 @@ class EagleHead(nn.Module):
         return module
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states `[..., n, len(layers) * target_size]` to what the layer reads, `[..., n, d]`."""
+        """The target's hidden states `[..., n, len(layers) * target_size]` to what the layer reads,
+        `[..., n, d]`."""
         if self.config.feature_norms:
             parts = hidden.reshape(*hidden.shape[:-1], -1, self.config.target_size).unbind(-2)
-            hidden = torch.cat([norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], -1)
+            hidden = torch.cat(
+                [norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], -1
+            )
         if self.config.fused_norm:
             hidden = self.fused_norm(hidden)
         return self.fc(hidden) if self.config.join == "attention" else hidden
 
-    def forward(self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor, attend: Attention) -> torch.Tensor:
-        """One pass of the layer: `[..., n, d]`, which stands in for the hidden state of the next row, and which `logits` reads.
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """One pass of the layer: `[..., n, d]`, which stands in for the hidden state of the next
+        row, and which `logits` reads.
 
-        `hidden`: `fuse`d or an output of this; `embedded`: of the tokens that follow, both `[..., n, d]`; `positions`: `[..., n]`.
-        `attend(query, key, value)` gets `[..., n, heads, head_dim]` with rotated queries and keys, gives `[..., n, heads * head_dim]`.
+        `hidden`: `fuse`d or an output of this; `embedded`: of the tokens that follow, both `[...,
+        n, d]`; `positions`: `[..., n]`. `attend(query, key, value)` gets `[..., n, heads,
+        head_dim]` with rotated queries and keys, gives `[..., n, heads * head_dim]`.
         """
         config = self.config
         if config.join == "attention":
             normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
-            x, residual = torch.cat([token, normed], -1), normed if config.norm_before_residual else hidden
+            x, residual = (
+                torch.cat([token, normed], -1),
+                normed if config.norm_before_residual else hidden,
+            )
             if config.lift:
                 residual = residual + self.lift(token)
         else:
@@ -185,7 +220,9 @@ class EagleHead(nn.Module):
         qk = qkv[..., :rotated, :]
         first, second = qk.chunk(2, -1)
         qk = qk * cos + torch.cat([-second, first], -1) * sin
-        x = residual + self.out(attend(qk[..., : config.heads, :], qk[..., config.heads :, :], qkv[..., rotated:, :]))
+        x = residual + self.out(
+            attend(qk[..., : config.heads, :], qk[..., config.heads :, :], qkv[..., rotated:, :])
+        )
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         x = x + self.down(self.activation(gate) * up)
         return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
@@ -195,7 +232,8 @@ class EagleHead(nn.Module):
         return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """`[..., n, draft vocabulary]` of an output (`tokens` says which tokens these are, where it has its own head)."""
+        """`[..., n, draft vocabulary]` of an output (`tokens` says which tokens these are, where it
+        has its own head)."""
         return self.score(self.feature(out))
 
     def score(self, feature: torch.Tensor) -> torch.Tensor:
@@ -205,7 +243,11 @@ class EagleHead(nn.Module):
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors`, each complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in self.state_dict().items() if not k.startswith("rotary.")}
+        state = {
+            k: v.to(dtype) if v.is_floating_point() else v
+            for k, v in self.state_dict().items()
+            if not k.startswith("rotary.")
+        }
         record = {"model_type": MODEL_TYPE, **asdict(self.config)}
         (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
         save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / "model.part")
@@ -213,7 +255,9 @@ class EagleHead(nn.Module):
         os.replace(folder / "model.part", folder / "model.safetensors")
 
     @staticmethod
-    def load(folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None) -> EagleHead:
+    def load(
+        folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> EagleHead:
         """What `save` wrote. Raises `InvalidInput` where it is something else."""
         try:
             record = json.loads((folder / "config.json").read_text())
@@ -223,11 +267,14 @@ class EagleHead(nn.Module):
             network = EagleHead(EagleConfig(**record), embedding, head)
             state = load_file(folder / "model.safetensors")
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(f"{folder} is not a drafter that `quickbeam train drafter` wrote: {error}") from error
+            raise InvalidInput(
+                f"{folder} is not a drafter that `quickbeam train drafter` wrote: {error}"
+            ) from error
         return network.take(state, str(folder))
 
     def take(self, state: dict[str, torch.Tensor], where: str) -> EagleHead:
-        """Load named weights. Raises `InvalidInput` naming what is missing, left over or of another shape."""
+        """Load named weights. Raises `InvalidInput` naming what is missing, left over or of another
+        shape."""
         expected = {k for k in self.state_dict() if not k.startswith("rotary.")}
         if missing := sorted(expected - state.keys()):
             raise InvalidInput(f"{where}: the drafter lacks {', '.join(missing[:4])}")

@@ -1,4 +1,5 @@
-"""The feature drafter's network in the native kernels: one call for its layer and the router, one for its head (see `eagle_model.py`)."""
+"""The feature drafter's network in the native kernels: one call for its layer and the router, one
+for its head (see `eagle_model.py`)."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from quickbeam.target.pages import PagePool
 
 
 class Ran(NamedTuple):
-    """What a pass of the layer gives, a row each: `out` stands in for the next hidden state, `feature` is what the head reads, both
-    `[n, d]` bfloat16; `routed`: the router's scores of the rows that were wanted, `[wanted, clusters]` float32, where it was asked."""
+    """What a pass of the layer gives, a row each: `out` stands in for the next hidden state,
+    `feature` is what the head reads, both `[n, d]` bfloat16; `routed`: the router's scores of the
+    rows that were wanted, `[wanted, clusters]` float32, where it was asked."""
 
     out: torch.Tensor
     feature: torch.Tensor
@@ -27,8 +29,8 @@ class Ran(NamedTuple):
 
 
 class NativeEagle:
-    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over, in 8 bits (`rows_format`). Raises
-    `ValueError` for an odd width."""
+    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over, in
+    8 bits (`rows_format`). Raises `ValueError` for an odd width."""
 
     def __init__(self, network: EagleHead, kernels: Kernels) -> None:
         self.network, config = network, network.config
@@ -37,9 +39,15 @@ class NativeEagle:
         self.pool = PagePool([self.shape], kernels)
         self._fc = self._pack(network.fc)
         self._lift = self._pack(network.lift) if config.lift else None
-        self._qkv, self._out, self._down = self._pack(network.qkv), self._pack(network.out), self._pack(network.down)
+        self._qkv, self._out, self._down = (
+            self._pack(network.qkv),
+            self._pack(network.out),
+            self._pack(network.down),
+        )
         gate, up = network.gate_up.weight.chunk(2)
-        self._gate_up = self._packer(network.gate_up.weight).pack([gate, up], network.gate_up.bias, gated=True)
+        self._gate_up = self._packer(network.gate_up.weight).pack(
+            [gate, up], network.gate_up.bias, gated=True
+        )
         self._programs: dict[tuple[bool, NativeRouter | None], Program] = {}
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
         self._head: Program | None = None
@@ -58,9 +66,16 @@ class NativeEagle:
     def _pack(self, linear: torch.nn.Linear) -> AnyPacked:
         return self._packer(linear.weight).pack([linear.weight], linear.bias)
 
-    def run(self, states: torch.Tensor, committed: bool, rows: Rows, last_position: int, router: NativeRouter | None) -> Ran:
-        """One pass. `states`: of `committed` rows the target's hidden states `[n, len(layers) * target_size]`, of others the outputs of the
-        rows above, `[n, d]`."""
+    def run(
+        self,
+        states: torch.Tensor,
+        committed: bool,
+        rows: Rows,
+        last_position: int,
+        router: NativeRouter | None,
+    ) -> Ran:
+        """One pass. `states`: of `committed` rows the target's hidden states `[n, len(layers) *
+        target_size]`, of others the outputs of the rows above, `[n, d]`."""
         key = committed, router
         program = self._programs.get(key)
         if program is None:
@@ -79,10 +94,16 @@ class NativeEagle:
         if self._head is None:
             packed = self._pack_head(self.network.head)
             self._head = Program(self._kernels)
-            self._head.linear(packed, self._head.given("feature", self._width), self._head.given("logits", packed.outputs, True))
+            self._head.linear(
+                packed,
+                self._head.given("feature", self._width),
+                self._head.given("logits", packed.outputs, True),
+            )
             self._outputs = packed.outputs
         logits = torch.empty(len(feature), self._outputs)
-        self._head.run(plain_rows(len(feature)), {"feature": feature.contiguous(), "logits": logits})
+        self._head.run(
+            plain_rows(len(feature)), {"feature": feature.contiguous(), "logits": logits}
+        )
         return logits
 
     def _pack_head(self, head: Any) -> AnyPacked:
@@ -95,10 +116,19 @@ class NativeEagle:
         return self._packer(rows).pack([rows], head.packed.bias)
 
     def _make(self, committed: bool, router: NativeRouter | None) -> Program:
-        network, config, program, d = self.network, self.network.config, Program(self._kernels), self._width
+        network, config, program, d = (
+            self.network,
+            self.network.config,
+            Program(self._kernels),
+            self._width,
+        )
         wide = config.join == "attention"
         state, residual = program.buffer(d, True), program.buffer(d, True)
-        token, normed, inner = program.buffer(d), program.buffer(d), program.buffer(config.intermediate_size)
+        token, normed, inner = (
+            program.buffer(d),
+            program.buffer(d),
+            program.buffer(config.intermediate_size),
+        )
         joined, qkv = program.buffer(2 * d), program.buffer(self._qkv.outputs, True)
         query, attended = program.buffer(self._out.inputs), program.buffer(self._out.inputs)
         out, feature = program.given("out", d), program.given("feature", d)
@@ -157,7 +187,15 @@ class NativeEagle:
             norms: Any = network.feature_norms
             for i, norm in enumerate(norms):
                 at = i * config.target_size
-                program.norm(states, normed, norm.weight, norm.eps, width=config.target_size, of=at, column=at)
+                program.norm(
+                    states,
+                    normed,
+                    norm.weight,
+                    norm.eps,
+                    width=config.target_size,
+                    of=at,
+                    column=at,
+                )
             states = normed
         if config.fused_norm:
             normed = program.buffer(width)
@@ -166,12 +204,17 @@ class NativeEagle:
         return states
 
     @staticmethod
-    def _norm(program: Program, source: Buffer, target: Buffer, norm: Norm, column: int = 0) -> None:
+    def _norm(
+        program: Program, source: Buffer, target: Buffer, norm: Norm, column: int = 0
+    ) -> None:
         program.norm(source, target, norm.weight, norm.eps, column=column)
 
     def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
         if position >= len(self._angles[0]):
-            cosine, sine = self.network.rotary(torch.empty(1, dtype=torch.float32), torch.arange((position // 1024 + 1) * 1024)[None])
+            cosine, sine = self.network.rotary(
+                torch.empty(1, dtype=torch.float32),
+                torch.arange((position // 1024 + 1) * 1024)[None],
+            )
             half = cosine.shape[-1] // 2
             self._angles = (cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous())
         return self._angles

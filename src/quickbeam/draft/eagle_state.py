@@ -15,29 +15,40 @@ from quickbeam.tree import TokenTree
 
 
 class EagleState(DrafterState):
-    """Of one sequence: a key and a value for every row of the committed text, and what is known of the tree being grown.
+    """Of one sequence: a key and a value for every row of the committed text, and what is known of
+    the tree being grown.
 
     Row j stands for the first j + 2 of `ids`. `calls`: passes of the network.
     """
 
-    def __init__(self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None) -> None:
+    def __init__(
+        self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
+    ) -> None:
         self.cache, self.ids, self.shortlist = cache, list(ids), shortlist
         self.counted = HeadUse()
         self.calls = 0
-        self.pending: list[torch.Tensor] = []  # hidden states of committed tokens that have no row yet
+        # hidden states of committed tokens that have no row yet
+        self.pending: list[torch.Tensor] = []
         self.waiting = 0  # how many those are
         self.tree: TokenTree | None = None  # being grown
-        self.out = torch.empty(0)  # outputs of the root's row, then of the rows of the nodes asked for
+        # outputs of the root's row, then of the rows of the nodes asked for
+        self.out = torch.empty(0)
         self.feature = torch.empty(0)  # what the head reads of them, where the kernels give it
         self.place: dict[int, int] = {}  # node: its row in `out`
-        self.path: dict[int, list[int]] = {}  # node: orders of what it sees behind the committed rows, for the kernels
-        self.visible = torch.empty(0, 0, dtype=torch.bool)  # by node asked for: which of them are its ancestors or itself
+        # node: orders of what it sees behind the committed rows, for the kernels
+        self.path: dict[int, list[int]] = {}
+        # by node asked for: which of them are its ancestors or itself
+        self.visible = torch.empty(0, 0, dtype=torch.bool)
         self.routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
 
     @property
     def used(self) -> HeadUse:
         """Waits for the device, where that counts what was scored."""
-        return replace(self.counted, tokens=self.counted.tokens + (self.shortlist.scored if self.shortlist is not None else 0))
+        return replace(
+            self.counted,
+            tokens=self.counted.tokens
+            + (self.shortlist.scored if self.shortlist is not None else 0),
+        )
 
     def hear(self, hidden: torch.Tensor) -> None:
         self.pending.append(hidden)
@@ -63,10 +74,15 @@ class EagleState(DrafterState):
         self.shortlist.extend(tokens)
 
     def share(self, chunk: int, tokens: int) -> Any:
-        """Rows of these tokens. The last one is of the token after them, too: who adopts it makes that one anew."""
-        return self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+        """Rows of these tokens. The last one is of the token after them, too: who adopts it makes
+        that one anew."""
+        return (
+            self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+        )
 
-    def adopt(self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()) -> None:
+    def adopt(
+        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+    ) -> None:
         if chunks:
             self.cache.adopt(chunks, tokens)
             self.cache.truncate(self.cache.length - 1)
@@ -74,7 +90,11 @@ class EagleState(DrafterState):
 
     def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
         begin = chunk * tokens - self.cache.length
-        return self.first(begin + tokens)[begin:].clone() if 0 <= begin <= self.waiting - tokens else None
+        return (
+            self.first(begin + tokens)[begin:].clone()
+            if 0 <= begin <= self.waiting - tokens
+            else None
+        )
 
     def release(self) -> None:
         self.cache.release()
@@ -95,7 +115,8 @@ class EagleState(DrafterState):
 
 
 class Work(NamedTuple):
-    """Rows of one sequence in a pass: what goes in, and the nodes that the last of them stand for, with their depths."""
+    """Rows of one sequence in a pass: what goes in, and the nodes that the last of them stand for,
+    with their depths."""
 
     state: EagleState
     hidden: torch.Tensor  # the target's hidden states, or outputs of the rows above

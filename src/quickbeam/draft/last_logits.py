@@ -14,7 +14,8 @@ from quickbeam.noise import Places, Wanted
 class LastLogits(Source):
     """Guesses the token after the root from the logits that chose the root (LogitSpec).
 
-    A model that ranks a token high but picks another often emits the former next. It needs no state.
+    A model that ranks a token high but picks another often emits the former next. It needs no
+    state.
     """
 
     name = "last_logits"
@@ -23,11 +24,13 @@ class LastLogits(Source):
         return SourceState()
 
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
-        """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best first, the root left out.
+        """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best
+        first, the root left out.
 
-        Where the noise of the next place is known, they are perturbed by it (`trees/perturbed.py`). Rank 0 is the argmax. Greedy decoding
-        makes that one the root, so ranks begin at 1; a sampled root leaves its gap elsewhere. Under a grammar only tokens that it allows
-        after the root are ranked.
+        Where the noise of the next place is known, they are perturbed by it (`trees/perturbed.py`).
+        Rank 0 is the argmax. Greedy decoding makes that one the root, so ranks begin at 1; a
+        sampled root leaves its gap elsewhere. Under a grammar only tokens that it allows after the
+        root are ranked.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
@@ -35,14 +38,22 @@ class LastLogits(Source):
         root, logits = context.ids[-1], context.logits
         if context.grammar is not None:
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
-        if context.noise is not None:  # the place that they guess has its noise, as drafters' children have theirs
+        # the place that they guess has its noise, as drafters' children have theirs
+        if context.noise is not None:
             rows = logits.float().softmax(-1)[None].cpu().numpy()
-            places, wanted = Places([len(context.ids)], [0.0], [0.0]), Wanted(context.temperature, k)
+            places, wanted = (
+                Places([len(context.ids)], [0.0], [0.0]),
+                Wanted(context.temperature, k),
+            )
             ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
             return [(rank, token) for rank, token in enumerate(tokens) if token != root]
         top = logits.topk(k)
         found = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [(rank, token) for rank, (token, value) in enumerate(found) if token != root and value > -math.inf]
+        return [
+            (rank, token)
+            for rank, (token, value) in enumerate(found)
+            if token != root and value > -math.inf
+        ]
 
     def candidates(self, context: Context, k: int) -> list[int]:
         """The tokens of `ranked`: at most `k` ids in order of rank."""

@@ -1,4 +1,5 @@
-"""A drafter from what `--drafter` names: a smaller model, or a feature drafter in any layout that `checkpoints.py` reads."""
+"""A drafter from what `--drafter` names: a smaller model, or a feature drafter in any layout that
+`checkpoints.py` reads."""
 
 from __future__ import annotations
 
@@ -35,19 +36,27 @@ def load_drafter(
     trust_remote_code: bool = False,
     weights: str = BFLOAT16,
 ) -> Drafter:
-    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the target's. `trust_remote_code`: whether
-    Python code that comes with a smaller model may run. `weights`: of a smaller model (`Model`).
+    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the
+    target's. `trust_remote_code`: whether Python code that comes with a smaller model may run.
+    `weights`: of a smaller model (`Model`).
 
-    Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width, other tensors.
+    Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
+    other tensors.
     """
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
     if place.is_dir() and is_eagle(place):
         if weights != BFLOAT16:
-            raise InvalidInput(f"draft_weights={weights!r}: {name} is a feature drafter, which stays bfloat16; leave it out")
+            raise InvalidInput(
+                f"draft_weights={weights!r}: {name} is a feature drafter, which "
+                "stays bfloat16; leave it out"
+            )
         if isinstance(target.streamed, StreamedLlama):
-            logger.warning("a feature drafter shares the model's embedding and head: %s", target.streamed.shared_in_words)
+            logger.warning(
+                "a feature drafter shares the model's embedding and head: %s",
+                target.streamed.shared_in_words,
+            )
         network = load_eagle(
             place,
             target_layers=target.config.num_hidden_layers,
@@ -63,32 +72,51 @@ def load_drafter(
         isinstance(target.streamed, StreamedLlama)
         and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
     ):
-        check_vocabulary(tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0]))
+        check_vocabulary(
+            tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0])
+        )
         return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
-    model, own = load_model(str(place), target.dtype, target.device, trust_remote_code=trust_remote_code)
-    check_vocabulary(tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0])))
-    kept = None if weights == BFLOAT16 else WeightFile.of(str(place), getattr(model.config, "_commit_hash", None), weights, progress)
+    model, own = load_model(
+        str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
+    )
+    check_vocabulary(
+        tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0]))
+    )
+    kept = (
+        None
+        if weights == BFLOAT16
+        else WeightFile.of(
+            str(place), getattr(model.config, "_commit_hash", None), weights, progress
+        )
+    )
     return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
 
 
 def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
-    """A smaller model beside a target that memory is short for: its packed weights come from a file, and loading it never takes more than
-    they do. None for one that has to be loaded as others are."""
+    """A smaller model beside a target that memory is short for: its packed weights come from a
+    file, and loading it never takes more than they do. None for one that has to be loaded as others
+    are."""
     try:
         found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
     except InvalidInput as error:
         logger.info("the drafter is loaded as a whole: %s", error)
         return None
-    return found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
+    return (
+        found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
+    )
 
 
 def _fetch(name: str, code: bool) -> Path:
-    """A Hugging Face repository's folder in their cache; the older weight format only where there is no other. `code`: Python files too."""
+    """A Hugging Face repository's folder in their cache; the older weight format only where there
+    is no other. `code`: Python files too."""
     others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))
         if not any(folder.glob("*.safetensors")):
             folder = Path(snapshot_download(name, allow_patterns=["*.bin", *others]))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
-        raise InvalidInput(f"the drafter {name!r} can't be fetched ({str(error).splitlines()[0]}); give a folder that holds it") from error
+        raise InvalidInput(
+            f"the drafter {name!r} can't be fetched ({str(error).splitlines()[0]}); "
+            "give a folder that holds it"
+        ) from error
     return folder

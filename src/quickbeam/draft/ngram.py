@@ -19,24 +19,29 @@ class Match(NamedTuple):
 
 
 class NgramIndex(SourceState):
-    """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per token and lookup.
+    """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per
+    token and lookup.
 
-    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest occurrence, and each occurrence to the one
-    before it; continuations are read from the text itself, never copied, so memory is `2 * (max_n - min_n + 1)` entries a token at
-    most. An n-gram is entered only when the token after it arrives: the one at the very end of the text, which nothing follows yet,
-    can't hide an earlier occurrence, and a suffix never finds itself.
+    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest
+    occurrence, and each occurrence to the one before it; continuations are read from the text
+    itself, never copied, so memory is `2 * (max_n - min_n + 1)` entries a token at most. An n-gram
+    is entered only when the token after it arrives: the one at the very end of the text, which
+    nothing follows yet, can't hide an earlier occurrence, and a suffix never finds itself.
 
     Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
         if not 1 <= min_n <= max_n:
-            raise InvalidInput(f"n-grams of min_n={min_n} to max_n={max_n} tokens: give 1 <= min_n <= max_n")
+            raise InvalidInput(
+                f"n-grams of min_n={min_n} to max_n={max_n} tokens: give 1 <= min_n <= max_n"
+            )
         self.min_n = min_n
         self.max_n = max_n
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        self._older: dict[tuple[int, int], int] = {}  # by n-gram length and position: the position after the occurrence before
+        # by n-gram length and position: the position after the occurrence before
+        self._older: dict[tuple[int, int], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append tokens to the text."""
@@ -51,9 +56,11 @@ class NgramIndex(SourceState):
             ids.append(token)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
-        """The newest occurrence of the longest matching end of `suffix`, `max_n` tokens at most, that some token of the text follows.
+        """The newest occurrence of the longest matching end of `suffix`, `max_n` tokens at most,
+        that some token of the text follows.
 
-        `suffix` is the end of the text, or that and further tokens that are only guessed; its last `max_n` tokens are enough.
+        `suffix` is the end of the text, or that and further tokens that are only guessed; its last
+        `max_n` tokens are enough.
         """
         for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
             position = self._after.get(tuple(suffix[len(suffix) - n :]))
@@ -62,7 +69,8 @@ class NgramIndex(SourceState):
         return None
 
     def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
-        """Up to `limit` matches of `suffix` with different tokens after them: longer matches first, among equals the newest first.
+        """Up to `limit` matches of `suffix` with different tokens after them: longer matches first,
+        among equals the newest first.
 
         Of each length the newest `SCAN` occurrences are looked at. The first is what `match` gives.
         """
@@ -77,18 +85,24 @@ class NgramIndex(SourceState):
         return list(found.values())
 
     def extent(self, match: Match, limit: int = 16) -> int:
-        """How many tokens before the match agree with the end of the text, up to `limit`: how long the repetition has gone on."""
+        """How many tokens before the match agree with the end of the text, up to `limit`: how long
+        the repetition has gone on."""
         ids, length = self.ids, 0
-        while length < min(limit, match.position) and ids[match.position - 1 - length] == ids[len(ids) - 1 - length]:
+        while (
+            length < min(limit, match.position)
+            and ids[match.position - 1 - length] == ids[len(ids) - 1 - length]
+        ):
             length += 1
         return length
 
     def continuation(self, match: Match, length: int, guessed: Sequence[int] = ()) -> list[int]:
-        """`length` tokens that follow a match; `guessed` are the tokens that the matched suffix had beyond the text.
+        """`length` tokens that follow a match; `guessed` are the tokens that the matched suffix had
+        beyond the text.
 
-        A match so near the end that the text runs out is read on into what it predicts, as LZ77 copies past its own end: text that
-        has begun to repeat itself with some period is continued with that period, however short. (LogitSpec's pool takes an older
-        occurrence there, whose continuation is longer.)
+        A match so near the end that the text runs out is read on into what it predicts, as LZ77
+        copies past its own end: text that has begun to repeat itself with some period is continued
+        with that period, however short. (LogitSpec's pool takes an older occurrence there, whose
+        continuation is longer.)
         """
         tokens = self.ids[match.position : match.position + length]
         if len(tokens) < length:

@@ -1,4 +1,5 @@
-"""What of the vocabulary a drafter scores: from `--vocab` and `--shortlist` to a shortlist over its head."""
+"""What of the vocabulary a drafter scores: from `--vocab` and `--shortlist` to a shortlist over its
+head."""
 
 from __future__ import annotations
 
@@ -32,41 +33,70 @@ BOTH = (FREQUENCY + BESIDE, "router")  # have the context beside what the layout
 KEPT = 2  # shortlists: each holds a copy of the head's rows
 
 
-def make_shortlist(drafter: Drafter, model: Model, vocab: str, size: int | None = None) -> Shortlist | None:
+def make_shortlist(
+    drafter: Drafter, model: Model, vocab: str, size: int | None = None
+) -> Shortlist | None:
     """A shortlist of about `size` tokens, or `None` for `full`.
 
-    - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec, 2502.14856).
+    - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec,
+      2502.14856).
     - `frequency+context`: `frequency` and the tokens of `context`.
-    - `context`: the tokens of prompt and output, and those that the target's last logits make likely (NanoSpec); `size` is the most it
-      keeps, 3072 where it isn't given.
+    - `context`: the tokens of prompt and output, and those that the target's last logits make
+      likely (NanoSpec); `size` is the most it keeps, 3072 where it isn't given.
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
     - `router`: `clusters` and the tokens of `context`.
 
-    Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its vocabulary in another way, and one without the
-    files that `quickbeam train shortlist` makes.
+    Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its
+    vocabulary in another way, and one without the files that `quickbeam train shortlist` makes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)
     if vocab == FULL:
         return None
     if not isinstance(drafter, EagleDrafter):
-        raise InvalidInput(f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a feature drafter, or take --vocab full")
+        raise InvalidInput(
+            f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a "
+            "feature drafter, or take --vocab full"
+        )
     if drafter.network.config.own_head:
-        raise InvalidInput(f"--vocab {vocab}: this drafter's head has a shortlist of its own, trained with it; take --vocab full")
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter's head has a shortlist of its own, "
+            "trained with it; take --vocab full"
+        )
     if size is not None and not 1 <= size <= model.vocab_size:
-        raise InvalidInput(f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary")
+        raise InvalidInput(
+            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
+        )
     weight = rows_of(model.head, drafter.network.config.hidden_size, model)
     rows = rows_format(weight)
     if vocab == "context":
-        return Shortlist(weight, Layout.nothing(model.vocab_size), context=partial(ContextTokens, weight, size or 3072, rows=rows))
+        return Shortlist(
+            weight,
+            Layout.nothing(model.vocab_size),
+            context=partial(ContextTokens, weight, size or 3072, rows=rows),
+        )
     artefact = _artefact(drafter, model, vocab)
     size = size or model.vocab_size // SHARES[vocab]
     listed = vocab.startswith(FREQUENCY)
-    layout = Layout.by_frequency(artefact.ranking, size, model.vocab_size) if listed else artefact.layout.within(size)
-    context = partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows) if vocab in BOTH else None
+    layout = (
+        Layout.by_frequency(artefact.ranking, size, model.vocab_size)
+        if listed
+        else artefact.layout.within(size)
+    )
+    context = (
+        partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows)
+        if vocab in BOTH
+        else None
+    )
     if listed:
         return Shortlist(weight, layout, context=context)
-    return Shortlist(weight, layout, router=artefact.router, schedule=Schedule.fit(size, layout, deepest=artefact.deepest), context=context)
+    return Shortlist(
+        weight,
+        layout,
+        router=artefact.router,
+        schedule=Schedule.fit(size, layout, deepest=artefact.deepest),
+        context=context,
+    )
 
 
 class Shortlists:
@@ -74,12 +104,16 @@ class Shortlists:
 
     def __init__(self, drafter: Drafter, model: Model) -> None:
         self._drafter, self._model = drafter, model
-        self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()  # by vocabulary and size, the last used last
+        # by vocabulary and size, the last used last
+        self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()
 
     def get(self, vocab: str, size: int | None) -> Shortlist | None:
         """See `make_shortlist`."""
         key = plain_vocab(vocab), size
-        if key not in self._made and (made := make_shortlist(self._drafter, self._model, *key)) is not None:
+        if (
+            key not in self._made
+            and (made := make_shortlist(self._drafter, self._model, *key)) is not None
+        ):
             self._made[key] = made
             while len(self._made) > KEPT:
                 self._made.popitem(last=False)
@@ -90,7 +124,11 @@ class Shortlists:
 
 def is_listed(drafter: Drafter) -> bool:
     """Whether `drafter` comes with a list of the most frequent tokens."""
-    if not isinstance(drafter, EagleDrafter) or drafter.network.config.own_head or drafter.folder is None:
+    if (
+        not isinstance(drafter, EagleDrafter)
+        or drafter.network.config.own_head
+        or drafter.folder is None
+    ):
         return False
     return Artefact.there(drafter.folder)
 
@@ -99,25 +137,36 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     folder = drafter.folder
     if folder is None or not Artefact.there(folder):
         raise InvalidInput(
-            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with quickbeam train shortlist,"
+            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with "
+            "quickbeam train shortlist,"
             " or take --vocab full or context"
         )
     artefact = Artefact.load(folder)
     if artefact.layout.vocab != model.vocab_size:
-        raise InvalidInput(f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model has {model.vocab_size}: train it anew")
+        raise InvalidInput(
+            f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model "
+            f"has {model.vocab_size}: train it anew"
+        )
     if vocab.startswith(FREQUENCY):
         return artefact
     if artefact.router is None:
-        raise InvalidInput(f"--vocab {vocab}: {folder} has clusters but no router; make one with quickbeam train router")
+        raise InvalidInput(
+            f"--vocab {vocab}: {folder} has clusters but no router; make one with "
+            "quickbeam train router"
+        )
     config, network = artefact.router.config, drafter.network.config
     if (config.hidden_size, config.embed_size) != (network.hidden_size, network.hidden_size):
-        raise InvalidInput(f"{folder}: a router for states of {config.hidden_size}, the drafter's are {network.hidden_size}: train it anew")
+        raise InvalidInput(
+            f"{folder}: a router for states of {config.hidden_size}, the drafter's "
+            f"are {network.hidden_size}: train it anew"
+        )
     return artefact
 
 
 @torch.inference_mode()
 def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
-    """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the identity, which no rounding touches."""
+    """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the
+    identity, which no rounding touches."""
     if isinstance(head, NativeLinear):
         return head.packed.rows()[: model.vocab_size]
     if isinstance(head, QuantisedLinear):

@@ -16,7 +16,8 @@ from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
 class Chance(NamedTuple):
-    """Where a sequence's randomness comes from: the `noise` of its places, or `generator` for the residual rule."""
+    """Where a sequence's randomness comes from: the `noise` of its places, or `generator` for the
+    residual rule."""
 
     noise: Noise | None
     generator: torch.Generator
@@ -31,12 +32,14 @@ def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position
     return draw(sampler.law(logits), chance.generator)
 
 
-def accept(sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int) -> Verdict:
-    """The lossless choice of a path (`verify.py`). `position`: of the token after the root. Distributions are made only for the nodes that
-    it visits.
+def accept(
+    sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int
+) -> Verdict:
+    """The lossless choice of a path (`verify.py`). `position`: of the token after the root.
+    Distributions are made only for the nodes that it visits.
 
-    Raises `DeadEnd` where no token may come after the root. Where that happens deeper in the tree, the path ends before it: the answer may
-    be over by then.
+    Raises `DeadEnd` where no token may come after the root. Where that happens deeper in the tree,
+    the path ends before it: the answer may be over by then.
     """
     reached = 0
 
@@ -54,18 +57,42 @@ def accept(sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, po
 
 
 def _verdict(
-    sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int, below_root: Callable[[int], list[int]]
+    sampler: Sampler,
+    tree: TokenTree,
+    passed: Passed,
+    chance: Chance,
+    position: int,
+    below_root: Callable[[int], list[int]],
 ) -> Verdict:
     logits, noise = passed.logits, chance.noise
     if not sampler.params.greedy:
         if noise is None:
-            return verify_residual(tree, lambda node: sampler.law(logits[node], below_root(node)), chance.generator)
-        if logits.device.type != "cpu" and not sampler.params.adjusts_logits and not sampler.params.filters:
-            return verify_equal(tree, sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth]).__getitem__)
-        return verify_equal(tree, lambda node: sampler.emitted(logits[node], noise, position + tree.depth[node], below_root(node)))
+            return verify_residual(
+                tree, lambda node: sampler.law(logits[node], below_root(node)), chance.generator
+            )
+        if (
+            logits.device.type != "cpu"
+            and not sampler.params.adjusts_logits
+            and not sampler.params.filters
+        ):
+            return verify_equal(
+                tree,
+                sampler.emitted_all(
+                    logits, noise, [position + depth for depth in tree.depth]
+                ).__getitem__,
+            )
+        return verify_equal(
+            tree,
+            lambda node: sampler.emitted(
+                logits[node], noise, position + tree.depth[node], below_root(node)
+            ),
+        )
     if not sampler.params.adjusts_logits:
-        if (known := passed.best) is not None:  # the kernels found them on the way; -1 stands for logits that are not finite
-            return verify_equal(tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node]))
+        # the kernels found them on the way; -1 stands for logits that are not finite
+        if (known := passed.best) is not None:
+            return verify_equal(
+                tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node])
+            )
         if logits.device.type != "cpu":  # one transfer for the whole tree
             return verify_equal(tree, most_probable(logits).__getitem__)
     return verify_equal(tree, lambda node: sampler.best(logits[node], below_root(node)))

@@ -1,9 +1,12 @@
-"""One budget for all running sequences: it decides how many nodes each tree gets and which calls of a drafter are made.
+"""One budget for all running sequences: it decides how many nodes each tree gets and which calls of
+a drafter are made.
 
-Tokens a second are tokens over seconds. To maximise that ratio is to maximise tokens - rate * seconds, with the best rate there is
-(Dinkelbach, 1967). So a node or a call is added only if its expected tokens outweigh its time at the recent rate, in whichever tree it is;
-recent rates approach the best one. The time of a pass is measured by its rows. The more sequences share a pass, the more a further row
-costs beside what it takes alone, and in a full batch little but the roots is worth its time.
+Tokens a second are tokens over seconds. To maximise that ratio is to maximise tokens - rate *
+seconds, with the best rate there is (Dinkelbach, 1967). So a node or a call is added only if its
+expected tokens outweigh its time at the recent rate, in whichever tree it is; recent rates approach
+the best one. The time of a pass is measured by its rows. The more sequences share a pass, the more
+a further row costs beside what it takes alone, and in a full batch little but the roots is worth
+its time.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ OVERHEAD = 0.001  # seconds of a step beside passes and calls
 
 
 class NodePrices(Prices):
-    """The marginal cost of a node, in tokens, by the size of its tree: the slope of the lower convex hull of pass times. Steps in the time
-    of a pass (a kernel's tiles) are spread over their nodes. Beyond the widest measured tree a node costs infinitely much."""
+    """The marginal cost of a node, in tokens, by the size of its tree: the slope of the lower
+    convex hull of pass times. Steps in the time of a pass (a kernel's tiles) are spread over their
+    nodes. Beyond the widest measured tree a node costs infinitely much."""
 
     def __init__(self, widths: Sequence[int], passes: Sequence[float], trial: bool = False) -> None:
         self.trial = trial
@@ -47,10 +51,12 @@ class NodePrices(Prices):
 
 
 class Expected:
-    """Expected tokens of a step by the number of nodes of its tree, learned separately for each situation that a policy tells apart.
+    """Expected tokens of a step by the number of nodes of its tree, learned separately for each
+    situation that a policy tells apart.
 
-    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), one step shows for every m up to its size what that tree
-    would have emitted: the accepted nodes before m, the root counted for the token that follows the path.
+    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), one step shows for
+    every m up to its size what that tree would have emitted: the accepted nodes before m, the root
+    counted for the token that follows the path.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
@@ -58,34 +64,46 @@ class Expected:
 
     def __init__(self, limit: int) -> None:
         self.budgets = [width for width in (*WIDTHS, *WIDER) if width <= limit]
-        self._emitted: dict[int, list[float]] = {}  # by situation, for each budget: mean of what was observed
+        # by situation, for each budget: mean of what was observed
+        self._emitted: dict[int, list[float]] = {}
         self._count: dict[int, list[int]] = {}
 
     @staticmethod
     def prior(situation: int, nodes: int) -> float:
-        """Tokens a step before anything was observed: a chain whose tokens hold with a chance that grows with the situation (a match of one
-        token is right about 1 time in 4, a long one 9 times in 10), and a little for every doubling of guesses beside it."""
+        """Tokens a step before anything was observed: a chain whose tokens hold with a chance that
+        grows with the situation (a match of one token is right about 1 time in 4, a long one 9
+        times in 10), and a little for every doubling of guesses beside it."""
         chance = (0.0, 0.25, 0.5, 0.75, 0.9)[min(situation, 4)]
         return 1 + sum(chance**i for i in range(1, nodes)) + 0.1 * math.log2(nodes)
 
     def tokens(self, situation: int) -> list[float]:
-        """For each of `budgets`: what was observed, mixed with a guess from the next smaller budget. The guess is the prior's growth, or,
-        where the smaller one was observed, nine tenths with each further node of what its last nodes added."""
+        """For each of `budgets`: what was observed, mixed with a guess from the next smaller
+        budget. The guess is the prior's growth, or, where the smaller one was observed, nine tenths
+        with each further node of what its last nodes added."""
         emitted, count = self._records(situation)
         tokens = [1.0]
         for i in range(1, len(self.budgets)):
             more = self.budgets[i] - self.budgets[i - 1]
             if i > 1 and count[i - 1]:
-                slope = (tokens[i - 1] - tokens[i - 2]) / (self.budgets[i - 1] - self.budgets[i - 2])
+                slope = (tokens[i - 1] - tokens[i - 2]) / (
+                    self.budgets[i - 1] - self.budgets[i - 2]
+                )
                 growth = slope * 9 * (1 - 0.9**more)
             else:
-                growth = self.prior(situation, self.budgets[i]) - self.prior(situation, self.budgets[i - 1])
-            tokens.append((count[i] * emitted[i] + self.TRUST * (tokens[i - 1] + growth)) / (count[i] + self.TRUST))
+                growth = self.prior(situation, self.budgets[i]) - self.prior(
+                    situation, self.budgets[i - 1]
+                )
+            tokens.append(
+                (count[i] * emitted[i] + self.TRUST * (tokens[i - 1] + growth))
+                / (count[i] + self.TRUST)
+            )
         return tokens
 
-    def observe(self, situation: int, budget: int, path: Sequence[int], nested: bool = True) -> None:
-        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first) were accepted. `nested`: see
-        `TreePolicy`; otherwise it tells of this budget alone."""
+    def observe(
+        self, situation: int, budget: int, path: Sequence[int], nested: bool = True
+    ) -> None:
+        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first)
+        were accepted. `nested`: see `TreePolicy`; otherwise it tells of this budget alone."""
         emitted, count = self._records(situation)
         for i, width in enumerate(self.budgets):
             if width > budget:
@@ -102,14 +120,17 @@ class Expected:
 
 @dataclass
 class Rate:
-    """Tokens a second of one method under one load, as fading sums; at first those of one plain step.
+    """Tokens a second of one method under one load, as fading sums; at first those of one plain
+    step.
 
-    Some steps are trials, in which the first call of the drafter is made whether or not it seems worth its time: the first few steps, and
-    later one now and then, on no more than a share `TRIAL` of the time. Drafting that was not worth its cost may have become so.
+    Some steps are trials, in which the first call of the drafter is made whether or not it seems
+    worth its time: the first few steps, and later one now and then, on no more than a share `TRIAL`
+    of the time. Drafting that was not worth its cost may have become so.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
-    FIRST, REST, TRIAL = 4, 32, 0.02  # how many trials at first, and at least so many steps between later ones
+    # how many trials at first, and at least so many steps between later ones
+    FIRST, REST, TRIAL = 4, 32, 0.02
 
     tokens: float
     seconds: float
@@ -122,9 +143,12 @@ class Rate:
         return self.tokens / self.seconds
 
     def trial(self, call: float, plain: float) -> bool:
-        """Whether the step that begins is one; `call` and `plain`: seconds of a call and of a pass without drafts."""
+        """Whether the step that begins is one; `call` and `plain`: seconds of a call and of a pass
+        without drafts."""
         self.steps += 1
-        if self.steps > self.FIRST and self.steps - self.tried < max(self.REST, call / plain / self.TRIAL):
+        if self.steps > self.FIRST and self.steps - self.tried < max(
+            self.REST, call / plain / self.TRIAL
+        ):
             return False
         self.tried = self.steps
         return True
@@ -144,7 +168,8 @@ class Rate:
 
 
 class Plan(NamedTuple):
-    """What one sequence's next tree may cost. `nodes`: at most so many; `prices`: where each has to be worth its own."""
+    """What one sequence's next tree may cost. `nodes`: at most so many; `prices`: where each has to
+    be worth its own."""
 
     nodes: int
     prices: Prices | None = None
@@ -154,7 +179,8 @@ class Plan(NamedTuple):
 
 @dataclass
 class Load:
-    """One step's sequences, as far as the budget looks at them: by sequence, the tokens before its tree and the nodes it had last."""
+    """One step's sequences, as far as the budget looks at them: by sequence, the tokens before its
+    tree and the nodes it had last."""
 
     contexts: dict[Hashable, int]
     nodes: dict[Hashable, int] = field(default_factory=dict)
@@ -167,23 +193,29 @@ class Load:
 
 
 class Budget:
-    """Converts measured time into the tokens that a node or a call must add; decides which calls are made and how many nodes each tree has.
-    Each `setting` (a method and what its drafts depend on) has a record of its own."""
+    """Converts measured time into the tokens that a node or a call must add; decides which calls
+    are made and how many nodes each tree has. Each `setting` (a method and what its drafts depend
+    on) has a record of its own."""
 
     HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
     CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
-    FIRST = 4  # trees of so many nodes, of which the least time counts: the first of all may be slow
+    # trees of so many nodes, of which the least time counts: the first of all may be slow
+    FIRST = 4
 
     def __init__(self, cost: CostModel, limit: int = MOST) -> None:
         self.cost, self.limit = cost, limit
-        self._hold = self.HOLD if limit <= MOST else 1  # beside a pass of seconds, making prices takes no time
+        # beside a pass of seconds, making prices takes no time
+        self._hold = self.HOLD if limit <= MOST else 1
         self.calls: dict[Hashable, CallCost] = {}
         self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
-        self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}  # by sequence: steps left, rows beside, prices
-        self._chosen: dict[tuple[Hashable, int], tuple[int, int, int]] = {}  # by sequence and situation: nodes, steps left, rows beside
-        self._drafting: dict[tuple[Hashable, int], tuple[float, int]] = {}  # by setting and nodes: seconds of growing, how often seen
+        # by sequence: steps left, rows beside, prices
+        self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}
+        # by sequence and situation: nodes, steps left, rows beside
+        self._chosen: dict[tuple[Hashable, int], tuple[int, int, int]] = {}
+        # by setting and nodes: seconds of growing, how often seen
+        self._drafting: dict[tuple[Hashable, int], tuple[float, int]] = {}
 
     def plain(self, load: Load) -> float:
         """Seconds of a step without drafts. Prompts that are read in it don't count."""
@@ -205,7 +237,8 @@ class Budget:
         return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
 
     def drafts(self, setting: Hashable, sequences: int) -> bool:
-        """Whether calls of a drafter were worth their time of late, with so many sequences side by side; True where that is not known."""
+        """Whether calls of a drafter were worth their time of late, with so many sequences side by
+        side; True where that is not known."""
         found = self._rates.get((setting, _bucket(max(1, sequences))))
         return found is None or found.drafts
 
@@ -221,34 +254,47 @@ class Budget:
         steps, rows, made = self._held.get(one, (0, 0, None))
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
             context, many = load.contexts[one], len(load.contexts)
-            passes = [rate * (self.cost.alone(beside + width) + self.cost.reading(width, context, many)) for width in self._widths]
+            passes = [
+                rate * (self.cost.alone(beside + width) + self.cost.reading(width, context, many))
+                for width in self._widths
+            ]
             steps, rows, made = self._hold, beside, NodePrices(self._widths, passes)
         self._held[one] = steps - 1, rows, made
         made.trial = trial
-        # At a full batch no node may be worth its row, however sure it is: then nothing is grown at all.
+        # At a full batch no node may be worth its row, however sure it is: then nothing is grown at
+        # all.
         return Plan(self.limit if trial or made.node(1) < 1.0 else 1, made)
 
     def nodes(self, one: Hashable, setting: Hashable, load: Load, situation: int) -> Plan:
-        """The plan for any other policy: the number of nodes with the most tokens a second. Beside other sequences, the number whose
-        expected tokens most exceed the cost of the rows it adds (to maximise the common rate instead would reward every tree for being too
-        wide where the others are)."""
+        """The plan for any other policy: the number of nodes with the most tokens a second. Beside
+        other sequences, the number whose expected tokens most exceed the cost of the rows it adds
+        (to maximise the common rate instead would reward every tree for being too wide where the
+        others are)."""
         beside = load.rows - load.nodes.get(one, 1)
         chosen, steps, rows = self._chosen.get((one, situation), (0, 0, 0))
         if steps <= 0 or abs(rows - beside) * 4 > rows:
-            expected, rate, many = self._expect(setting), self.best_rate(setting, load), len(load.contexts)
+            expected, rate, many = (
+                self._expect(setting),
+                self.best_rate(setting, load),
+                len(load.contexts),
+            )
             worth = []
             for width, tokens in zip(expected.budgets, expected.tokens(situation), strict=True):
                 seconds = (
-                    self.cost.alone(beside + width) + self.cost.reading(width, load.contexts[one], many) + self._growing(setting, width)
+                    self.cost.alone(beside + width)
+                    + self.cost.reading(width, load.contexts[one], many)
+                    + self._growing(setting, width)
                 )
-                worth.append(tokens / (seconds + OVERHEAD) if many == 1 else tokens - rate * seconds)
+                worth.append(
+                    tokens / (seconds + OVERHEAD) if many == 1 else tokens - rate * seconds
+                )
             chosen, steps, rows = expected.budgets[worth.index(max(worth))], self.CHOICE, beside
         self._chosen[one, situation] = chosen, steps - 1, rows
         return Plan(chosen, None, situation, measured=True)
 
     def worthwhile(self, gains: Sequence[float], call: CallCost, rate: float) -> list[bool]:
-        """Which requests of a round to answer in one call: the set whose expected tokens (`gains`) most exceed the cost of the call.
-        Infinite gains are always answered."""
+        """Which requests of a round to answer in one call: the set whose expected tokens (`gains`)
+        most exceed the cost of the call. Infinite gains are always answered."""
         order = sorted(range(len(gains)), key=lambda i: -gains[i])
         asked = sum(map(math.isinf, gains))
         count, best, total = asked, 0.0, 0.0
@@ -262,12 +308,18 @@ class Budget:
         return [i in taken for i in range(len(gains))]
 
     def share(self, values: Sequence[Sequence[float]], rows: int, rate: float) -> list[int]:
-        """How many nodes each tree keeps beside its root. `values`: for each tree, the expected tokens of its nodes, in order of worth;
-        `rows`: of the pass without them. The next node goes to the tree with the largest value, as long as that exceeds the marginal cost
-        of a row."""
+        """How many nodes each tree keeps beside its root. `values`: for each tree, the expected
+        tokens of its nodes, in order of worth; `rows`: of the pass without them. The next node goes
+        to the tree with the largest value, as long as that exceeds the marginal cost of a row."""
         kept = [0] * len(values)
-        waiting = sorted(((value, tree) for tree, row in enumerate(values) for value in row), key=lambda pair: -pair[0])
-        prices = NodePrices([max(1, width) for width in self._grid(rows)], [rate * self.cost.alone(width) for width in self._grid(rows)])
+        waiting = sorted(
+            ((value, tree) for tree, row in enumerate(values) for value in row),
+            key=lambda pair: -pair[0],
+        )
+        prices = NodePrices(
+            [max(1, width) for width in self._grid(rows)],
+            [rate * self.cost.alone(width) for width in self._grid(rows)],
+        )
         for value, tree in waiting:
             if value <= prices.node(rows + sum(kept)):
                 break
@@ -277,18 +329,34 @@ class Budget:
     def _grid(self, rows: int) -> list[int]:
         """Widths around `rows` and beyond at which a pass's cost is looked up."""
         widths = {*WIDTHS, *self._widths}
-        return sorted({rows, *(width for width in widths if width > rows), *(rows + width for width in widths)})
+        return sorted(
+            {
+                rows,
+                *(width for width in widths if width > rows),
+                *(rows + width for width in widths),
+            }
+        )
 
     def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
-        """Record how long growing a tree of a measured number of nodes took with a drafter. A single slow one changes little."""
+        """Record how long growing a tree of a measured number of nodes took with a drafter. A
+        single slow one changes little."""
         key = setting, nodes
         known, count = self._drafting.get(key, (seconds, 0))
-        after = min(known, seconds) if count < self.FIRST else known + 0.05 * (min(seconds, 2 * known) - known)
+        after = (
+            min(known, seconds)
+            if count < self.FIRST
+            else known + 0.05 * (min(seconds, 2 * known) - known)
+        )
         self._drafting[key] = after, count + 1
 
     def _growing(self, setting: Hashable, nodes: int) -> float:
-        """Expected time for growing a tree; between observed sizes it is interpolated, and 0 where none was observed."""
-        table = {1: 0.0} | {size: seconds for (name, size), (seconds, _) in self._drafting.items() if name == setting}
+        """Expected time for growing a tree; between observed sizes it is interpolated, and 0 where
+        none was observed."""
+        table = {1: 0.0} | {
+            size: seconds
+            for (name, size), (seconds, _) in self._drafting.items()
+            if name == setting
+        }
         if nodes > max(table):
             return table[max(table)] * math.sqrt(nodes / max(table))
         return interpolate(dict(sorted(table.items())), nodes)
@@ -297,7 +365,9 @@ class Budget:
         """Record which nodes of a tree of a measured size were accepted."""
         self._expect(setting).observe(plan.situation, plan.nodes, path, nested)
 
-    def observe(self, settings: Sequence[Hashable], load: Load, tokens: int, seconds: float) -> None:
+    def observe(
+        self, settings: Sequence[Hashable], load: Load, tokens: int, seconds: float
+    ) -> None:
         """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)

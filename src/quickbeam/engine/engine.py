@@ -1,5 +1,5 @@
-"""The engine: all running sequences, one step after another. Trees grow side by side, one pass verifies all of them, each sequence keeps
-its path."""
+"""The engine: all running sequences, one step after another. Trees grow side by side, one pass
+verifies all of them, each sequence keeps its path."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ UNHEARD = 1024  # hidden states that a drafter may leave unread, before they are
 
 
 class Ready(NamedTuple):
-    """A sequence with its part of the next pass. `growing`: its draft tree; None for a text that is read."""
+    """A sequence with its part of the next pass. `growing`: its draft tree; None for a text that is
+    read."""
 
     sequence: SequenceState
     part: Part
@@ -41,19 +42,24 @@ class Ready(NamedTuple):
 
 
 class Engine:
-    """Answers any number of requests through one model. `add` one, then `step` until it is over; or `cancel` it.
+    """Answers any number of requests through one model. `add` one, then `step` until it is over; or
+    `cancel` it.
 
-    `budget` is made when it is first needed, because it measures. `most`: sequences side by side; the others wait. `pages`: of keys and
-    values, None for any number. `share`: whether texts that begin alike share their beginning. Every request ends with a reason or an
-    `error` of its own: nothing that goes wrong in one sequence touches another. Calls from several threads take turns.
+    `budget` is made when it is first needed, because it measures. `most`: sequences side by side;
+    the others wait. `pages`: of keys and values, None for any number. `share`: whether texts that
+    begin alike share their beginning. Every request ends with a reason or an `error` of its own:
+    nothing that goes wrong in one sequence touches another. Calls from several threads take turns.
     """
 
-    def __init__(self, model: Model, *, most: int = MOST_ACTIVE, pages: int | None = None, share: bool = True) -> None:
+    def __init__(
+        self, model: Model, *, most: int = MOST_ACTIVE, pages: int | None = None, share: bool = True
+    ) -> None:
         if most < 1:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
         self.model, self.lock = model, Turns()
         self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
-        self._arrived: deque[SequenceState] = deque()  # those that no step has seen yet: whoever brings them never waits
+        # those that no step has seen yet: whoever brings them never waits
+        self._arrived: deque[SequenceState] = deque()
         self._cancelled: deque[SequenceState] = deque()  # likewise
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
         self.scheduler = Scheduler(model, self.prefixes, most)
@@ -75,13 +81,20 @@ class Engine:
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
-        """Take a request. Raises `InvalidInput` where it might not fit the model's context, its drafter's, or the memory."""
+        """Take a request. Raises `InvalidInput` where it might not fit the model's context, its
+        drafter's, or the memory."""
         self.model.check_prompt(request.prompt)
-        limit, prompt, most = self.model.context_length, len(request.prompt), request.params.max_tokens
+        limit, prompt, most = (
+            self.model.context_length,
+            len(request.prompt),
+            request.params.max_tokens,
+        )
         if limit is not None and prompt + most > limit:
             raise InvalidInput(
-                f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of {limit}: "
-                f"shorten the prompt, or lower max_tokens (at most {max(0, limit - prompt)} tokens fit)"
+                f"a prompt of {prompt} tokens and max_tokens={most} exceed the model's context of "
+                f"{limit}: "
+                f"shorten the prompt, or lower max_tokens (at most {max(0, limit - prompt)} tokens "
+                "fit)"
             )
         sequence = SequenceState(request, self._loops)
         if (drafter := sequence.drafter) is not None:
@@ -150,22 +163,27 @@ class Engine:
 
     @property
     def used(self) -> float:
-        """Share of the pool that sequences hold; what only the prefix cache holds is free. From any thread: a step may be under way."""
+        """Share of the pool that sequences hold; what only the prefix cache holds is free. From any
+        thread: a step may be under way."""
         pool = self.model.pool
         if not pool.limit:
             return 0.0
-        return max(0, pool.used - (self.prefixes.idle() if self.prefixes is not None else 0)) / pool.limit
+        return (
+            max(0, pool.used - (self.prefixes.idle() if self.prefixes is not None else 0))
+            / pool.limit
+        )
 
     @property
     def nodes(self) -> float:
-        """Of the last tree of each running sequence, on average; 0 where none runs. From any thread."""
+        """Of the last tree of each running sequence, on average; 0 where none runs. From any
+        thread."""
         nodes = list(self._nodes.values())
         return sum(nodes) / len(nodes) if nodes else 0.0
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One step of all. However it ends (an interrupt included), outputs hold what was emitted, and nothing is lost of it; an interrupt
-        ends all that were under way."""
+        """One step of all. However it ends (an interrupt included), outputs hold what was emitted,
+        and nothing is lost of it; an interrupt ends all that were under way."""
         with self.lock:
             try:
                 self._step()
@@ -186,7 +204,9 @@ class Engine:
         load = self._load(running, self.prompt_rows)
         growing = Grower(self.model, lambda: self.budget, load).grow(running)
         drafted = time.perf_counter()
-        ready = [Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing]
+        ready = [
+            Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing
+        ]
         ready = self._with_room(ready + reading)
         passed = self._forward(ready)
         verified = time.perf_counter()
@@ -198,7 +218,15 @@ class Engine:
                 if one.growing is None:
                     emitted += self._have_read(one, result)
                 else:
-                    emitted += self._take(one.sequence, one.growing, one.part.tree, result, drafted - began, verified - drafted, began)  # type: ignore[union-attr]
+                    emitted += self._take(
+                        one.sequence,
+                        one.growing,
+                        one.part.tree,  # type: ignore[union-attr]
+                        result,
+                        drafted - began,
+                        verified - drafted,
+                        began,
+                    )
             except Exception as error:
                 fail(one.sequence, error)
         self._tell_drafters(ready)
@@ -217,7 +245,8 @@ class Engine:
         return sequence.cache
 
     def _leave(self, sequence: SequenceState) -> None:
-        """A sequence is over: keep what was computed of its text in the prefix cache, free the rest."""
+        """A sequence is over: keep what was computed of its text in the prefix cache, free the
+        rest."""
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
@@ -226,34 +255,52 @@ class Engine:
             self._budget.forget(sequence.arrival)
 
     def _whole(self, sequence: SequenceState) -> int:
-        """Tokens whose keys and values others can use: all, or where bits depend on how they were computed, those of the prompt."""
-        return sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
+        """Tokens whose keys and values others can use: all, or where bits depend on how they were
+        computed, those of the prompt."""
+        return (
+            sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
+        )
 
     def _load(self, running: Sequence[SequenceState], rows: int) -> Load:
         return Load({one.arrival: len(one.ids) for one in running}, self._nodes, rows)
 
     def _with_room(self, ready: list[Ready]) -> list[Ready]:
-        """Those that can go on: where the pool runs short, trees shrink to their roots, then the latest sequences are set back."""
+        """Those that can go on: where the pool runs short, trees shrink to their roots, then the
+        latest sequences are set back."""
         pool = self.model.pool
         if pool.limit is None:
             return ready
         while True:
-            missing = sum(self._cache(one.sequence).missing(one.sequence.read + one.part.rows + 1) for one in ready)
+            missing = sum(
+                self._cache(one.sequence).missing(one.sequence.read + one.part.rows + 1)
+                for one in ready
+            )
             while missing > (pool.free or 0) and pool.spare():
                 pass
             if missing <= (pool.free or 0):
                 return ready
-            wide = [i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1]
+            wide = [
+                i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1
+            ]
             if wide:
                 i = max(wide, key=lambda i: ready[i].sequence.arrival)
                 one = ready[i]
                 assert isinstance(one.part, Draft)
                 ready[i] = one._replace(part=one.part._replace(tree=one.part.tree.first(1)))
                 continue
-            idle = [one for one in self.scheduler.active if all(one is not other.sequence for other in ready)]
+            idle = [
+                one
+                for one in self.scheduler.active
+                if all(one is not other.sequence for other in ready)
+            ]
             last = max([*idle, *(one.sequence for one in ready)], key=lambda one: one.arrival)
             if len(self.scheduler.active) == 1:
-                fail(last, NoRoom(f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"))
+                fail(
+                    last,
+                    NoRoom(
+                        f"all {pool.limit} pages of keys and values are taken: raise --kv-memory"
+                    ),
+                )
                 self._leave(last)
                 return []
             if self.prefixes is not None:
@@ -263,11 +310,14 @@ class Engine:
             ready = [one for one in ready if one.sequence is not last]
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
-        """One pass for all; where it fails, sequence by sequence, so that only the one that makes it fail ends."""
+        """One pass for all; where it fails, sequence by sequence, so that only the one that makes
+        it fail ends."""
         if not ready:
             return []
         try:
-            passed: list[Passed | None] = list(self.model.forward(Batch([one.part for one in ready])))
+            passed: list[Passed | None] = list(
+                self.model.forward(Batch([one.part for one in ready]))
+            )
         except Exception as error:
             if len(ready) == 1:
                 fail(ready[0].sequence, error)
@@ -301,7 +351,9 @@ class Engine:
         began: float,
     ) -> int:
         """Accept a path of a tree, commit it, emit its tokens; how many."""
-        path, token = accept(sequence.request.sampler, tree, passed, sequence.chance, len(sequence.ids))
+        path, token = accept(
+            sequence.request.sampler, tree, passed, sequence.chance, len(sequence.ids)
+        )
         grown, plan, policy = growing.grown, growing.plan, sequence.policy
         assert grown is not None
         grown.learn(tree, path)
@@ -312,11 +364,23 @@ class Engine:
         if plan.measured:
             self.budget.learn(sequence.request.setting, plan, path, policy.nested)
             if growing.calls:
-                self.budget.grew(sequence.request.setting, plan.nodes, draft_seconds / growing.beside)
+                self.budget.grew(
+                    sequence.request.setting, plan.nodes, draft_seconds / growing.beside
+                )
         self._nodes[sequence.arrival] = len(tree)
         growing.count(tree, path, emitted, draft_seconds, verify_seconds)
         if (observer := sequence.request.observer) is not None:
-            observer(StepRecord(tree, path, token, emitted, draft_seconds, verify_seconds, time.perf_counter() - began))
+            observer(
+                StepRecord(
+                    tree,
+                    path,
+                    token,
+                    emitted,
+                    draft_seconds,
+                    verify_seconds,
+                    time.perf_counter() - began,
+                )
+            )
         return len(tokens)
 
     def _commit(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
@@ -336,15 +400,17 @@ class Engine:
                 sequence.edges[chunk] = hidden[at : at + 1].clone()
 
     def _reads_along(self, sequence: SequenceState) -> bool:
-        """Whether its drafter is going to be asked, so that it reads the prompt along with the target. In a full batch no call may be worth
-        its time; then the hidden states are kept, in case one is later on."""
+        """Whether its drafter is going to be asked, so that it reads the prompt along with the
+        target. In a full batch no call may be worth its time; then the hidden states are kept, in
+        case one is later on."""
         request, many = sequence.request, len(self.scheduler.active)
         if request.budget is not None or not sequence.policy.priced or self._budget is None:
             return True
         return self._budget.drafts(request.setting, many)
 
     def _tell_drafters(self, ready: Sequence[Ready]) -> None:
-        """Drafters read prompts, and what they were not asked about for long; whole chunks are remembered."""
+        """Drafters read prompts, and what they were not asked about for long; whole chunks are
+        remembered."""
         for one in ready:
             sequence = one.sequence
             if sequence.over or sequence.cache is None:
@@ -352,14 +418,25 @@ class Engine:
             state, drafter = sequence.draft_state, sequence.drafter
             try:
                 if state is not None and drafter is not None:
-                    drafter.read([state], 1 if one.growing is None and self._reads_along(sequence) else UNHEARD)
+                    drafter.read(
+                        [state],
+                        1 if one.growing is None and self._reads_along(sequence) else UNHEARD,
+                    )
             except Exception as error:
                 fail(sequence, error)
                 continue
             if self.prefixes is not None and one.growing is None:
                 self.prefixes.remember(sequence, self._whole(sequence))
 
-    def _clock(self, ready: Sequence[Ready], seconds: float, passing: float, drafting: float, load: Load, emitted: int) -> None:
+    def _clock(
+        self,
+        ready: Sequence[Ready],
+        seconds: float,
+        passing: float,
+        drafting: float,
+        load: Load,
+        emitted: int,
+    ) -> None:
         """Count the step's time, and let the budget learn from it."""
         for one in ready:
             if one.growing is None:
@@ -370,12 +447,18 @@ class Engine:
         if self._budget is None or not growing:
             return
         cost, many = self._budget.cost, len(growing)
-        reading = sum(cost.reading(one.part.rows, load.contexts[one.sequence.arrival], many) for one in growing)
+        reading = sum(
+            cost.reading(one.part.rows, load.contexts[one.sequence.arrival], many)
+            for one in growing
+        )
         cost.observe(sum(one.part.rows for one in ready), passing, reading, many)
         if not load.prompts:
-            self._budget.observe([one.sequence.request.setting for one in growing], load, emitted, seconds)
+            self._budget.observe(
+                [one.sequence.request.setting for one in growing], load, emitted, seconds
+            )
 
 
 def _own(rows: torch.Tensor) -> torch.Tensor:
-    """A copy without the rest of the larger tensor that it is a slice of, which would stay in memory with it."""
+    """A copy without the rest of the larger tensor that it is a slice of, which would stay in
+    memory with it."""
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows

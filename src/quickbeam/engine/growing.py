@@ -1,4 +1,5 @@
-"""The draft trees of one step, grown side by side: the requests of all trees are one call of the drafter."""
+"""The draft trees of one step, grown side by side: the requests of all trees are one call of the
+drafter."""
 
 from __future__ import annotations
 
@@ -39,7 +40,14 @@ class Growing:
         assert self.grown is not None
         return self.grown.tree
 
-    def count(self, tree: TokenTree, path: Sequence[int], emitted: Sequence[int], draft_seconds: float, verify_seconds: float) -> None:
+    def count(
+        self,
+        tree: TokenTree,
+        path: Sequence[int],
+        emitted: Sequence[int],
+        draft_seconds: float,
+        verify_seconds: float,
+    ) -> None:
         """Add the verified `tree`, its accepted path and its times to the sequence's statistics."""
         stats = self.sequence.statistics
         stats.steps += 1
@@ -55,20 +63,26 @@ class Growing:
 
 
 class Grower:
-    """Grows the trees of one step. `budget` returns the budget, which may have to be measured first; it is called where a tree's size is
-    not fixed. `load`: of the step. A sequence whose tree fails ends with an error of its own."""
+    """Grows the trees of one step. `budget` returns the budget, which may have to be measured
+    first; it is called where a tree's size is not fixed. `load`: of the step. A sequence whose tree
+    fails ends with an error of its own."""
 
     def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
         self.model, self.budget, self.load = model, budget, load
 
     def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
-        """The trees of all running sequences, side by side: each round answers one request of each tree in one call."""
+        """The trees of all running sequences, side by side: each round answers one request of each
+        tree in one call."""
         growing, trials = list[Growing](), set[Hashable]()
         for sequence in running:
             setting = sequence.request.setting
             trial = False
             try:
-                if sequence.request.budget is None and sequence.drafter is not None and setting not in trials:
+                if (
+                    sequence.request.budget is None
+                    and sequence.drafter is not None
+                    and setting not in trials
+                ):
                     cost, plain = self.budget().call(setting), self.budget().plain(self.load)
                     call = cost.seconds(1) + cost.row * _unread(sequence)
                     trial = self.budget().rate(setting, self.load).trial(call, plain)
@@ -87,7 +101,9 @@ class Grower:
             except Exception as error:
                 fail(sequence, error)
         while wishing := [one for one in growing if one.wish is not None]:
-            for drafter in {id(one.sequence.drafter): one.sequence.drafter for one in wishing}.values():
+            for drafter in {
+                id(one.sequence.drafter): one.sequence.drafter for one in wishing
+            }.values():
                 assert drafter is not None
                 self._round(drafter, [one for one in wishing if one.sequence.drafter is drafter])
         growing = [one for one in growing if not one.sequence.over]
@@ -105,7 +121,9 @@ class Grower:
         if policy.priced and not sequence.context.draws:
             plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
-        plan = self.budget().nodes(sequence.arrival, request.setting, self.load, situation(policy, sequence.context))
+        plan = self.budget().nodes(
+            sequence.arrival, request.setting, self.load, situation(policy, sequence.context)
+        )
         self.load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
         return plan
 
@@ -116,7 +134,9 @@ class Grower:
         if priced:
             setting = priced[0].sequence.request.setting
             call, rate = self.budget().call(setting), self.budget().best_rate(setting, self.load)
-            answered = self.budget().worthwhile([one.wish.gain for one in priced if one.wish is not None], call, rate)
+            answered = self.budget().worthwhile(
+                [one.wish.gain for one in priced if one.wish is not None], call, rate
+            )
             refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
         for one in wishing:
             if id(one) in refused:
@@ -126,7 +146,10 @@ class Grower:
             return
         began = time.perf_counter()
         first = [one for one in asked if one.wish is not None and one.wish.nodes[0] == 0]
-        fresh, unread = any(not one.sequence.statistics.steps for one in first), sum(_unread(one.sequence) for one in first)
+        fresh, unread = (
+            any(not one.sequence.statistics.steps for one in first),
+            sum(_unread(one.sequence) for one in first),
+        )
         if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
             self.budget().rate(priced[0].sequence.request.setting, self.load).worth_a_call()
         laws = self._answer(drafter, asked)
@@ -137,15 +160,18 @@ class Grower:
             if law is not None:
                 self._send(one, law)
         if priced:
-            cost, seconds = self.budget().call(priced[0].sequence.request.setting), time.perf_counter() - began
+            cost, seconds = (
+                self.budget().call(priced[0].sequence.request.setting),
+                time.perf_counter() - began,
+            )
             if unread > CAUGHT_UP * len(asked):
                 cost.observe_reading(len(asked), unread, seconds)
             elif not fresh:  # a first call may read the prompt
                 cost.observe(len(asked), seconds)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
-        """The distributions for all requests. Where the call fails it is made again sequence by sequence, so that only the one that makes
-        it fail goes without drafts."""
+        """The distributions for all requests. Where the call fails it is made again sequence by
+        sequence, so that only the one that makes it fail goes without drafts."""
         wishes = [one.wish for one in asked if one.wish is not None]
         try:
             return list(drafter.answer(wishes))
@@ -168,11 +194,21 @@ class Grower:
 
     def _share(self, growing: Sequence[Growing]) -> None:
         """Among several trees, nodes go where the most tokens are expected."""
-        priced = [one for one in growing if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None]
+        priced = [
+            one
+            for one in growing
+            if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None
+        ]
         if len(growing) < 2 or all(len(one.tree) < 2 for one in priced):
             return
-        fixed = sum(len(one.grown.tree) for one in growing if one.grown is not None and one not in priced)
-        values = [[value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]] for one in priced if one.grown is not None]
+        fixed = sum(
+            len(one.grown.tree) for one in growing if one.grown is not None and one not in priced
+        )
+        values = [
+            [value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]]
+            for one in priced
+            if one.grown is not None
+        ]
         rate = self.budget().best_rate(priced[0].sequence.request.setting, self.load)
         kept = self.budget().share(values, self.load.prompts + fixed + len(priced), rate)
         for one, nodes in zip(priced, kept, strict=True):

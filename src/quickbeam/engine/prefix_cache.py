@@ -1,9 +1,12 @@
-"""The prefix cache: beginnings of texts that were computed, in chunks of tokens, so that requests that begin alike share them.
+"""The prefix cache: beginnings of texts that were computed, in chunks of tokens, so that requests
+that begin alike share them.
 
-Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`), so what is read from here has the bits of what would
-be computed anew. A drafter's rows lie beside the target's. The drafter's last row of a chunk depends on the token after it, too; where
-texts differ there, the row is that of the text that came first. That may cost accepted drafts, never an answer. Of a chunk that the drafter
-has not read yet, the hidden states lie there, from which whoever drafts makes its rows.
+Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`), so what is
+read from here has the bits of what would be computed anew. A drafter's rows lie beside the
+target's. The drafter's last row of a chunk depends on the token after it, too; where texts differ
+there, the row is that of the text that came first. That may cost accepted drafts, never an answer.
+Of a chunk that the drafter has not read yet, the hidden states lie there, from which whoever drafts
+makes its rows.
 """
 
 from __future__ import annotations
@@ -20,12 +23,15 @@ from quickbeam.target.kv_cache import NoRoom, Pool
 
 
 class Chunk:
-    """One chunk of tokens behind those of its parents: keys and values of the target, of the drafter if known, and the hidden states
-    `[1, layers * d]` of the last token. `hidden`: those of all its tokens, as long as the drafter's rows are not known."""
+    """One chunk of tokens behind those of its parents: keys and values of the target, of the
+    drafter if known, and the hidden states `[1, layers * d]` of the last token. `hidden`: those of
+    all its tokens, as long as the drafter's rows are not known."""
 
     __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent")
 
-    def __init__(self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None) -> None:
+    def __init__(
+        self, parent: Chunk | None, key: tuple[int, ...], held: Any, edge: torch.Tensor | None
+    ) -> None:
         self.parent, self.key, self.held, self.edge = parent, key, held, edge
         self.draft: Any = None
         self.hidden: torch.Tensor | None = None
@@ -33,21 +39,24 @@ class Chunk:
 
 
 class PrefixCache:
-    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are kept beside them, that of the first
-    sequence that has one. Where the pool runs short, the least recently used chunks that no sequence holds are dropped."""
+    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are
+    kept beside them, that of the first sequence that has one. Where the pool runs short, the least
+    recently used chunks that no sequence holds are dropped."""
 
     def __init__(self, size: int, pool: Pool) -> None:
         self.size, self._pool = size, pool
         self.drafter: Drafter | None = None
         self._root = Chunk(None, (), None, None)
-        self._order: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first; children before their parents
+        # the least recently used first; children before their parents
+        self._order: OrderedDict[Chunk, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._order)
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
-        """The chunks that begin `ids` and leave at least one token; for a drafter that needs the hidden states of every token, only as far
-        as its rows are known, and behind those, the hidden states."""
+        """The chunks that begin `ids` and leave at least one token; for a drafter that needs the
+        hidden states of every token, only as far as its rows are known, and behind those, the
+        hidden states."""
         chunk, found, rows = self._root, list[Chunk](), True
         drafted = drafter is not None and drafter.needs_hidden
         if drafted and drafter is not self.drafter:
@@ -65,7 +74,8 @@ class PrefixCache:
         return found
 
     def remember(self, sequence: SequenceState, tokens: int) -> None:
-        """Enter the whole chunks among the first `tokens` ids of a sequence, which have keys and values."""
+        """Enter the whole chunks among the first `tokens` ids of a sequence, which have keys and
+        values."""
         cache, chunks, state = sequence.cache, sequence.chunks, sequence.draft_state
         assert cache is not None
         while (len(chunks) + 1) * self.size <= tokens:
@@ -84,7 +94,12 @@ class PrefixCache:
             elif chunk.edge is None:
                 chunk.edge = sequence.edges.get(at)
             chunks.append(chunk)
-        if self.drafter is not None and state is not None and sequence.drafter is self.drafter and self.drafter.pool is not None:
+        if (
+            self.drafter is not None
+            and state is not None
+            and sequence.drafter is self.drafter
+            and self.drafter.pool is not None
+        ):
             for at in range(len(chunks) - 1, -1, -1):
                 if chunks[at].draft is not None:
                     break
@@ -107,9 +122,12 @@ class PrefixCache:
         return pages
 
     def idle(self) -> int:
-        """Pages that could be had by dropping chunks. From any thread, about: what is dropped meanwhile doesn't count."""
+        """Pages that could be had by dropping chunks. From any thread, about: what is dropped
+        meanwhile doesn't count."""
         held = [chunk.held for chunk in list(self._order)]
-        return -(-self.size // self._pool.page) * sum(self._pool.idle(one) for one in held if one is not None)
+        return -(-self.size // self._pool.page) * sum(
+            self._pool.idle(one) for one in held if one is not None
+        )
 
     def evict(self) -> bool:
         """Drop the least recently used chunk that nothing else holds; whether there was one."""

@@ -15,8 +15,9 @@ class SourceCount:
 
 @dataclass
 class Statistics:
-    """How the time of an answer was spent, in seconds. `seconds` is decoding only: it starts when target and sources have read the prompt,
-    which takes `prefill_seconds`, and the first token is known."""
+    """How the time of an answer was spent, in seconds. `seconds` is decoding only: it starts when
+    target and sources have read the prompt, which takes `prefill_seconds`, and the first token is
+    known."""
 
     new_tokens: int = 0
     steps: int = 0  # target passes over a tree
@@ -26,7 +27,8 @@ class Statistics:
     verify_seconds: float = 0.0
     cached_tokens: int = 0  # of the prompt that were not computed anew
     nodes: int = 0  # of all trees that were verified, roots included
-    set_back: int = 0  # how often memory ran short, so that keys and values had to be computed again
+    # how often memory ran short, so that keys and values had to be computed again
+    set_back: int = 0
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
     head: HeadUse | None = None  # counters of the shortlist: time, tokens scored, recall
@@ -38,19 +40,24 @@ class Statistics:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """MAT: tokens a step emits on average, 1.0 for plain decoding (and where no step was needed). Prefill's token is not counted."""
+        """MAT: tokens a step emits on average, 1.0 for plain decoding (and where no step was
+        needed). Prefill's token is not counted."""
         return (self.new_tokens - 1) / self.steps if self.steps else 1.0
 
     @property
     def tokens_per_second(self) -> float:
         """Decoding only: tokens after prefill's, over `seconds`."""
-        return (self.new_tokens - 1) / self.seconds if self.seconds > 0 and self.new_tokens > 1 else 0.0
+        return (
+            (self.new_tokens - 1) / self.seconds
+            if self.seconds > 0 and self.new_tokens > 1
+            else 0.0
+        )
 
 
 @dataclass
 class Logprob:
-    """Log-probability of an emitted token under the model's own distribution, and of the most probable alternatives (token id:
-    log-probability)."""
+    """Log-probability of an emitted token under the model's own distribution, and of the most
+    probable alternatives (token id: log-probability)."""
 
     token: int
     logprob: float
@@ -59,8 +66,9 @@ class Logprob:
 
 @dataclass
 class Completion:
-    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`, `interrupted`, or
-    `error`. `seed`: what a sampled answer was drawn with, given or not; None at temperature 0."""
+    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string),
+    `length`, `interrupted`, or `error`. `seed`: what a sampled answer was drawn with, given or not;
+    None at temperature 0."""
 
     text: str
     token_ids: list[int]

@@ -19,11 +19,13 @@ TREE = 64  # rows that a sequence may need beside its tokens
 
 
 class Queue:
-    """Sequences in order of arrival. To add one, to remove any and to look at the first takes about as long however many there are."""
+    """Sequences in order of arrival. To add one, to remove any and to look at the first takes about
+    as long however many there are."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, SequenceState] = {}  # by arrival
-        self._order: list[int] = []  # a heap of arrivals, those of removed ones among them until they come first
+        # a heap of arrivals, those of removed ones among them until they come first
+        self._order: list[int] = []
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -50,11 +52,13 @@ class Queue:
 
 
 class Scheduler:
-    """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run. At most `most` are active.
+    """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run.
+    At most `most` are active.
 
-    A sequence is admitted when there is room for its text, never before one that came earlier. Where memory runs short later, the active
-    sequence that came last is set back: its text stays, its keys and values are computed anew when there is room again. So the first one
-    always makes progress.
+    A sequence is admitted when there is room for its text, never before one that came earlier.
+    Where memory runs short later, the active sequence that came last is set back: its text stays,
+    its keys and values are computed anew when there is room again. So the first one always makes
+    progress.
     """
 
     def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
@@ -71,8 +75,10 @@ class Scheduler:
         tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
         if limit is not None and tokens + 1 > limit * self.pool.page:
             raise InvalidInput(
-                f"a prompt of {len(sequence.request.prompt)} tokens and max_tokens={sequence.params.max_tokens} need more keys and values "
-                f"than the {limit * self.pool.page} tokens that there is memory for: raise --kv-memory or ask for less"
+                f"a prompt of {len(sequence.request.prompt)} tokens and "
+                f"max_tokens={sequence.params.max_tokens} need more keys and values "
+                f"than the {limit * self.pool.page} tokens that there is memory for: raise "
+                "--kv-memory or ask for less"
             )
 
     def add(self, sequence: SequenceState) -> None:
@@ -94,7 +100,8 @@ class Scheduler:
                 return
             if self._soon_known(sequence):
                 return
-            insort(self.active, sequence, key=lambda one: one.arrival)  # first, so that it ends with the others where the rest fails
+            # first, so that it ends with the others where the rest fails
+            insort(self.active, sequence, key=lambda one: one.arrival)
             self.waiting.remove(sequence)
             try:
                 sequence.begin(self.pool.new())
@@ -104,18 +111,26 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether its text and a tree fit beside what the active sequences are still going to read, without setting one of them back."""
+        """Whether its text and a tree fit beside what the active sequences are still going to read,
+        without setting one of them back."""
         if self.pool.limit is None:
             return True
         page = self.pool.page
-        known = len(self.prefixes.find(sequence.ids, sequence.drafter)) * self.prefixes.size if self.prefixes is not None else 0
+        known = (
+            len(self.prefixes.find(sequence.ids, sequence.drafter)) * self.prefixes.size
+            if self.prefixes is not None
+            else 0
+        )
         needed = -(-(len(sequence.ids) - known + TREE) // page)
-        promised = sum(one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None) + len(self.active)
+        promised = sum(
+            one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
+        ) + len(self.active)
         idle = 0 if self.prefixes is None else self.prefixes.idle_pages(needed + promised)
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _soon_known(self, sequence: SequenceState) -> bool:
-        """Whether an active sequence is reading the same beginning right now, so that waiting for it saves reading it twice."""
+        """Whether an active sequence is reading the same beginning right now, so that waiting for
+        it saves reading it twice."""
         if self.prefixes is None:
             return False
         size, ids = self.prefixes.size, sequence.ids
@@ -139,7 +154,10 @@ class Scheduler:
         sequence.cache.adopt([chunk.held for chunk in chunks], prefixes.size)
         if state is not None and drafter is prefixes.drafter:
             known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            heard = [*(chunk.edge for chunk in known[-1:]), *(chunk.hidden for chunk in chunks[len(known) :])]
+            heard = [
+                *(chunk.edge for chunk in known[-1:]),
+                *(chunk.hidden for chunk in chunks[len(known) :]),
+            ]
             hidden = [rows for rows in heard if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
@@ -161,9 +179,17 @@ class Scheduler:
         if self.model.native:
             room = self.model.beside if running else self.model.chunk
             counts = shares([one.unread for one in reading], room)
-            return [(one, self._text(one, count)) for one, count in zip(reading, counts, strict=True) if count]
+            return [
+                (one, self._text(one, count))
+                for one, count in zip(reading, counts, strict=True)
+                if count
+            ]
         for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts
-            text = len(one.request.prompt) if one.read < len(one.request.prompt) else len(one.ids) - one.started
+            text = (
+                len(one.request.prompt)
+                if one.read < len(one.request.prompt)
+                else len(one.ids) - one.started
+            )
             chunk = self.model.chunk
             end = min(text, (one.read // chunk + 1) * chunk)
             found.append((one, self._text(one, end - one.read)))
@@ -185,8 +211,9 @@ class Scheduler:
 
 
 def shares(unread: Sequence[int], room: int) -> list[int]:
-    """How much of each text is read in a step that has room for `room` tokens. Half of it is for whoever came first, so that everyone's
-    turn comes, the rest for those that have least to read: a short text does not wait for the end of a long one."""
+    """How much of each text is read in a step that has room for `room` tokens. Half of it is for
+    whoever came first, so that everyone's turn comes, the rest for those that have least to read: a
+    short text does not wait for the end of a long one."""
     counts = [min(unread[0], room - room // 2)] if unread else []
     room -= sum(counts)
     counts += [0] * (len(unread) - 1)

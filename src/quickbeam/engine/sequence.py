@@ -23,14 +23,16 @@ from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.kv_cache import SequenceCache
 from quickbeam.trees.base import TreePolicy
 
-DRAFTING = 0x9E3779B97F4A7C15  # what sets the seed of drawn drafts apart from the seed of the answer,
+# what sets the seed of drawn drafts apart from the seed of the answer,
+DRAFTING = 0x9E3779B97F4A7C15
 CHOICE = 0xD1B54A32D192ED03  # and those of further answers to a prompt from the first one's
 _arrivals = count()
 
 
 @dataclass
 class Times:
-    """When a request arrived, was taken up and so on, in seconds of `time.perf_counter`; None: not yet."""
+    """When a request arrived, was taken up and so on, in seconds of `time.perf_counter`; None: not
+    yet."""
 
     arrived: float
     began: float | None = None  # to be read: it had found room
@@ -40,8 +42,9 @@ class Times:
 class Request:
     """A request: a prompt in token ids, how it is answered, and by which method.
 
-    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: the method and all that its drafts depend on, by which
-    acceptance rates and costs are learned. `observer` is called with every step. `choice`: which of several answers to the prompt it is.
+    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: the method and
+    all that its drafts depend on, by which acceptance rates and costs are learned. `observer` is
+    called with every step. `choice`: which of several answers to the prompt it is.
     """
 
     def __init__(
@@ -57,23 +60,42 @@ class Request:
         observer: Callable[[StepRecord], None] | None = None,
         choice: int = 0,
     ) -> None:
-        self.prompt, self.params, self.policy, self.output, self.sampler = list(prompt), params, policy, output, sampler
-        self.budget, self.setting, self.shortlist, self.observer, self.choice = budget, setting, shortlist, observer, choice
+        self.prompt, self.params, self.policy, self.output, self.sampler = (
+            list(prompt),
+            params,
+            policy,
+            output,
+            sampler,
+        )
+        self.budget, self.setting, self.shortlist, self.observer, self.choice = (
+            budget,
+            setting,
+            shortlist,
+            observer,
+            choice,
+        )
 
 
 class SequenceState:
     """A request and its state so far.
 
-    It waits, is read (its prompt), runs, and is over: `output.finish_reason` then says why, or `error` holds what went wrong. `context`
-    exists while it is running. `ids`, `output` and the generators survive a set-back, after which the rest is computed anew. `read`: how
-    many of the `ids` have keys and values.
+    It waits, is read (its prompt), runs, and is over: `output.finish_reason` then says why, or
+    `error` holds what went wrong. `context` exists while it is running. `ids`, `output` and the
+    generators survive a set-back, after which the rest is computed anew. `read`: how many of the
+    `ids` have keys and values.
 
-    The request's seed, or one that is drawn where none was given, makes the noise of its places. For the residual rule it makes two
-    generators, one for what is emitted and one for what is drawn while drafting.
+    The request's seed, or one that is drawn where none was given, makes the noise of its places.
+    For the residual rule it makes two generators, one for what is emitted and one for what is drawn
+    while drafting.
     """
 
     def __init__(self, request: Request, loops: Loops = PLAIN) -> None:
-        self.request, self.params, self.policy, self.output = request, request.params, request.policy, request.output
+        self.request, self.params, self.policy, self.output = (
+            request,
+            request.params,
+            request.policy,
+            request.output,
+        )
         self.arrival = next(_arrivals)
         sources = [source.name for source in request.policy.sources]
         if sources and request.sampler.grammar is not None:
@@ -96,7 +118,10 @@ class SequenceState:
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.chance = Chance(Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None, self.generator)
+        self.chance = Chance(
+            Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None,
+            self.generator,
+        )
 
     @property
     def over(self) -> bool:
@@ -115,7 +140,8 @@ class SequenceState:
 
     @property
     def unread(self) -> int:
-        """How many tokens are to be read before it can run: all of the prompt, or all but the last token once there is an answer."""
+        """How many tokens are to be read before it can run: all of the prompt, or all but the last
+        token once there is an answer."""
         return len(self.ids) - self.started - self.read
 
     @property
@@ -132,13 +158,19 @@ class SequenceState:
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps."""
         drafter = self.drafter
-        return None if drafter is None or self.context is None else self.context.states.get(drafter.name)
+        return (
+            None
+            if drafter is None or self.context is None
+            else self.context.states.get(drafter.name)
+        )
 
     def begin(self, cache: SequenceCache) -> None:
         """Have the sources read the text so far; keys and values are in `cache`."""
         self.cache = cache
         self.times.began = self.times.began or time.perf_counter()
-        self.context = Context(self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise)
+        self.context = Context(
+            self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise
+        )
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
         for source in self.policy.sources:
@@ -158,11 +190,14 @@ class SequenceState:
         self.chunks, self.edges = [], {}
         if self.chance.noise is not None:
             self.chance.noise.forget()
-        self.logits = torch.empty(0) if self.over else self.logits.clone()  # not a slice of what a pass gave
+        # not a slice of what a pass gave
+        self.logits = torch.empty(0) if self.over else self.logits.clone()
 
     def _count_head(self, state: DrafterState) -> None:
         if (used := state.used) is not None:
-            self.statistics.head = used if self.statistics.head is None else self.statistics.head.plus(used)
+            self.statistics.head = (
+                used if self.statistics.head is None else self.statistics.head.plus(used)
+            )
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
         """End it; does nothing where it was over."""
@@ -171,13 +206,16 @@ class SequenceState:
             self.output.close(reason)
 
     def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
-        """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits that the i-th was chosen from."""
+        """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits
+        that the i-th was chosen from."""
         self.times.first = self.times.first or time.perf_counter()
         taken = []
         for i, token in enumerate(tokens):
             taken.append(token)
             if self.logprobs is not None:
-                self.logprobs.append(Logprob(token, *logprobs(row(i), token, self.params.logprobs or 0)))
+                self.logprobs.append(
+                    Logprob(token, *logprobs(row(i), token, self.params.logprobs or 0))
+                )
             if self.output.append(token):
                 break
         self.request.sampler.extend(taken)

@@ -24,13 +24,20 @@ class Delta(NamedTuple):
 
     def plus(self, later: Delta) -> Delta:
         """Both as one."""
-        return Delta(self.text + later.text, self.token_ids + later.token_ids, self.logprobs + later.logprobs, self.steps + later.steps)
+        return Delta(
+            self.text + later.text,
+            self.token_ids + later.token_ids,
+            self.logprobs + later.logprobs,
+            self.steps + later.steps,
+        )
 
 
 class Stream(Iterator[str]):
-    """Pieces of an answer's text as they come; `completion` afterwards, or at any time for the answer so far.
+    """Pieces of an answer's text as they come; `completion` afterwards, or at any time for the
+    answer so far.
 
-    Any number may be open at once, in any threads: a step that one of them takes advances all. A stream that is dropped frees what it held.
+    Any number may be open at once, in any threads: a step that one of them takes advances all. A
+    stream that is dropped frees what it held.
     """
 
     def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
@@ -64,7 +71,12 @@ class Stream(Iterator[str]):
         sequence, start = self._sequence, self._given
         text, ids = sequence.output.take(), sequence.output.token_ids[start:]
         self._given += len(ids)
-        return Delta(text, ids, [] if sequence.logprobs is None else sequence.logprobs[start : self._given], [])
+        return Delta(
+            text,
+            ids,
+            [] if sequence.logprobs is None else sequence.logprobs[start : self._given],
+            [],
+        )
 
     @property
     def token_ids(self) -> Sequence[int]:
@@ -88,7 +100,8 @@ class Stream(Iterator[str]):
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its end."""
+        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its
+        end."""
         sequence = self._sequence
         output = sequence.output
         return Completion(
@@ -111,11 +124,13 @@ def finish(stream: Stream) -> Completion:
 
 
 def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
-    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be `shown`. Raises what ended one of them."""
+    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be
+    `shown`. Raises what ended one of them."""
     running, later = list[Stream](), deque(streams)
     with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
         while running or later:
-            while later and len(running) < engine.scheduler.most:  # no other can be over: whoever came first runs first
+            # no other can be over: whoever came first runs first
+            while later and len(running) < engine.scheduler.most:
                 running.append(later.popleft())
             with engine.lock:
                 if not any(one.over for one in running):

@@ -1,4 +1,5 @@
-"""Traces: what every step drafted and what was accepted, kept to be looked at afterwards. Knows nothing of models."""
+"""Traces: what every step drafted and what was accepted, kept to be looked at afterwards. Knows
+nothing of models."""
 
 from __future__ import annotations
 
@@ -15,7 +16,14 @@ from quickbeam.tree import TokenTree
 FORMAT, VERSION = "quickbeam trace", 1
 NUMBER = (int, float)
 TOKEN: dict[str, Any] = {"token": int, "text": str}
-NODE: dict[str, Any] = {**TOKEN, "parent": int, "depth": int, "source": str, "value": NUMBER, "accepted": bool}
+NODE: dict[str, Any] = {
+    **TOKEN,
+    "parent": int,
+    "depth": int,
+    "source": str,
+    "value": NUMBER,
+    "accepted": bool,
+}
 STEP: dict[str, Any] = {
     "nodes": list,
     "next": dict,
@@ -41,7 +49,8 @@ class StepRecord(NamedTuple):
     tree: TokenTree
     path: list[int]  # the accepted nodes, the root first
     token: int  # what the target emitted after the last of them
-    emitted: list[int]  # what the answer took of the accepted tokens and `token`: less than all where it ended
+    # what the answer took of the accepted tokens and `token`: less than all where it ended
+    emitted: list[int]
     draft_seconds: float
     verify_seconds: float
     seconds: float  # of the whole step
@@ -57,7 +66,14 @@ class Trace:
         tree, accepted = record.tree, set(record.path)
         columns = zip(tree.token, tree.parent, tree.depth, tree.source, tree.value, strict=True)
         nodes = [
-            {"token": token, "parent": parent, "depth": depth, "source": source, "value": float(value), "accepted": node in accepted}
+            {
+                "token": token,
+                "parent": parent,
+                "depth": depth,
+                "source": source,
+                "value": float(value),
+                "accepted": node in accepted,
+            }
             for node, (token, parent, depth, source, value) in enumerate(columns)
         ]
         self._steps.append(
@@ -78,10 +94,16 @@ class Trace:
         return steps
 
     def to_json(self, completion: Completion, tokenizer: Any) -> dict[str, Any]:
-        """The record that `generate --trace` writes: the answer, and for each step its nodes (the root first, which was emitted before;
-        `parent` is an index), the token that the target emitted after the accepted ones, and how many tokens the answer took."""
+        """The record that `generate --trace` writes: the answer, and for each step its nodes (the
+        root first, which was emitted before; `parent` is an index), the token that the target
+        emitted after the accepted ones, and how many tokens the answer took."""
         _name(self._steps, lambda token: str(tokenizer.decode([token])))
-        return {"format": FORMAT, "version": VERSION, "answer": replace(completion, logprobs=None).to_json(), "steps": self._steps}
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "answer": replace(completion, logprobs=None).to_json(),
+            "steps": self._steps,
+        }
 
 
 def _name(steps: Sequence[dict[str, Any]], text: Callable[[int], str]) -> None:
@@ -92,7 +114,8 @@ def _name(steps: Sequence[dict[str, Any]], text: Callable[[int], str]) -> None:
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """What `Trace.to_json` gave, from a file. Raises `InvalidInput` naming what is wrong with a file that is not such a record."""
+    """What `Trace.to_json` gave, from a file. Raises `InvalidInput` naming what is wrong with a
+    file that is not such a record."""
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -100,9 +123,14 @@ def read_trace(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise InvalidInput(f"{path}: not JSON ({error})") from error
     if not isinstance(trace, dict) or trace.get("format") != FORMAT:
-        raise InvalidInput(f"{path}: not a trace; give a file that `quickbeam generate --trace` wrote")
+        raise InvalidInput(
+            f"{path}: not a trace; give a file that `quickbeam generate --trace` wrote"
+        )
     if trace.get("version") != VERSION:
-        raise InvalidInput(f"{path}: a trace of version {trace.get('version')!r}; this quickbeam reads version {VERSION}: record it again")
+        raise InvalidInput(
+            f"{path}: a trace of version {trace.get('version')!r}; this quickbeam "
+            f"reads version {VERSION}: record it again"
+        )
     _check(trace, {"answer": dict, "steps": list}, f"{path}")
     _check(trace["answer"], ANSWER, f"{path}: answer")
     for number, step in enumerate(trace["steps"], 1):
@@ -114,12 +142,16 @@ def read_trace(path: Path) -> dict[str, Any]:
         for i, node in enumerate(step["nodes"]):
             _check(node, NODE, f"{where}, node {i}")
             if not (0 <= node["parent"] < i or (i == 0 and node["parent"] == -1)):
-                raise InvalidInput(f"{where}, node {i}: parent {node['parent']}; must be an earlier node (-1 for the root, node 0)")
+                raise InvalidInput(
+                    f"{where}, node {i}: parent {node['parent']}; must be an "
+                    "earlier node (-1 for the root, node 0)"
+                )
     return trace
 
 
 def _check(record: Any, fields: dict[str, Any], where: str) -> None:
-    """Raise `InvalidInput` unless `record` is an object with these fields of these types; numbers must be finite."""
+    """Raise `InvalidInput` unless `record` is an object with these fields of these types; numbers
+    must be finite."""
     if not isinstance(record, dict):
         raise InvalidInput(f"{where}: {str(record)[:40]!r}; must be an object")
     for name, kind in fields.items():
@@ -129,4 +161,7 @@ def _check(record: Any, fields: dict[str, Any], where: str) -> None:
         good = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not good or (isinstance(value, int | float) and not abs(value) < 1e300):
             kinds = kind if isinstance(kind, tuple) else (kind,)
-            raise InvalidInput(f"{where}: {name}={str(value)[:40]!r}; must be {' or '.join(k.__name__ for k in kinds)}")
+            raise InvalidInput(
+                f"{where}: {name}={str(value)[:40]!r}; must be "
+                f"{' or '.join(k.__name__ for k in kinds)}"
+            )

@@ -7,7 +7,8 @@ from collections import deque
 
 
 class Turns:
-    """A fair lock. `threading.Lock` may be taken again by the thread that just released it, before a waiting one has woken up.
+    """A fair lock. `threading.Lock` may be taken again by the thread that just released it, before
+    a waiting one has woken up.
 
     The thread that holds it may enter it again.
     """
@@ -50,7 +51,8 @@ class Turns:
                 turn.release()
 
     def take_if_free(self) -> bool:
-        """Take it where nobody holds it, not even this thread, without ever waiting: fit for finalizers, which may run anywhere."""
+        """Take it where nobody holds it, not even this thread, without ever waiting: fit for
+        finalizers, which may run anywhere."""
         if not self._guard.acquire(blocking=False):
             return False
         try:

@@ -21,10 +21,11 @@ LIKE_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separa
 
 
 class Compiler:
-    """Compiles grammars for a tokenizer of transformers, and keeps those used last. `eos`: the model's end-of-sequence ids.
+    """Compiles grammars for a tokenizer of transformers, and keeps those used last. `eos`: the
+    model's end-of-sequence ids.
 
-    The tokenizer's own form for llguidance is made with the first grammar: it takes a second for a large vocabulary. Calls may come from
-    several threads.
+    The tokenizer's own form for llguidance is made with the first grammar: it takes a second for a
+    large vocabulary. Calls may come from several threads.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos: Collection[int]) -> None:
@@ -36,16 +37,19 @@ class Compiler:
     def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
         """The masks of an answer that `ends` end.
 
-        Raises `InvalidInput` where llguidance is missing or can't take the tokenizer or the grammar, and where no id is left by which the
-        answer could end."""
+        Raises `InvalidInput` where llguidance is missing or can't take the tokenizer or the
+        grammar, and where no id is left by which the answer could end."""
         with self._lock:
             compiled = self._compile(grammar)
             assert self._tokenizer is not None
             known, special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
-            closing = [token for token in ends if token in self._eos or (token < known and special(token))]
+            closing = [
+                token for token in ends if token in self._eos or (token < known and special(token))
+            ]
             if not closing:
                 raise InvalidInput(
-                    "grammar with ignore_eos: nothing could end the answer where the grammar ends; leave ignore_eos out, "
+                    "grammar with ignore_eos: nothing could end the answer where the grammar ends; "
+                    "leave ignore_eos out, "
                     "or give a special token in stop_token_ids"
                 )
             return Masks(compiled, self._vocab, ends, closing)
@@ -62,14 +66,21 @@ class Compiler:
         try:
             from llguidance import LLMatcher
         except ImportError as error:
-            raise InvalidInput("grammar: needs llguidance: pip install 'quickbeam[grammar]'") from error
+            raise InvalidInput(
+                "grammar: needs llguidance: pip install 'quickbeam[grammar]'"
+            ) from error
         if self._tokenizer is None:
             self._tokenizer = self._prepared()
         try:
             if grammar.kind == "json_schema":
-                text = LLMatcher.grammar_from_json_schema(grammar.text, defaults=None if grammar.any_whitespace else LIKE_PYTHON)  # type: ignore[arg-type]
+                text = LLMatcher.grammar_from_json_schema(
+                    grammar.text,
+                    defaults=None if grammar.any_whitespace else LIKE_PYTHON,  # type: ignore[arg-type]
+                )
             else:
-                make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[grammar.kind]
+                make = {"regex": LLMatcher.grammar_from_regex, "lark": LLMatcher.grammar_from_lark}[
+                    grammar.kind
+                ]
                 text = make(grammar.text)
         except ValueError as error:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
@@ -86,8 +97,14 @@ class Compiler:
 
         known = [token for token in self._eos if token < len(self._hf)]
         if not known:
-            raise InvalidInput("grammar: this model has no end-of-sequence token, by which an answer would end")
+            raise InvalidInput(
+                "grammar: this model has no end-of-sequence token, by which an answer would end"
+            )
         try:
-            return llguidance.hf.from_tokenizer(self._hf, n_vocab=max(self._vocab, len(self._hf)), eos_token=known)
+            return llguidance.hf.from_tokenizer(
+                self._hf, n_vocab=max(self._vocab, len(self._hf)), eos_token=known
+            )
         except Exception as error:  # it raises what it likes
-            raise InvalidInput(f"grammar: llguidance can't take this model's tokenizer ({error})") from error
+            raise InvalidInput(
+                f"grammar: llguidance can't take this model's tokenizer ({error})"
+            ) from error

@@ -1,4 +1,5 @@
-"""Which tokens a grammar allows after any path of a draft tree. Knows nothing of models, and of sampling only which ids end an answer."""
+"""Which tokens a grammar allows after any path of a draft tree. Knows nothing of models, and of
+sampling only which ids end an answer."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class DeadEnd(InvalidInput):
 
 
 class Place(NamedTuple):
-    """What may follow a path. `banned`: `[vocab]` bool; `left`: how many tokens are not; `first`: the lowest of them."""
+    """What may follow a path. `banned`: `[vocab]` bool; `left`: how many tokens are not; `first`:
+    the lowest of them."""
 
     banned: torch.Tensor
     left: int
@@ -31,8 +33,8 @@ class Place(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A grammar for one tokenizer. `matcher`: has read nothing yet; `ends`: the ids by which it tells that the text may end; `size`: how
-    many tokens its masks have."""
+    """A grammar for one tokenizer. `matcher`: has read nothing yet; `ends`: the ids by which it
+    tells that the text may end; `size`: how many tokens its masks have."""
 
     matcher: LLMatcher
     ends: Sequence[int]
@@ -42,15 +44,18 @@ class Compiled(NamedTuple):
 class Masks:
     """Where one answer stands in its grammar, and what may follow, for any path below it.
 
-    `vocab`: width of the logits; tokens that the tokenizer doesn't know are never allowed. `ends`: ids that end the answer; after one of
-    them nothing is asked of the text any more. `closing`: those of them that are no text: they are allowed where the grammar may end, and
-    nothing else is where it must.
+    `vocab`: width of the logits; tokens that the tokenizer doesn't know are never allowed. `ends`:
+    ids that end the answer; after one of them nothing is asked of the text any more. `closing`:
+    those of them that are no text: they are allowed where the grammar may end, and nothing else is
+    where it must.
 
-    One matcher walks from path to path: it goes back to where two of them part and reads the rest. What is allowed is a function of the
-    tokens alone. Places are kept until the answer grows.
+    One matcher walks from path to path: it goes back to where two of them part and reads the rest.
+    What is allowed is a function of the tokens alone. Places are kept until the answer grows.
     """
 
-    def __init__(self, compiled: Compiled, vocab: int, ends: Collection[int], closing: Collection[int]) -> None:
+    def __init__(
+        self, compiled: Compiled, vocab: int, ends: Collection[int], closing: Collection[int]
+    ) -> None:
         self._compiled, self._vocab, self._ends = compiled, vocab, frozenset(ends)
         self._closing = [token for token in closing if token < vocab]
         self._text: list[int] = []  # the answer so far
@@ -73,7 +78,8 @@ class Masks:
                 self._path = self._path[1:]
 
     def place(self, path: Sequence[int] = ()) -> Place | None:
-        """What may follow output and `path`; None where the answer is over by then. Raises `DeadEnd` where nothing can."""
+        """What may follow output and `path`; None where the answer is over by then. Raises
+        `DeadEnd` where nothing can."""
         if self._over or not self._ends.isdisjoint(path):
             return None
         key = tuple(path)
@@ -82,7 +88,8 @@ class Masks:
         return self._places[key]
 
     def ban(self, scores: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Scores `[vocab]` of what follows `path`, changed in place: minus infinity where a token may not.
+        """Scores `[vocab]` of what follows `path`, changed in place: minus infinity where a token
+        may not.
 
         Raises `DeadEnd` where none is left."""
         place = self.place(path)
@@ -91,7 +98,10 @@ class Masks:
         scores.masked_fill_(place.banned.to(scores.device), -math.inf)
         if scores.max() == -math.inf:
             where = f"after {len(self._text) + len(path)} tokens of the answer"
-            raise DeadEnd(f"grammar: it allows {place.left} tokens {where}, all ruled out by min_tokens, bad_words or logit_bias")
+            raise DeadEnd(
+                f"grammar: it allows {place.left} tokens {where}, all ruled out by "
+                "min_tokens, bad_words or logit_bias"
+            )
         return scores
 
     def find(self, path: Sequence[int] = ()) -> Place | None:
@@ -114,11 +124,16 @@ class Masks:
         return self._forced[key]
 
     def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow `path`, for drafting: one that ends the answer doesn't count. No mask is made."""
+        """How many of `tokens` may follow `path`, for drafting: one that ends the answer doesn't
+        count. No mask is made."""
         if self._over or not self._ends.isdisjoint(path):
             return 0
         before_end = list(takewhile(lambda token: token not in self._ends, tokens))
-        return self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0 if before_end else 0
+        return (
+            self._ask(path, lambda matcher: matcher.validate_tokens(before_end)) or 0
+            if before_end
+            else 0
+        )
 
     def _is_written(self, path: tuple[int, ...]) -> bool:
         """Whether llguidance knows the next token by the text alone."""
@@ -131,7 +146,9 @@ class Masks:
         if bits is None:
             where = f"after {len(self._text) + len(path)} tokens of the answer"
             raise DeadEnd(f"grammar: no token can come {where} ({self._reason})")
-        allowed = np.unpackbits(np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little").view(bool)
+        allowed = np.unpackbits(
+            np.frombuffer(bits, dtype=np.uint8), count=self._compiled.size, bitorder="little"
+        ).view(bool)
         marks = list(self._compiled.ends)
         may_end = bool(allowed[marks].any())
         allowed[marks] = False
@@ -140,7 +157,11 @@ class Masks:
         np.logical_not(allowed[:shared], out=banned[:shared])
         if may_end:
             banned[self._closing] = False
-        return Place(torch.from_numpy(banned), self._vocab - int(np.count_nonzero(banned)), int(banned.argmin()))
+        return Place(
+            torch.from_numpy(banned),
+            self._vocab - int(np.count_nonzero(banned)),
+            int(banned.argmin()),
+        )
 
     def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
         """What a matcher that has read `path` says; None where it fails, for `_reason`."""
@@ -150,7 +171,8 @@ class Masks:
                 answer = question(self._matcher)
                 if not self._matcher.is_error():
                     return answer
-            # Limits that many drafts used up, and grammars that can't be read backwards, don't stop one that comes the straight way.
+            # Limits that many drafts used up, and grammars that can't be read backwards, don't stop
+            # one that comes the straight way.
             self._reason = str(self._matcher.get_error()).partition("\n")[0]
             self._matcher = self._begun()
         return None

@@ -14,11 +14,13 @@ KINDS = ("json_schema", "regex", "lark")
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that an answer has to be of, for `SamplingParams(grammar=…)`. Made by one of its class methods.
+    """A language that an answer has to be of, for `SamplingParams(grammar=…)`. Made by one of its
+    class methods.
 
-    What llguidance makes of it is the meaning of it: see its documentation for the keywords of JSON schema, the syntax of regular
-    expressions (Rust's, without look-around) and its dialect of Lark. What can't be used is told when a request begins.
-    `kind`: one of `KINDS`; `text`: the schema, expression or grammar. `any_whitespace`: of JSON; see `json_schema`.
+    What llguidance makes of it is the meaning of it: see its documentation for the keywords of JSON
+    schema, the syntax of regular expressions (Rust's, without look-around) and its dialect of Lark.
+    What can't be used is told when a request begins. `kind`: one of `KINDS`; `text`: the schema,
+    expression or grammar. `any_whitespace`: of JSON; see `json_schema`.
     """
 
     kind: str
@@ -32,12 +34,16 @@ class Grammar:
             raise InvalidInput(f"{self.kind}={self.text!r}: must be text")
 
     @classmethod
-    def json_schema(cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False) -> Grammar:
+    def json_schema(
+        cls, schema: Mapping[str, Any] | str, *, any_whitespace: bool = False
+    ) -> Grammar:
         """JSON that fits a schema, given as a mapping or as text.
 
-        It is written as Python's `json.dumps` writes it: `": "` after keys and `", "` between items. So what stands between two values is
-        forced, and needs no thought of the model. `any_whitespace` leaves that to the model, which may then indent, or write blanks for
-        ever. What the schema has as its own `x-guidance` goes before that. Raises `InvalidInput` for what is not JSON.
+        It is written as Python's `json.dumps` writes it: `": "` after keys and `", "` between
+        items. So what stands between two values is forced, and needs no thought of the model.
+        `any_whitespace` leaves that to the model, which may then indent, or write blanks for ever.
+        What the schema has as its own `x-guidance` goes before that. Raises `InvalidInput` for what
+        is not JSON.
         """
         if not isinstance(schema, str | Mapping):
             raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")

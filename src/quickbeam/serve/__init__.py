@@ -1,4 +1,5 @@
-"""An OpenAI-compatible server. Imports nothing heavy: what is in here comes with the extra `serve`."""
+"""An OpenAI-compatible server. Imports nothing heavy: what is in here comes with the extra
+`serve`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The gate: who may wait for an answer. Knows neither HTTP nor models.
 
-What a request weighs is guessed before anything is computed for it, so that turning it away costs nothing. What the engine has taken up is
-never turned away. All of it belongs to one event loop.
+What a request weighs is guessed before anything is computed for it, so that turning it away costs
+nothing. What the engine has taken up is never turned away. All of it belongs to one event loop.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ class Place:
 
 
 class Ticket:
-    """One request's: `choices` answers to prompts of about `tokens` tokens, which count as waiting until the first answer is taken up.
-    Leaving its `with` block ends what was not handed on by `place`."""
+    """One request's: `choices` answers to prompts of about `tokens` tokens, which count as waiting
+    until the first answer is taken up. Leaving its `with` block ends what was not handed on by
+    `place`."""
 
     def __init__(self, gate: Gate, tokens: int, choices: int) -> None:
         self.gate, self.tokens = gate, tokens
@@ -82,7 +83,8 @@ class Ticket:
         self._inside = choices  # places that are not over
 
     def place(self) -> Place:
-        """One of its places; whoever takes it ends it. Raises `IndexError` for more answers than were asked for."""
+        """One of its places; whoever takes it ends it. Raises `IndexError` for more answers than
+        were asked for."""
         return self._free.pop()
 
     def weigh(self, tokens: int) -> None:
@@ -112,9 +114,11 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in. `phase` says whether any may come; `places`: how many answers the engine makes side by side.
+    """Lets requests in. `phase` says whether any may come; `places`: how many answers the engine
+    makes side by side.
 
-    `inside`: answers that are not over; `waiting`: those of them that the engine has not taken up; `waiting_tokens`: of their prompts.
+    `inside`: answers that are not over; `waiting`: those of them that the engine has not taken up;
+    `waiting_tokens`: of their prompts.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -127,19 +131,22 @@ class Gate:
     def enter(self, tokens: int, choices: int = 1) -> Ticket:
         """Raises `Unavailable` where the server is not ready, `Busy` where too much waits already.
 
-        A prompt that is longer than all that may wait is let in where no other waits: its turn would never come otherwise.
+        A prompt that is longer than all that may wait is let in where no other waits: its turn
+        would never come otherwise.
         """
         self.check()
         settings = self.settings
         if self.inside + choices > self.places + settings.max_waiting:
             raise Busy(
-                f"{self.waiting} requests wait for their turn, and {settings.max_waiting} may; this one asks for {choices}: "
+                f"{self.waiting} requests wait for their turn, and {settings.max_waiting} may; "
+                f"this one asks for {choices}: "
                 "come back later",
                 self.retry_after(choices),
             )
         if self.waiting_tokens and self.waiting_tokens + tokens > settings.max_waiting_tokens:
             raise Busy(
-                f"prompts of about {self.waiting_tokens} tokens wait for their turn, and {settings.max_waiting_tokens} may; "
+                f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "
+                f"{settings.max_waiting_tokens} may; "
                 f"this one has about {tokens}: come back later",
                 self.retry_after(choices),
             )
@@ -154,16 +161,26 @@ class Gate:
         if self.phase is Phase.starting:
             raise Unavailable("the server is starting: the model is being loaded", 5)
         if self.phase is Phase.draining:
-            raise Unavailable("the server is ending: it finishes what it has begun and takes nothing new", LONGEST_WAIT)
+            raise Unavailable(
+                "the server is ending: it finishes what it has begun and takes nothing new",
+                LONGEST_WAIT,
+            )
 
     def retry_after(self, choices: int = 1) -> int:
-        """Seconds until as many answers as wait now will have been taken up, by the rate of late."""
+        """Seconds until as many answers as wait now will have been taken up, by the rate of
+        late."""
         now = time.perf_counter()
         recent = [at for at in self._began if now - at < LONGEST_WAIT]
         if len(recent) < 2:
             return 1
         pace = (now - recent[0]) / (len(recent) - 1)
-        return max(1, min(LONGEST_WAIT, math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting))))
+        return max(
+            1,
+            min(
+                LONGEST_WAIT,
+                math.ceil(pace * min(self.waiting + choices, self.settings.max_waiting)),
+            ),
+        )
 
     def began(self) -> None:
         """An answer was taken up."""

@@ -1,4 +1,5 @@
-"""The answers to one request while they are made: their parts as they come, whole answers, what they took; and how they are streamed."""
+"""The answers to one request while they are made: their parts as they come, whole answers, what
+they took; and how they are streamed."""
 
 from __future__ import annotations
 
@@ -27,10 +28,15 @@ class Part(NamedTuple):
 
 
 class Answers:
-    """Answers under way, `n` to each of the `prompts`, those to the first prompt first. `seeds`: of each prompt.
-    Leaving its `with` block ends them."""
+    """Answers under way, `n` to each of the `prompts`, those to the first prompt first. `seeds`: of
+    each prompt. Leaving its `with` block ends them."""
 
-    def __init__(self, streams: Sequence[AsyncStream], prompts: Sequence[list[int]], seeds: Sequence[int | None]) -> None:
+    def __init__(
+        self,
+        streams: Sequence[AsyncStream],
+        prompts: Sequence[list[int]],
+        seeds: Sequence[int | None],
+    ) -> None:
         self.streams, self.prompts, self.seeds = streams, prompts, seeds
         self.n = len(streams) // len(prompts)
 
@@ -47,7 +53,9 @@ class Answers:
     async def parts(self) -> AsyncIterator[Part]:
         """Parts of all answers as they come. Raises what ended one before its time."""
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
-        tasks = [asyncio.ensure_future(self._follow(index, parts)) for index in range(len(self.streams))]
+        tasks = [
+            asyncio.ensure_future(self._follow(index, parts)) for index in range(len(self.streams))
+        ]
         try:
             running = len(tasks)
             while running:
@@ -84,8 +92,9 @@ class Answers:
         return [stream.completion for stream in self.streams]
 
     def usage(self) -> dict[str, Any]:
-        """What they took so far, as chats and completions tell it. `prompt_tokens`: each prompt once, `cached_tokens`: of those, what was
-        not computed anew, `accepted_prediction_tokens` and `rejected_prediction_tokens`: drafted tokens, `steps`: passes over a tree."""
+        """What they took so far, as chats and completions tell it. `prompt_tokens`: each prompt
+        once, `cached_tokens`: of those, what was not computed anew, `accepted_prediction_tokens`
+        and `rejected_prediction_tokens`: drafted tokens, `steps`: passes over a tree."""
         counts = self.counts()
         return {
             "prompt_tokens": counts.prompt,
@@ -134,13 +143,16 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[s
 
 
 def event_stream(runner: Runner, chunks: AsyncIterator[dict[str, Any]]) -> EventSourceResponse:
-    """The response that streams `chunks`, then `[DONE]`. An error comes as its object in place of the rest. A comment keeps the connection
-    when there is nothing to say."""
+    """The response that streams `chunks`, then `[DONE]`. An error comes as its object in place of
+    the rest. A comment keeps the connection when there is nothing to say."""
     return sse(runner, _events(chunks))
 
 
 def sse(runner: Runner, events: AsyncIterator[dict[str, str]]) -> EventSourceResponse:
     """The response that streams server-sent events."""
     return EventSourceResponse(
-        events, sep="\n", ping=runner.settings.keep_alive, ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n")
+        events,
+        sep="\n",
+        ping=runner.settings.keep_alive,
+        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
     )

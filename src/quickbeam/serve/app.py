@@ -1,4 +1,5 @@
-"""The server's application: what stands at which path, and what each request passes before it gets there."""
+"""The server's application: what stands at which path, and what each request passes before it gets
+there."""
 
 from __future__ import annotations
 
@@ -21,17 +22,22 @@ LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as a Host header names this ma
 
 
 def create_app(runner: Runner) -> FastAPI:
-    """What answers HTTP for a runner, which is closed when the application ends. Handlers find it as `request.app.state.runner`."""
+    """What answers HTTP for a runner, which is closed when the application ends. Handlers find it
+    as `request.app.state.runner`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await runner.close()
 
-    app = FastAPI(title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)  # their pages load scripts
+    # their pages load scripts
+    app = FastAPI(
+        title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     app.state.runner = runner
     errors.install(app)
-    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))  # nobody reads it
+    # nobody reads it
+    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
     for module in (chat, completions, responses, tokens):
         app.include_router(module.router)
     app.add_api_route("/", index, include_in_schema=False)
@@ -46,17 +52,34 @@ def protect(app: FastAPI, runner: Runner) -> None:
     settings = runner.settings
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_keys:
-        app.add_middleware(Keys, keys=settings.api_keys, open=OPEN if settings.protect_metrics else (*OPEN, "/metrics"))
+        app.add_middleware(
+            Keys,
+            keys=settings.api_keys,
+            open=OPEN if settings.protect_metrics else (*OPEN, "/metrics"),
+        )
     if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"])
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+        )
     if settings.loopback and not settings.api_keys:
-        hosts = [*LOOPBACK, f"[{settings.host}]" if ":" in settings.host else settings.host, *settings.allowed_hosts]
+        hosts = [
+            *LOOPBACK,
+            f"[{settings.host}]" if ":" in settings.host else settings.host,
+            *settings.allowed_hosts,
+        ]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
 
 
 async def index() -> Response:
     html, policy = page()
-    headers = {"Content-Security-Policy": policy, "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+    }
     return Response(html, media_type="text/html; charset=utf-8", headers=headers)
 
 

@@ -34,20 +34,24 @@ async def create(request: ChatRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: ChatRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`, and what ended an answer."""
+    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
+    and what ended an answer."""
     chat = await _begin(runner, request)
     with chat.answers:
         return await chat.whole()
 
 
 async def stream(runner: Runner, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
-    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on while they come."""
+    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on
+    while they come."""
     return (await _begin(runner, request)).chunks()
 
 
 async def _begin(runner: Runner, request: ChatRequest) -> Chat:
     llm = runner.llm
-    calling = tools.calling(request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer)
+    calling = tools.calling(
+        request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer
+    )
     wanted = Wanted(
         {"max_completion_tokens": request.max_completion_tokens, "max_tokens": request.max_tokens},
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
@@ -68,7 +72,9 @@ async def _begin(runner: Runner, request: ChatRequest) -> Chat:
 class Chat:
     """A chat under way."""
 
-    def __init__(self, runner: Runner, request: ChatRequest, answers: Answers, calling: Calling | None) -> None:
+    def __init__(
+        self, runner: Runner, request: ChatRequest, answers: Answers, calling: Calling | None
+    ) -> None:
         self.request, self.answers = request, answers
         self._readers = [calling and calling.reader() for _ in range(len(answers))]
         self._called = [0] * len(answers)  # calls that were told
@@ -93,7 +99,11 @@ class Chat:
 
     def _choice(self, index: int, completion: Completion) -> dict[str, Any]:
         content, calls = split([*self._read(index, completion.text), *self._rest(index)])
-        message: dict[str, Any] = {"role": "assistant", "content": None if calls and not content else content, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": None if calls and not content else content,
+            "refusal": None,
+        }
         if calls:
             message["tool_calls"] = [_call(call) for call in calls]
         choice: dict[str, Any] = {
@@ -102,7 +112,11 @@ class Chat:
             "logprobs": self._logprobs(completion.logprobs or []),
             "finish_reason": self._reason(index, completion),
         }
-        return {**choice, "token_ids": completion.token_ids} if self.request.return_token_ids else choice
+        return (
+            {**choice, "token_ids": completion.token_ids}
+            if self.request.return_token_ids
+            else choice
+        )
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Chunks of all answers as they come: the roles first, the usage last."""
@@ -123,9 +137,16 @@ class Chat:
             if (options := self.request.stream_options) and options.include_usage:
                 yield {**self._head, "choices": [], "usage": answers.usage()}
 
-    def _of(self, index: int, delta: Delta, pieces: Sequence[str | Call]) -> Iterable[dict[str, Any]]:
+    def _of(
+        self, index: int, delta: Delta, pieces: Sequence[str | Call]
+    ) -> Iterable[dict[str, Any]]:
         """The chunk of a part of an answer, if there is something to tell."""
-        if not (pieces or delta.steps or delta.logprobs or (delta.token_ids and self.request.return_token_ids)):
+        if not (
+            pieces
+            or delta.steps
+            or delta.logprobs
+            or (delta.token_ids and self.request.return_token_ids)
+        ):
             return
         chunk = self._chunk(index, self._delta(index, pieces))
         if self._texts is not None:
@@ -133,11 +154,21 @@ class Chat:
         if self.request.return_token_ids:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         if delta.steps:
-            chunk["quickbeam"] = {"steps": delta.steps, "method": self.answers.streams[index].completion.method}
+            chunk["quickbeam"] = {
+                "steps": delta.steps,
+                "method": self.answers.streams[index].completion.method,
+            }
         yield chunk
 
-    def _chunk(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        chunk: dict[str, Any] = {**self._head, "choices": [{"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}]}
+    def _chunk(
+        self, index: int, delta: dict[str, Any], reason: str | None = None
+    ) -> dict[str, Any]:
+        chunk: dict[str, Any] = {
+            **self._head,
+            "choices": [
+                {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+            ],
+        }
         if (options := self.request.stream_options) and options.include_usage:
             chunk["usage"] = self.answers.usage() if options.continuous_usage_stats else None
         return chunk
@@ -146,7 +177,9 @@ class Chat:
         content, calls = split(pieces)
         delta: dict[str, Any] = {"content": content} if content or not calls else {}
         if calls:
-            delta["tool_calls"] = [{"index": self._called[index] + i, **_call(call)} for i, call in enumerate(calls)]
+            delta["tool_calls"] = [
+                {"index": self._called[index] + i, **_call(call)} for i, call in enumerate(calls)
+            ]
             self._called[index] += len(calls)
         return delta
 
@@ -172,8 +205,14 @@ class Chat:
 def split(pieces: Iterable[str | Call]) -> tuple[str, list[Call]]:
     """The text, and the calls."""
     every = list(pieces)
-    return "".join(piece for piece in every if isinstance(piece, str)), [piece for piece in every if isinstance(piece, Call)]
+    return "".join(piece for piece in every if isinstance(piece, str)), [
+        piece for piece in every if isinstance(piece, Call)
+    ]
 
 
 def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

@@ -35,14 +35,16 @@ async def create(request: CompletionRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: CompletionRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`, and what ended an answer."""
+    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
+    and what ended an answer."""
     made = await _begin(runner, request)
     with made.answers:
         return await made.whole()
 
 
 async def stream(runner: Runner, request: CompletionRequest) -> AsyncIterator[dict[str, Any]]:
-    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on while they come."""
+    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on
+    while they come."""
     return (await _begin(runner, request)).chunks()
 
 
@@ -52,14 +54,22 @@ async def _begin(runner: Runner, request: CompletionRequest) -> Texts:
     answers = await begin(
         runner,
         request,
-        lambda: [list(llm.tokenizer(one)["input_ids"]) if isinstance(one, str) else one for one in prompts],
+        lambda: [
+            list(llm.tokenizer(one)["input_ids"]) if isinstance(one, str) else one
+            for one in prompts
+        ],
         Wanted({"max_tokens": request.max_tokens}, LENGTH, request.logprobs),
         size=sum(map(len, prompts)),
         prompts=len(prompts),
         tokens=tokens,
         trace=bool(request.trace),
     )
-    return Texts(runner, request, answers, [_text(llm, one) for one in prompts] if request.echo else [""] * len(prompts))
+    return Texts(
+        runner,
+        request,
+        answers,
+        [_text(llm, one) for one in prompts] if request.echo else [""] * len(prompts),
+    )
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
@@ -76,7 +86,9 @@ def _text(llm: LLM, prompt: str | list[int]) -> str:
 class Texts:
     """Completions under way. `echoes`: what stands before the answers to each prompt."""
 
-    def __init__(self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]) -> None:
+    def __init__(
+        self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]
+    ) -> None:
         self.request, self.answers = request, answers
         self._echoes = [echo for echo in echoes for _ in range(answers.n)]
         texts = TokenTexts(runner.llm.tokenizer)
@@ -94,7 +106,14 @@ class Texts:
         """The response object, when all answers are complete."""
         completions = await self.answers.finished()
         choices = [
-            self._choice(index, self._echoes[index] + one.text, one.finish_reason, one.logprobs or [], one.token_ids, first=True)
+            self._choice(
+                index,
+                self._echoes[index] + one.text,
+                one.finish_reason,
+                one.logprobs or [],
+                one.token_ids,
+                first=True,
+            )
             for index, one in enumerate(completions)
         ]
         return {**self._head, "choices": choices, "usage": self.answers.usage()}
@@ -110,7 +129,12 @@ class Texts:
             async for index, delta in answers.parts():
                 if delta is None:
                     yield self._chunk(index, reason=answers.streams[index].completion.finish_reason)
-                elif delta.text or delta.steps or delta.logprobs or (delta.token_ids and self.request.return_token_ids):
+                elif (
+                    delta.text
+                    or delta.steps
+                    or delta.logprobs
+                    or (delta.token_ids and self.request.return_token_ids)
+                ):
                     yield self._part(index, delta, first[index])
                     first[index] = False
             if (options := self.request.stream_options) and options.include_usage:
@@ -119,7 +143,10 @@ class Texts:
     def _part(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
         chunk = self._chunk(index, delta.text, None, delta.logprobs, delta.token_ids, first)
         if delta.steps:
-            chunk["quickbeam"] = {"steps": delta.steps, "method": self.answers.streams[index].completion.method}
+            chunk["quickbeam"] = {
+                "steps": delta.steps,
+                "method": self.answers.streams[index].completion.method,
+            }
         return chunk
 
     def _chunk(
@@ -131,15 +158,29 @@ class Texts:
         token_ids: Sequence[int] = (),
         first: bool = False,
     ) -> dict[str, Any]:
-        chunk = {**self._head, "choices": [self._choice(index, text, reason, logprobs, token_ids, first)]}
+        chunk = {
+            **self._head,
+            "choices": [self._choice(index, text, reason, logprobs, token_ids, first)],
+        }
         if (options := self.request.stream_options) and options.include_usage:
             chunk["usage"] = self.answers.usage() if options.continuous_usage_stats else None
         return chunk
 
     def _choice(
-        self, index: int, text: str, reason: str | None, logprobs: Sequence[Logprob], token_ids: Sequence[int], first: bool
+        self,
+        index: int,
+        text: str,
+        reason: str | None,
+        logprobs: Sequence[Logprob],
+        token_ids: Sequence[int],
+        first: bool,
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text,
+            "logprobs": None,
+            "finish_reason": reason,
+        }
         choice["seed"] = self.answers.seeds[index // self.answers.n]
         if self.request.logprobs is not None:
             choice["logprobs"] = self._logprobs[index].add(logprobs)

@@ -1,4 +1,5 @@
-"""From requests to what the engine is asked: prompts in token ids, `SamplingParams`, jobs. Knows nothing of HTTP."""
+"""From requests to what the engine is asked: prompts in token ids, `SamplingParams`, jobs. Knows
+nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -16,20 +17,46 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.answers import Answers
 from quickbeam.serve.errors import Refused
-from quickbeam.serve.messages import AssistantMessage, Content, Conversation, Message, Tool, ToolMessage
+from quickbeam.serve.messages import (
+    AssistantMessage,
+    Content,
+    Conversation,
+    Message,
+    Tool,
+    ToolMessage,
+)
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import JsonObject, JsonSchema, Request, Speculation
 
 SAME = (  # fields that mean what SamplingParams means by them
-    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "stop", "n"),
-    *("stop_token_ids", "ignore_eos", "min_tokens", "bad_words", "include_stop_str_in_output", "skip_special_tokens"),
+    *(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+        "stop",
+        "n",
+    ),
+    *(
+        "stop_token_ids",
+        "ignore_eos",
+        "min_tokens",
+        "bad_words",
+        "include_stop_str_in_output",
+        "skip_special_tokens",
+    ),
 )
 SEED_BITS = 53  # integers that every JSON reader keeps
 
 
 class Wanted(NamedTuple):
-    """What an API's own fields say of sampling. `lengths`: the fields that may limit the answer, each with its value; `length`: what
-    happens where none does (None: as much as there is room for). `grammar`: beside the fields that all APIs share."""
+    """What an API's own fields say of sampling. `lengths`: the fields that may limit the answer,
+    each with its value; `length`: what happens where none does (None: as much as there is room
+    for). `grammar`: beside the fields that all APIs share."""
 
     lengths: dict[str, int | None]
     length: int | None = None
@@ -49,8 +76,9 @@ async def begin(
     tokens: int | None = None,
     trace: bool = False,
 ) -> Answers:
-    """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once there is a place in the queue for texts
-    of `size` characters (`tokens`, where that is known). Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
+    """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once
+    there is a place in the queue for texts of `size` characters (`tokens`, where that is known).
+    Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
     try:
         return await _begun(runner, request, encode, wanted, size, prompts, tokens, trace)
     except InvalidInput as error:
@@ -70,14 +98,30 @@ async def _begun(
     check_model(runner, request.model)
     asked = request.speculation or Speculation()
     if asked.method not in (None, *(methods := runner.llm.methods)):
-        raise Refused(f"unknown method {asked.method!r}; this server runs {', '.join(methods)}", "speculation.method")
+        raise Refused(
+            f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
+            "speculation.method",
+        )
     params = sampling(request, wanted, runner.settings.default_temperature)
     with runner.enter(size, prompts * params.n, tokens) as ticket:
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
-        # Prompts that share a drawn seed would share its noise: the same prompt twice would have the same answer.
-        seeds = [secrets.randbits(SEED_BITS) if params.seed is None and not params.greedy else params.seed for _ in every]
+        # Prompts that share a drawn seed would share its noise: the same prompt twice would have
+        # the same answer.
+        seeds = [
+            secrets.randbits(SEED_BITS)
+            if params.seed is None and not params.greedy
+            else params.seed
+            for _ in every
+        ]
         jobs = [
-            Job(ids, replace(params, max_tokens=length, seed=seed), choice, asked.method, asked.budget, trace)
+            Job(
+                ids,
+                replace(params, max_tokens=length, seed=seed),
+                choice,
+                asked.method,
+                asked.budget,
+                trace,
+            )
             for (ids, length), seed in zip(every, seeds, strict=True)
             for choice in range(params.n)
         ]
@@ -85,14 +129,17 @@ async def _begun(
 
 
 def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
-    """The error with the field of the request that it is about: mostly the word that its message begins with."""
+    """The error with the field of the request that it is about: mostly the word that its message
+    begins with."""
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_tokens", _length(wanted)[0])
     words = re.match(r"\w*", message)
     word = words[0] if words else ""
     if word in ("json_schema", "regex", "lark", "grammar"):
-        return Refused(message, "tools" if wanted.grammar is not None else next(iter(request.grammars), None))
+        return Refused(
+            message, "tools" if wanted.grammar is not None else next(iter(request.grammars), None)
+        )
     if word == "budget":
         return Refused(message, "speculation.budget")
     return Refused(message, word if word in type(request).model_fields else None)
@@ -102,11 +149,17 @@ def check_model(runner: Runner, model: str | None) -> None:
     """Raise `Refused` (404) for the name of a model that isn't served. None: whichever is."""
     names = (runner.name, *runner.settings.aliases)
     if model is not None and model not in names:
-        raise Refused(f"the model {model!r} does not exist: this server has {', '.join(names)}", "model", "model_not_found", 404)
+        raise Refused(
+            f"the model {model!r} does not exist: this server has {', '.join(names)}",
+            "model",
+            "model_not_found",
+            404,
+        )
 
 
 def sampling(request: Request, wanted: Wanted, temperature: float | None = None) -> SamplingParams:
-    """All parameters but how long the answer may be. `temperature`: where none is asked for (None: 1, as OpenAI has it)."""
+    """All parameters but how long the answer may be. `temperature`: where none is asked for (None:
+    1, as OpenAI has it)."""
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
     given.setdefault("temperature", 1.0 if temperature is None else temperature)
     if given.get("top_k") == -1:  # how vLLM says that it is off
@@ -117,16 +170,24 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
         given["skip_special_tokens"] = False
     if (grammar := wanted.grammar or _grammar(request)) is not None:
         given["grammar"] = grammar
-    length = _length(wanted)[1]  # min_tokens is held against it; where it is what there is room for, that comes later
-    return SamplingParams(max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given)
+    # min_tokens is held against it; where it is what there is room for, that comes later
+    length = _length(wanted)[1]
+    return SamplingParams(
+        max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given
+    )
 
 
 def _length(wanted: Wanted) -> tuple[str, int | None]:
     """The field that says how long an answer may be, and what it says."""
-    return next(((name, value) for name, value in wanted.lengths.items() if value is not None), (next(iter(wanted.lengths)), wanted.length))
+    return next(
+        ((name, value) for name, value in wanted.lengths.items() if value is not None),
+        (next(iter(wanted.lengths)), wanted.length),
+    )
 
 
-def _measured(llm: LLM, encode: Callable[[], list[list[int]]], request: Request, wanted: Wanted) -> list[tuple[list[int], int]]:
+def _measured(
+    llm: LLM, encode: Callable[[], list[list[int]]], request: Request, wanted: Wanted
+) -> list[tuple[list[int], int]]:
     """Prompts in token ids, and how long an answer to each may be."""
     name, asked = _length(wanted)
     method = request.speculation.method if request.speculation else None
@@ -135,8 +196,10 @@ def _measured(llm: LLM, encode: Callable[[], list[list[int]]], request: Request,
         room = llm.room(len(ids), method)
         if (asked or 1) > room:
             raise Refused(
-                f"This model's maximum context length is {room + len(ids)} tokens, of which the prompt has {len(ids)} "
-                f"and {name} asks for {asked or 'at least 1'}: shorten the prompt{' or ask for less' if asked else ''}",
+                f"This model's maximum context length is {room + len(ids)} tokens, of which the "
+                f"prompt has {len(ids)} "
+                f"and {name} asks for {asked or 'at least 1'}: shorten the "
+                f"prompt{' or ask for less' if asked else ''}",
                 name if asked and room > 0 else None,
                 "context_length_exceeded",
             )
@@ -161,23 +224,41 @@ def _grammar(request: Request) -> Any:
         return Grammar.json_schema(asked.json_schema.schema_)
     if isinstance(asked, JsonObject):
         return Grammar.json_object()
-    return Grammar.regex(request.regex) if request.regex is not None else Grammar.lark(request.lark or "")
+    return (
+        Grammar.regex(request.regex)
+        if request.regex is not None
+        else Grammar.lark(request.lark or "")
+    )
 
 
-def encode_conversation(llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None) -> list[int]:
-    """The prompt of a conversation. Raises `InvalidInput` for what the model's chat template does not take."""
+def encode_conversation(
+    llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None
+) -> list[int]:
+    """The prompt of a conversation. Raises `InvalidInput` for what the model's chat template does
+    not take."""
     arguments = asked.chat_template_kwargs or {}
-    if taken := sorted(arguments.keys() & inspect.signature(llm.tokenizer.apply_chat_template).parameters.keys()):
-        raise Refused(f"chat_template_kwargs: {taken[0]!r} is the server's own; give variables of the template", "chat_template_kwargs")
-    shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or []] or None
+    if taken := sorted(
+        arguments.keys() & inspect.signature(llm.tokenizer.apply_chat_template).parameters.keys()
+    ):
+        raise Refused(
+            f"chat_template_kwargs: {taken[0]!r} is the server's own; give variables of "
+            "the template",
+            "chat_template_kwargs",
+        )
+    shown = [
+        tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in tools or []
+    ] or None
     return llm.encode_chat(
-        template_messages(asked.messages), tools=shown, continue_final_message=bool(asked.continue_final_message), **arguments
+        template_messages(asked.messages),
+        tools=shown,
+        continue_final_message=bool(asked.continue_final_message),
+        **arguments,
     )
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: content as one text, `developer` as `system`, arguments of calls as objects, and a tool's
-    answer with the tool's name."""
+    """Messages as chat templates take them: content as one text, `developer` as `system`, arguments
+    of calls as objects, and a tool's answer with the tool's name."""
     found, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
@@ -193,7 +274,10 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
                     {
                         "id": call.id,
                         "type": "function",
-                        "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments, number, i)},
+                        "function": {
+                            "name": call.function.name,
+                            "arguments": _arguments(call.function.arguments, number, i),
+                        },
                     }
                     for i, call in enumerate(message.tool_calls)
                 ]

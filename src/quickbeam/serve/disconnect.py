@@ -18,8 +18,8 @@ class Gone(QuickbeamError):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled where the client leaves before: then it raises `Gone`. The request's body must have been
-    read."""
+    """The result of `work`, which is cancelled where the client leaves before: then it raises
+    `Gone`. The request's body must have been read."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,8 @@
-"""Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}` with an HTTP status.
+"""Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}` with an HTTP
+status.
 
-What a request can't have is a 400 that names the field. What goes wrong in one answer is a 500 for that request.
+What a request can't have is a 400 that names the field. What goes wrong in one answer is a 500 for
+that request.
 """
 
 from __future__ import annotations
@@ -44,13 +46,17 @@ class Problem(NamedTuple):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         message = self.message.encode(errors="replace").decode()
-        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
+        return {
+            "error": {"message": message, "type": self.type, "param": self.param, "code": self.code}
+        }
 
 
 class Refused(InvalidInput):
     """A request that can't be served, with what OpenAI's error object says of it."""
 
-    def __init__(self, message: str, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+    def __init__(
+        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+    ) -> None:
         super().__init__(message)
         self.problem = Problem(status, message, INVALID, param, code)
 
@@ -60,7 +66,8 @@ class Interrupted(QuickbeamError):
 
 
 def problem(error: BaseException, body: Any = None) -> Problem:
-    """What to tell of an error, whatever it is. `body`: the request, for the names of its fields."""
+    """What to tell of an error, whatever it is. `body`: the request, for the names of its
+    fields."""
     if isinstance(error, Refused):
         return error.problem
     if isinstance(error, ValidationError | RequestValidationError):
@@ -68,16 +75,30 @@ def problem(error: BaseException, body: Any = None) -> Problem:
     if isinstance(error, InvalidInput):
         return Problem(400, str(error))
     if isinstance(error, HTTPException):
-        return Problem(error.status_code, str(error.detail), TYPES.get(error.status_code, INVALID), headers=dict(error.headers or {}))
+        return Problem(
+            error.status_code,
+            str(error.detail),
+            TYPES.get(error.status_code, INVALID),
+            headers=dict(error.headers or {}),
+        )
     if isinstance(error, Interrupted):
         return Problem(503, str(error), TYPES[503], code="interrupted")
     if isinstance(error, TurnedAway):
-        status, code = (429, "rate_limit_exceeded") if isinstance(error, Busy) else (503, "unavailable")
-        return Problem(status, str(error), TYPES[status], None, code, {"Retry-After": str(error.retry_after)})
+        status, code = (
+            (429, "rate_limit_exceeded") if isinstance(error, Busy) else (503, "unavailable")
+        )
+        return Problem(
+            status, str(error), TYPES[status], None, code, {"Retry-After": str(error.retry_after)}
+        )
     if isinstance(error, QuickbeamError):
         return Problem(500, str(error), FAILED)
     _log.error("a request failed", exc_info=error)
-    return Problem(500, "the server failed to answer this request; its log says why", FAILED, code="internal_error")
+    return Problem(
+        500,
+        "the server failed to answer this request; its log says why",
+        FAILED,
+        code="internal_error",
+    )
 
 
 def response(error: BaseException, body: Any = None) -> JSONResponse:
@@ -97,7 +118,8 @@ def install(app: FastAPI) -> None:
 
 
 def _invalid(errors: Sequence[Any], body: Any) -> Problem:
-    """The error that says most, of those that a body was refused for: of a field with several types, the one that got furthest."""
+    """The error that says most, of those that a body was refused for: of a field with several
+    types, the one that got furthest."""
     if not errors:
         return Problem(400, "the request is not valid")
     found = [(_path(error, body), error) for error in errors]
@@ -107,19 +129,26 @@ def _invalid(errors: Sequence[Any], body: Any) -> Problem:
     if error["type"] == "extra_forbidden":
         message = "not a field that this server knows: leave it out"
     elif error["type"] == "json_invalid":
-        return Problem(400, f"the body is not JSON: {(error.get('ctx') or {}).get('error', message)}")
-    elif error["type"] not in ("unsupported", "missing") and not isinstance(error.get("input"), dict | list):
+        return Problem(
+            400, f"the body is not JSON: {(error.get('ctx') or {}).get('error', message)}"
+        )
+    elif error["type"] not in ("unsupported", "missing") and not isinstance(
+        error.get("input"), dict | list
+    ):
         message += f", not {reprlib.repr(error.get('input'))}"
     return Problem(400, f"{name}: {message}" if name else message, INVALID, name or None)
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
-    """Where in the body an error is: its location without the names of types that pydantic puts in."""
+    """Where in the body an error is: its location without the names of types that pydantic puts
+    in."""
     parts, value, path = list(error["loc"]), body, list[str | int]()
     if parts and parts[0] == "body":
         del parts[0]
     for i, part in enumerate(parts):
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int) and part < len(value)):
+        if (isinstance(value, dict) and part in value) or (
+            isinstance(value, list) and isinstance(part, int) and part < len(value)
+        ):
             path.append(part)
             value = value[part]
         elif i == len(parts) - 1 and error["type"] == "missing":
@@ -129,4 +158,6 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
 
 def _name(path: Sequence[str | int]) -> str:
     """`messages[0].content`."""
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).removeprefix(".")
+    return "".join(
+        f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
+    ).removeprefix(".")

@@ -1,4 +1,5 @@
-"""`system_fingerprint`: the same for two servers that answer alike, bit for bit where the machine can."""
+"""`system_fingerprint`: the same for two servers that answer alike, bit for bit where the machine
+can."""
 
 from __future__ import annotations
 
@@ -14,32 +15,45 @@ from quickbeam import __version__
 from quickbeam.hub import cache_folder
 from quickbeam.llm import LLM
 
-DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")  # endings of files that answers depend on
+# endings of files that answers depend on
+DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
 BLOCK = 2**20  # bytes that are read at once
 KNOWN = "digests.json"  # in the cache folder: digests of files by path, size and time of change
 
 
 def fingerprint_of(llm: LLM) -> str:
-    """A hash of weights, number format, kernels and version. Reads the model's files where that was not done before."""
-    parts = (__version__, digest_of(llm.folder), str(llm.model.dtype), llm.model.device.type, llm.kernels)
+    """A hash of weights, number format, kernels and version. Reads the model's files where that was
+    not done before."""
+    parts = (
+        __version__,
+        digest_of(llm.folder),
+        str(llm.model.dtype),
+        llm.model.device.type,
+        llm.kernels,
+    )
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def digest_of(model: str) -> str:
-    """A hash of a model's files, in a folder or in the hub's cache; of its name where the files are not to be found."""
+    """A hash of a model's files, in a folder or in the hub's cache; of its name where the files are
+    not to be found."""
     path = Path(model)
     if not path.exists():
         try:
             path = Path(snapshot_download(model, local_files_only=True))
         except Exception:  # it may live elsewhere, in ways that only its loader knows
             return model
-    files = [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in DECIDES)
+    files = (
+        [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in DECIDES)
+    )
     cache = cache_folder() / KNOWN
     known = _read(cache)
     found = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
     if not found.keys() <= known.keys():
         _write(cache, known | found)
-    return hashlib.sha256("\0".join([text for file in files for text in (file.name, found[_key(file)])]).encode()).hexdigest()
+    return hashlib.sha256(
+        "\0".join([text for file in files for text in (file.name, found[_key(file)])]).encode()
+    ).hexdigest()
 
 
 def _key(file: Path) -> str:

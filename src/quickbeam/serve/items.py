@@ -1,4 +1,5 @@
-"""What requests to the Responses API may say, and how its items become messages. Knows nothing of models."""
+"""What requests to the Responses API may say, and how its items become messages. Knows nothing of
+models."""
 
 from __future__ import annotations
 
@@ -23,7 +24,19 @@ from quickbeam.serve.messages import (
     UserMessage,
     check_tools,
 )
-from quickbeam.serve.schemas import NAME, Body, JsonObject, JsonSchema, Request, Schema, TextFormat, Unsupported, only, refuse, text_part
+from quickbeam.serve.schemas import (
+    NAME,
+    Body,
+    JsonObject,
+    JsonSchema,
+    Request,
+    Schema,
+    TextFormat,
+    Unsupported,
+    only,
+    refuse,
+    text_part,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -37,7 +50,12 @@ class ItemText(Body):
     logprobs: Any = None
 
 
-ItemContent = str | Annotated[list[Annotated[ItemText, text_part("input_text", "output_text")]], Field(min_length=1)]
+ItemContent = (
+    str
+    | Annotated[
+        list[Annotated[ItemText, text_part("input_text", "output_text")]], Field(min_length=1)
+    ]
+)
 
 
 class Item(Body):
@@ -76,7 +94,9 @@ def _kind(item: Any) -> str:
 
 
 AnyItem = Annotated[
-    Annotated[MessageItem, Tag("message")] | Annotated[CallItem, Tag("function_call")] | Annotated[OutputItem, Tag("function_call_output")],
+    Annotated[MessageItem, Tag("message")]
+    | Annotated[CallItem, Tag("function_call")]
+    | Annotated[OutputItem, Tag("function_call_output")],
     Discriminator(_kind),
 ]
 
@@ -102,7 +122,9 @@ class JsonSchemaFormat(Schema):
 
 
 class TextConfig(Body):
-    format: Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None = None
+    format: (
+        Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None
+    ) = None
     verbosity: Annotated[Any, only(None, "medium")] = None
 
 
@@ -121,7 +143,10 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None  # there is no reasoning to encrypt
+    # there is no reasoning to encrypt
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
+        None
+    )
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Annotated[Any, only(None, "disabled")] = None
@@ -138,7 +163,10 @@ class ResponsesRequest(Request):
         if self.stream_options is not None and not self.stream:
             raise refuse("it is for streams: set stream, too", "stream_options")
         if len(given := self.grammars) > 1:
-            raise refuse(f"given with {given[0]}, but an answer keeps to one grammar: give one of them", given[1])
+            raise refuse(
+                f"given with {given[0]}, but an answer keeps to one grammar: give one of them",
+                given[1],
+            )
         check_tools(self.chat_tools, self.choice, self.grammars)
         return self
 
@@ -159,20 +187,31 @@ class ResponsesRequest(Request):
     def chat_tools(self) -> list[Tool]:
         """The tools as chats have them."""
         kept = {"name", "description", "parameters", "strict"}
-        return [Tool(type="function", function=Function(**tool.model_dump(include=kept))) for tool in self.tools or []]
+        return [
+            Tool(type="function", function=Function(**tool.model_dump(include=kept)))
+            for tool in self.tools or []
+        ]
 
     @property
     def choice(self) -> ToolMode | NamedTool | None:
         """`tool_choice` as chats have it."""
         chosen = self.tool_choice
-        return NamedTool(type="function", function=FunctionName(name=chosen.name)) if isinstance(chosen, FunctionChoice) else chosen
+        return (
+            NamedTool(type="function", function=FunctionName(name=chosen.name))
+            if isinstance(chosen, FunctionChoice)
+            else chosen
+        )
 
     def to_conversation(self) -> Conversation:
         """The input as a conversation. Calls belong to the assistant's message before them."""
         found = list[Message]()
         if self.instructions is not None:
             found.append(SystemMessage(role="system", content=self.instructions))
-        items = [MessageItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        items = (
+            [MessageItem(role="user", content=self.input)]
+            if isinstance(self.input, str)
+            else self.input
+        )
         for item in items:
             if isinstance(item, CallItem):
                 called = CalledFunction(name=item.name, arguments=item.arguments)
@@ -182,7 +221,14 @@ class ResponsesRequest(Request):
                 else:
                     found.append(AssistantMessage(role="assistant", tool_calls=[call]))
             elif isinstance(item, OutputItem):
-                found.append(ToolMessage(role="tool", content=_text(item.output), tool_call_id=item.call_id, name=item.name))
+                found.append(
+                    ToolMessage(
+                        role="tool",
+                        content=_text(item.output),
+                        tool_call_id=item.call_id,
+                        name=item.name,
+                    )
+                )
             elif item.role == "assistant":
                 found.append(AssistantMessage(role="assistant", content=_text(item.content)))
             elif item.role == "user":

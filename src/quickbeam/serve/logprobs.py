@@ -18,7 +18,10 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._known = {token: str(added.content).encode() for token, added in tokenizer.added_tokens_decoder.items()}
+        self._known = {
+            token: str(added.content).encode()
+            for token, added in tokenizer.added_tokens_decoder.items()
+        }
 
     def bytes_of(self, token: int) -> bytes:
         """Empty for ids that no token has."""
@@ -48,10 +51,13 @@ class TokenTexts:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level vocabularies: those that print stand for themselves, the others for 256 and on, in order."""
+    """The byte of each character of byte-level vocabularies: those that print stand for themselves,
+    the others for 256 and on, in order."""
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printed)]
-    return {chr(byte): byte for byte in printed} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printed} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 BYTES = _byte_alphabet()
@@ -61,15 +67,26 @@ def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, An
     """The form of chats: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}`."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": texts.text_of(token), "logprob": max(logprob, LOWEST), "bytes": list(texts.bytes_of(token))}
+        return {
+            "token": texts.text_of(token),
+            "logprob": max(logprob, LOWEST),
+            "bytes": list(texts.bytes_of(token)),
+        }
 
-    content = [{**one(entry.token, entry.logprob), "top_logprobs": [one(*pair) for pair in entry.top.items()]} for entry in entries]
+    content = [
+        {
+            **one(entry.token, entry.logprob),
+            "top_logprobs": [one(*pair) for pair in entry.top.items()],
+        }
+        for entry in entries
+    ]
     return {"content": content, "refusal": None}
 
 
 class CompletionLogprobs:
-    """The form of completions, piece by piece: `{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`. `offset`: characters of text
-    before the first token. A token begins where the characters before it end."""
+    """The form of completions, piece by piece: `{"tokens", "token_logprobs", "top_logprobs",
+    "text_offset"}`. `offset`: characters of text before the first token. A token begins where the
+    characters before it end."""
 
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
         self._texts, self._offset = texts, offset

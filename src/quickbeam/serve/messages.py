@@ -1,4 +1,5 @@
-"""What requests about conversations may say: messages, tools, and the chat request itself. Knows nothing of models."""
+"""What requests about conversations may say: messages, tools, and the chat request itself. Knows
+nothing of models."""
 
 from __future__ import annotations
 
@@ -7,7 +8,16 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import Self
 
-from quickbeam.serve.schemas import NAME, Body, GenerationRequest, Root, Unsupported, only, refuse, text_part
+from quickbeam.serve.schemas import (
+    NAME,
+    Body,
+    GenerationRequest,
+    Root,
+    Unsupported,
+    only,
+    refuse,
+    text_part,
+)
 
 
 class Function(Body):
@@ -34,7 +44,9 @@ class NamedTool(Body):
     function: FunctionName
 
 
-def check_tools(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[str]) -> None:
+def check_tools(
+    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[str]
+) -> None:
     """Raise for what is said of tools where it doesn't fit together."""
     names = [tool.function.name for tool in tools or []]
     if choice not in (None, "none") and not names:
@@ -44,7 +56,11 @@ def check_tools(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, g
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         raise refuse(f"{choice.function.name!r} is not among the tools", "tool_choice")
     if names and choice != "none" and grammars:
-        raise refuse("an answer that keeps to a grammar can't call tools: leave it out, or give tool_choice none", grammars[0])
+        raise refuse(
+            "an answer that keeps to a grammar can't call tools: leave it out, or give "
+            "tool_choice none",
+            grammars[0],
+        )
 
 
 class TextPart(Body):
@@ -99,7 +115,9 @@ class ToolMessage(Body):
     name: str | None = None
 
 
-Message = Annotated[SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")]
+Message = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
 
 
 class Conversation(Body):
@@ -130,7 +148,10 @@ class ChatRequest(GenerationRequest, Conversation):
     def _agrees(self) -> Self:
         if self.top_logprobs is not None and not self.logprobs:
             raise refuse("needs logprobs: true", "top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+        if (
+            None not in (self.max_tokens, self.max_completion_tokens)
+            and self.max_tokens != self.max_completion_tokens
+        ):
             raise refuse("differs from max_completion_tokens: give one of them", "max_tokens")
         check_tools(self.tools, self.tool_choice, self.grammars)
         return self

@@ -1,6 +1,8 @@
-"""What is counted, under the names that vLLM gives it, so that dashboards made for it work here; and a few of our own.
+"""What is counted, under the names that vLLM gives it, so that dashboards made for it work here;
+and a few of our own.
 
-Counting costs a step a few additions: all that takes time to find out is asked for when `/metrics` is read.
+Counting costs a step a few additions: all that takes time to find out is asked for when `/metrics`
+is read.
 """
 
 from __future__ import annotations
@@ -21,9 +23,71 @@ from quickbeam.serve.admission import Gate, TurnedAway
 
 DEEPEST = 16  # places below the root that are counted apart; those below count as the last
 REASONS = {"interrupted": "abort"}  # our words for how an answer ends, where vLLM has others
-SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
-A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0)
-A_REQUEST = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0)
+SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    7.5,
+    10.0,
+    20.0,
+    40.0,
+    80.0,
+    160.0,
+    640.0,
+)
+A_TOKEN = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.4,
+    0.5,
+    0.75,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+)
+A_REQUEST = (
+    0.1,
+    0.3,
+    0.5,
+    0.8,
+    1.0,
+    1.5,
+    2.0,
+    2.5,
+    5.0,
+    10.0,
+    15.0,
+    20.0,
+    30.0,
+    40.0,
+    50.0,
+    60.0,
+    120.0,
+    240.0,
+    480.0,
+    960.0,
+)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -34,46 +98,120 @@ class Metrics:
     def __init__(self, name: str, gate: Gate) -> None:
         self._name, self.registry = name, CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._gauge("vllm:num_requests_waiting", "Requests that the engine has not taken up.", lambda: gate.waiting)
-        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Tokens of prompts that were read.")
+        self._gauge(
+            "vllm:num_requests_waiting",
+            "Requests that the engine has not taken up.",
+            lambda: gate.waiting,
+        )
+        self.prompt_tokens = self._counter(
+            "vllm:prompt_tokens", "Tokens of prompts that were read."
+        )
         self.generation_tokens = self._counter("vllm:generation_tokens", "Tokens of answers.")
-        self.prefix_queries = self._counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up in the prefix cache.")
-        self.prefix_hits = self._counter("vllm:prefix_cache_hits", "Tokens of prompts that came from the prefix cache.")
-        self.preemptions = self._counter("vllm:num_preemptions", "Answers that were set back for lack of memory.")
+        self.prefix_queries = self._counter(
+            "vllm:prefix_cache_queries",
+            "Tokens of prompts that were looked up in the prefix cache.",
+        )
+        self.prefix_hits = self._counter(
+            "vllm:prefix_cache_hits", "Tokens of prompts that came from the prefix cache."
+        )
+        self.preemptions = self._counter(
+            "vllm:num_preemptions", "Answers that were set back for lack of memory."
+        )
         self.drafts = self._counter("vllm:spec_decode_num_drafts", "Draft trees.")
         self.drafted = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens of draft trees.")
-        self.accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Tokens of draft trees that were accepted.")
+        self.accepted = self._counter(
+            "vllm:spec_decode_num_accepted_tokens", "Tokens of draft trees that were accepted."
+        )
         position = self._family(
-            Counter, "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by depth in their tree.", "position"
+            Counter,
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted tokens by depth in their tree.",
+            "position",
         )
         self.accepted_at = [position.labels(name, depth) for depth in range(DEEPEST)]
-        self._success = self._family(Counter, "vllm:request_success", "Answers by how they ended.", "finished_reason")
-        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "From the request to its first token.", SECONDS)
-        self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens; those of a step share its time.", A_TOKEN)
+        self._success = self._family(
+            Counter, "vllm:request_success", "Answers by how they ended.", "finished_reason"
+        )
+        self.first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "From the request to its first token.", SECONDS
+        )
+        self.between = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "Between tokens; those of a step share its time.",
+            A_TOKEN,
+        )
         self.between_before = self._histogram(
-            "vllm:time_per_output_token_seconds", "As inter_token_latency_seconds, its later name.", A_TOKEN
+            "vllm:time_per_output_token_seconds",
+            "As inter_token_latency_seconds, its later name.",
+            A_TOKEN,
         )
-        self.a_token = self._histogram("vllm:request_time_per_output_token_seconds", "Mean time of a token, by request.", A_TOKEN)
-        self.e2e = self._histogram("vllm:e2e_request_latency_seconds", "From the request to its end.", A_REQUEST)
-        self.queue = self._histogram("vllm:request_queue_time_seconds", "Until the engine takes a request up.", A_REQUEST)
-        self.prefill = self._histogram("vllm:request_prefill_time_seconds", "From there to its first token.", A_REQUEST)
-        self.decode = self._histogram("vllm:request_decode_time_seconds", "From there to its end.", A_REQUEST)
-        self.prompt_length = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self.answer_length = self._histogram("vllm:request_generation_tokens", "Tokens of an answer.", TOKENS)
-        self.most_tokens = self._histogram("vllm:request_params_max_tokens", "What max_tokens was.", TOKENS)
-        self.nodes = self._histogram("quickbeam:nodes_per_step", "Nodes of a draft tree, the root included.", NODES)
+        self.a_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean time of a token, by request.",
+            A_TOKEN,
+        )
+        self.e2e = self._histogram(
+            "vllm:e2e_request_latency_seconds", "From the request to its end.", A_REQUEST
+        )
+        self.queue = self._histogram(
+            "vllm:request_queue_time_seconds", "Until the engine takes a request up.", A_REQUEST
+        )
+        self.prefill = self._histogram(
+            "vllm:request_prefill_time_seconds", "From there to its first token.", A_REQUEST
+        )
+        self.decode = self._histogram(
+            "vllm:request_decode_time_seconds", "From there to its end.", A_REQUEST
+        )
+        self.prompt_length = self._histogram(
+            "vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS
+        )
+        self.answer_length = self._histogram(
+            "vllm:request_generation_tokens", "Tokens of an answer.", TOKENS
+        )
+        self.most_tokens = self._histogram(
+            "vllm:request_params_max_tokens", "What max_tokens was.", TOKENS
+        )
+        self.nodes = self._histogram(
+            "quickbeam:nodes_per_step", "Nodes of a draft tree, the root included.", NODES
+        )
         self._refused = self._family(
-            Counter, "quickbeam:refused_requests", "Requests turned away: busy (429), unavailable (503).", "reason"
+            Counter,
+            "quickbeam:refused_requests",
+            "Requests turned away: busy (429), unavailable (503).",
+            "reason",
         )
-        self._drafted_by = self._family(Counter, "quickbeam:drafted_tokens", "Tokens of draft trees by who proposed them.", "source")
-        self._accepted_by = self._family(Counter, "quickbeam:accepted_tokens", "Accepted tokens by who proposed them.", "source")
+        self._drafted_by = self._family(
+            Counter,
+            "quickbeam:drafted_tokens",
+            "Tokens of draft trees by who proposed them.",
+            "source",
+        )
+        self._accepted_by = self._family(
+            Counter, "quickbeam:accepted_tokens", "Accepted tokens by who proposed them.", "source"
+        )
 
     def watch(self, engine: Engine, heartbeat: Callable[[], float]) -> None:
         """Show an engine's state, too."""
-        self._gauge("quickbeam:heartbeat_age_seconds", "Since the engine's thread last gave a sign of life.", heartbeat)
-        self._gauge("vllm:num_requests_running", "Answers that are being read or made.", lambda: len(engine.scheduler.active))
-        self._gauge("vllm:kv_cache_usage_perc", "Share of the memory for keys and values that is in use (1 is all).", lambda: engine.used)
-        self._gauge("quickbeam:budget_nodes", "Nodes of the last draft tree, over the answers under way.", lambda: engine.nodes)
+        self._gauge(
+            "quickbeam:heartbeat_age_seconds",
+            "Since the engine's thread last gave a sign of life.",
+            heartbeat,
+        )
+        self._gauge(
+            "vllm:num_requests_running",
+            "Answers that are being read or made.",
+            lambda: len(engine.scheduler.active),
+        )
+        self._gauge(
+            "vllm:kv_cache_usage_perc",
+            "Share of the memory for keys and values that is in use (1 is all).",
+            lambda: engine.used,
+        )
+        self._gauge(
+            "quickbeam:budget_nodes",
+            "Nodes of the last draft tree, over the answers under way.",
+            lambda: engine.nodes,
+        )
 
     def request(self, params: SamplingParams, prompt: int, entered: float) -> RequestMetrics:
         """What counts one answer. `entered`: when it was asked for (`time.perf_counter`)."""
@@ -81,7 +219,9 @@ class Metrics:
 
     def by_source(self, source: str) -> tuple[Counter, Counter]:
         """Drafted and accepted tokens."""
-        return self._drafted_by.labels(self._name, source), self._accepted_by.labels(self._name, source)
+        return self._drafted_by.labels(self._name, source), self._accepted_by.labels(
+            self._name, source
+        )
 
     def ended(self, reason: str) -> None:
         """An answer is over."""
@@ -114,7 +254,9 @@ class Metrics:
 class RequestMetrics:
     """Counts one answer: `step` on the engine's thread, `over` anywhere."""
 
-    def __init__(self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float) -> None:
+    def __init__(
+        self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float
+    ) -> None:
         self._metrics, self._params, self._prompt, self._entered = metrics, params, prompt, entered
         self._last = 0.0  # when the last step ended
         self._counted = 0  # tokens of the answer

@@ -1,4 +1,5 @@
-"""The server as a Ray Serve application, with replicas: `quickbeam serve --ray`, or `serve run quickbeam.serve.ray:build replicas=2`."""
+"""The server as a Ray Serve application, with replicas: `quickbeam serve --ray`, or `serve run
+quickbeam.serve.ray:build replicas=2`."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ OWN = {"replicas", "threads", "cpus", "gpus", "warm", "settings"}  # arguments t
 
 
 class Arguments(BaseModel):
-    """What `build` takes, as text too. `settings`: of `ServeSettings`, the address apart, which is Ray's. The rest is of `LLM`.
+    """What `build` takes, as text too. `settings`: of `ServeSettings`, the address apart, which is
+    Ray's. The rest is of `LLM`.
 
     `cpus` and `gpus` are what Ray counts for a replica, `threads` what it computes with.
     """
@@ -77,13 +79,16 @@ class Replica:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, for `serve run`, `serve build` or `serve.run`. Raises `InvalidInput` for arguments that can't be used."""
+    """The application, for `serve run`, `serve build` or `serve.run`. Raises `InvalidInput` for
+    arguments that can't be used."""
     try:
         asked = Arguments.model_validate(args)
     except ValidationError as error:
         wrong = error.errors()[0]
         known = ", ".join(Arguments.model_fields)
-        raise InvalidInput(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; known arguments: {known}") from error
+        raise InvalidInput(
+            f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; known arguments: {known}"
+        ) from error
     # Requests come by Ray's proxy, whatever name that is reached by.
     address = {"host": "0.0.0.0", "served_name": name_of(asked.model or hub.DEFAULT)}
     try:
@@ -93,8 +98,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     deployment = serve.deployment(
         name="quickbeam",
         num_replicas=asked.replicas,
-        ray_actor_options={"num_cpus": asked.cpus, "num_gpus": asked.gpus, "runtime_env": environment(asked.threads)},
-        max_ongoing_requests=asked.max_running + settings.max_waiting,  # the replica's own gate says what is too much
+        ray_actor_options={
+            "num_cpus": asked.cpus,
+            "num_gpus": asked.gpus,
+            "runtime_env": environment(asked.threads),
+        },
+        # the replica's own gate says what is too much
+        max_ongoing_requests=asked.max_running + settings.max_waiting,
         health_check_period_s=HEALTH_PERIOD,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         max_constructor_retry_count=2,
@@ -102,12 +112,16 @@ def build(args: dict[str, Any]) -> serve.Application:
     return deployment.bind(asked.model_dump(exclude=OWN), {**address, **asked.settings}, asked.warm)
 
 
-def run(settings: ServeSettings, options: dict[str, Any], ready: Callable[[], None] = lambda: None) -> None:
-    """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM. `ready` is called once all replicas answer. They run on
-    the cluster that `RAY_ADDRESS` names, or on this machine. Raises `InvalidInput` where the application can't be brought up."""
+def run(
+    settings: ServeSettings, options: dict[str, Any], ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM. `ready` is
+    called once all replicas answer. They run on the cluster that `RAY_ADDRESS` names, or on this
+    machine. Raises `InvalidInput` where the application can't be brought up."""
     given = {name: value for name, value in asdict(settings).items() if name != "port"}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # after Ray, which has a handler of its own
+    # after Ray, which has a handler of its own
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})
         serve.run(build(options | {"settings": given}), name="quickbeam")
@@ -116,7 +130,9 @@ def run(settings: ServeSettings, options: dict[str, Any], ready: Callable[[], No
     except KeyboardInterrupt:
         pass
     except RuntimeError as error:
-        raise InvalidInput(f"Ray can't bring the server up: {str(error).strip().splitlines()[-1]}") from error
+        raise InvalidInput(
+            f"Ray can't bring the server up: {str(error).strip().splitlines()[-1]}"
+        ) from error
     finally:
         serve.shutdown()
         ray.shutdown()

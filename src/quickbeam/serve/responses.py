@@ -1,5 +1,5 @@
-"""`/v1/responses`, stateless: each request holds its whole conversation, and nothing of it is kept. `answer` and `stream` make answers
-without HTTP, too."""
+"""`/v1/responses`, stateless: each request holds its whole conversation, and nothing of it is kept.
+`answer` and `stream` make answers without HTTP, too."""
 
 from __future__ import annotations
 
@@ -37,14 +37,16 @@ async def create(request: ResponsesRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: ResponsesRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`, and what ended an answer."""
+    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
+    and what ended an answer."""
     made = await _begin(runner, request)
     with made.answers:
         return await made.whole()
 
 
 async def stream(runner: Runner, request: ResponsesRequest) -> AsyncIterator[Event]:
-    """The events, once the engine has begun; raises as `answer` does until then, and from then on while they come."""
+    """The events, once the engine has begun; raises as `answer` does until then, and from then on
+    while they come."""
     return (await _begin(runner, request)).events()
 
 
@@ -57,13 +59,20 @@ async def _named(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
             number += 1
     except Exception as error:
         told = problem(error)
-        event = {"type": "error", "code": told.code or told.type, "message": told.message, "param": told.param}
+        event = {
+            "type": "error",
+            "code": told.code or told.type,
+            "message": told.message,
+            "param": told.param,
+        }
         yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
 
 
 async def _begin(runner: Runner, request: ResponsesRequest) -> Made:
     llm, conversation = runner.llm, request.to_conversation()
-    calling = tools.calling(request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer)
+    calling = tools.calling(
+        request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer
+    )
     told = request.top_logprobs is not None or LOGPROBS in (request.include or [])
     answers = await begin(
         runner,
@@ -84,7 +93,12 @@ class Made:
     """A response under way."""
 
     def __init__(
-        self, runner: Runner, request: ResponsesRequest, answers: Answers, calling: Calling | None, texts: TokenTexts | None
+        self,
+        runner: Runner,
+        request: ResponsesRequest,
+        answers: Answers,
+        calling: Calling | None,
+        texts: TokenTexts | None,
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
         self._reader = calling and calling.reader()
@@ -104,13 +118,19 @@ class Made:
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response(None)}
             async for _, delta in answers.parts():
-                found = self._events("", [], answers.completions[0]) if delta is None else self._events(delta.text, delta.logprobs)
+                found = (
+                    self._events("", [], answers.completions[0])
+                    if delta is None
+                    else self._events(delta.text, delta.logprobs)
+                )
                 for event in found:
                     yield event
             response = self._response(answers.completions[0])
             yield {"type": f"response.{response['status']}", "response": response}
 
-    def _events(self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None) -> Iterator[Event]:
+    def _events(
+        self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None
+    ) -> Iterator[Event]:
         """What new text means; `completion`: there is no more of it."""
         reader, pieces = self._reader, list[str | Call]([text] if text else [])
         if reader is not None:
@@ -123,7 +143,9 @@ class Made:
         """The response object; None: nothing is complete yet."""
         request = self._request
         cut = completion is not None and completion.finish_reason == "length"
-        asked = request.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"})
+        asked = request.model_dump(
+            by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"}
+        )
         default = self._runner.settings.default_temperature
         return {
             "id": self._id,
@@ -143,7 +165,9 @@ class Made:
             "reasoning": {"effort": None, "summary": None},
             "service_tier": "default",
             "store": False,
-            "temperature": (1.0 if default is None else default) if request.temperature is None else request.temperature,
+            "temperature": (1.0 if default is None else default)
+            if request.temperature is None
+            else request.temperature,
             "text": {"format": {"type": "text"}, **asked.get("text", {})},
             "tool_choice": asked.get("tool_choice", "auto"),
             "tools": asked.get("tools", []),
@@ -173,7 +197,8 @@ class Made:
 
 
 class Items:
-    """The output items of a response, and the events of their growing. `texts`: where log-probabilities are told."""
+    """The output items of a response, and the events of their growing. `texts`: where
+    log-probabilities are told."""
 
     def __init__(self, texts: TokenTexts | None) -> None:
         self.output = list[dict[str, Any]]()
@@ -212,7 +237,9 @@ class Items:
             "content": [],
         }
         yield self._added(item)
-        item["content"].append({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+        item["content"].append(
+            {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        )
         self._open = item
         yield self._event("content_part.added", part={**item["content"][0], "logprobs": []})
 
@@ -241,21 +268,38 @@ class Items:
         yield self._added(item)
         where = {"item_id": item["id"], "output_index": len(self.output) - 1}
         yield {"type": "response.function_call_arguments.delta", "delta": call.arguments, **where}
-        yield {"type": "response.function_call_arguments.done", "name": call.name, "arguments": call.arguments, **where}
+        yield {
+            "type": "response.function_call_arguments.done",
+            "name": call.name,
+            "arguments": call.arguments,
+            **where,
+        }
         item |= {"arguments": call.arguments, "status": "completed"}
         yield self._done(item)
 
     def _added(self, item: dict[str, Any]) -> Event:
         self.output.append(item)
-        return {"type": "response.output_item.added", "output_index": len(self.output) - 1, "item": _copy(item)}
+        return {
+            "type": "response.output_item.added",
+            "output_index": len(self.output) - 1,
+            "item": _copy(item),
+        }
 
     def _done(self, item: dict[str, Any]) -> Event:
-        return {"type": "response.output_item.done", "output_index": len(self.output) - 1, "item": _copy(item)}
+        return {
+            "type": "response.output_item.done",
+            "output_index": len(self.output) - 1,
+            "item": _copy(item),
+        }
 
     def _event(self, kind: str, **more: Any) -> Event:
         """Of the open message's text."""
         assert self._open is not None
-        where = {"item_id": self._open["id"], "output_index": len(self.output) - 1, "content_index": 0}
+        where = {
+            "item_id": self._open["id"],
+            "output_index": len(self.output) - 1,
+            "content_index": 0,
+        }
         return {"type": f"response.{kind}", **where, **more}
 
     def _take(self) -> list[dict[str, Any]]:

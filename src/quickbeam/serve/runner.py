@@ -1,4 +1,5 @@
-"""A model that answers many requests: the gate before it, the engine's thread, what is counted. Knows nothing of HTTP."""
+"""A model that answers many requests: the gate before it, the engine's thread, what is counted.
+Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ class Job(NamedTuple):
 
 
 class Runner:
-    """`llm`: where it is loaded already; else the runner is `starting` until it is given to `attach`. All but `attach` belongs to the event
-    loop."""
+    """`llm`: where it is loaded already; else the runner is `starting` until it is given to
+    `attach`. All but `attach` belongs to the event loop."""
 
     def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
@@ -68,20 +69,26 @@ class Runner:
         return self._aio
 
     def enter(self, text_size: int, choices: int = 1, tokens: int | None = None) -> Ticket:
-        """A place in the queue for a request, before anything is computed for it; a context manager. `text_size`: of its prompts, in bytes
-        or characters; `tokens`: how many there are, where that is known. Raises `Busy` and `Unavailable`."""
+        """A place in the queue for a request, before anything is computed for it; a context
+        manager. `text_size`: of its prompts, in bytes or characters; `tokens`: how many there are,
+        where that is known. Raises `Busy` and `Unavailable`."""
         try:
-            return self.gate.enter(tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices)
+            return self.gate.enter(
+                tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices
+            )
         except TurnedAway as error:
             self.metrics.refused(error)
             raise
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
-        """Streams of their answers, as soon as the engine has taken up the first. Raises `InvalidInput` for what it refuses, `Unavailable`
-        after `queue_timeout`, and what ended the first one where something went wrong."""
+        """Streams of their answers, as soon as the engine has taken up the first. Raises
+        `InvalidInput` for what it refuses, `Unavailable` after `queue_timeout`, and what ended the
+        first one where something went wrong."""
         for job in jobs:
             self._check(job)
-        ticket.weigh(sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in jobs}.values()))
+        ticket.weigh(
+            sum(len(prompt) for prompt in {id(job.prompt): job.prompt for job in jobs}.values())
+        )
         streams = list[AsyncStream]()
         try:
             for job in jobs:
@@ -92,7 +99,10 @@ class Runner:
             for stream in streams:
                 stream.close()
             if isinstance(error, asyncio.TimeoutError):
-                message = f"the request has waited for {self.settings.queue_timeout:g} seconds without its turn: come back later"
+                message = (
+                    f"the request has waited for {self.settings.queue_timeout:g} seconds "
+                    "without its turn: come back later"
+                )
                 late = Unavailable(message, self.gate.retry_after())
                 self.metrics.refused(late)
                 raise late from None
@@ -102,7 +112,9 @@ class Runner:
     def _check(self, job: Job) -> None:
         most = self.settings.max_prompt_tokens
         if most is not None and len(job.prompt) > most:
-            raise InvalidInput(f"a prompt of {len(job.prompt)} tokens: this server takes at most {most}")
+            raise InvalidInput(
+                f"a prompt of {len(job.prompt)} tokens: this server takes at most {most}"
+            )
 
     async def _start(self, job: Job, ticket: Ticket) -> AsyncStream:
         counting = self.metrics.request(job.params, len(job.prompt), ticket.entered)
@@ -127,7 +139,9 @@ class Runner:
 
         stream.watch(place.begin, over)
         if self.settings.log_prompts:
-            logger.info("prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt))
+            logger.info(
+                "prompt: %r", await asyncio.to_thread(self.llm.tokenizer.decode, job.prompt)
+            )
         return stream
 
     @property
@@ -153,10 +167,15 @@ class Runner:
         if not self.alive:
             return "the engine's thread has ended"
         silent, limit = self.heartbeat, self.settings.heartbeat_limit
-        return f"the engine has been silent for {silent:.1f} s (limit {limit:g})" if silent > limit else None
+        return (
+            f"the engine has been silent for {silent:.1f} s (limit {limit:g})"
+            if silent > limit
+            else None
+        )
 
     async def drain(self) -> bool:
-        """Take nothing new, and wait for what is under way, up to `drain_timeout`; whether all of it could end."""
+        """Take nothing new, and wait for what is under way, up to `drain_timeout`; whether all of
+        it could end."""
         self.gate.phase = Phase.draining
         try:
             await asyncio.wait_for(self.gate.emptied(), self.settings.drain_timeout)

@@ -1,6 +1,8 @@
-"""What requests may say. Each field works, or its value is refused by name: nothing is silently ignored. Knows nothing of models.
+"""What requests may say. Each field works, or its value is refused by name: nothing is silently
+ignored. Knows nothing of models.
 
-Bounds of sampling parameters are `SamplingParams`'s own; here are the shapes. `null` means the same as leaving a field out.
+Bounds of sampling parameters are `SamplingParams`'s own; here are the shapes. `null` means the same
+as leaving a field out.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-NAME = r"^[a-zA-Z0-9_-]{1,64}$"  # of functions, as OpenAI has it; it can stand in a grammar as it is
+# of functions, as OpenAI has it; it can stand in a grammar as it is
+NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 def refuse(what: str, param: str | None = None) -> PydanticCustomError:
-    """The error of a value that is well formed but can't be served. `param`: the field, where it isn't the one that is being read."""
+    """The error of a value that is well formed but can't be served. `param`: the field, where it
+    isn't the one that is being read."""
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
 
 
@@ -24,9 +28,13 @@ def only(*accepted: Any) -> BeforeValidator:
     """Accept these values, which ask for nothing, and refuse any other."""
 
     def check(value: Any) -> Any:
-        if not any(value is one or (value == one and not isinstance(value, bool | int)) for one in accepted):
+        if not any(
+            value is one or (value == one and not isinstance(value, bool | int)) for one in accepted
+        ):
             kept = ", ".join(json.dumps(one) for one in accepted if one is not None)
-            raise refuse(f"not supported by this server: leave it out{f', or give {kept}' if kept else ''}")
+            raise refuse(
+                f"not supported by this server: leave it out{f', or give {kept}' if kept else ''}"
+            )
         return value
 
     return BeforeValidator(check)
@@ -36,9 +44,16 @@ def text_part(*kinds: str) -> BeforeValidator:
     """Accept content parts of these kinds, which hold text, and say why no other is."""
 
     def check(value: Any) -> Any:
-        if isinstance(value, dict) and isinstance(kind := value.get("type"), str) and kind not in kinds:
+        if (
+            isinstance(value, dict)
+            and isinstance(kind := value.get("type"), str)
+            and kind not in kinds
+        ):
             known = " or ".join(repr(one) for one in kinds)
-            raise refuse(f"content part of type {kind!r}: this server reads text only and fetches nothing; give parts of type {known}")
+            raise refuse(
+                f"content part of type {kind!r}: this server reads text only and fetches "
+                f"nothing; give parts of type {known}"
+            )
         return value
 
     return BeforeValidator(check)
@@ -50,7 +65,9 @@ Unsupported = Annotated[Any, only(None)]
 class Body(BaseModel):
     """An object of a request: no unknown fields, no types converted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Root(Body):
@@ -61,7 +78,8 @@ class Root(Body):
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, body: Any) -> Any:
-        """Refuse what Python reads and JSON does not have: NaN, infinite numbers, halves of characters, nesting without end."""
+        """Refuse what Python reads and JSON does not have: NaN, infinite numbers, halves of
+        characters, nesting without end."""
         if not isinstance(body, dict):
             raise refuse("the body must be a JSON object, sent as application/json")
         try:
@@ -127,7 +145,11 @@ class Request(Root):
     def grammars(self) -> list[str]:
         """The fields that give a grammar."""
         given = {name: getattr(self, name, None) for name in ("response_format", "regex", "lark")}
-        return [name for name, value in given.items() if value is not None and not isinstance(value, TextFormat)]
+        return [
+            name
+            for name, value in given.items()
+            if value is not None and not isinstance(value, TextFormat)
+        ]
 
 
 class TextFormat(Body):
@@ -169,7 +191,10 @@ class GenerationRequest(Request):
             if getattr(self, name) and not self.stream:
                 raise refuse("it is for streams: set stream, too", name)
         if len(given := self.grammars) > 1:
-            raise refuse(f"given with {given[0]}, but an answer keeps to one grammar: give one of them", given[1])
+            raise refuse(
+                f"given with {given[0]}, but an answer keeps to one grammar: give one of them",
+                given[1],
+            )
         return self
 
 
@@ -183,9 +208,14 @@ class CompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.best_of not in (None, self.n or 1):
-            raise refuse("no more answers are drawn than are given: leave it out, or give the value of n", "best_of")
+            raise refuse(
+                "no more answers are drawn than are given: leave it out, or give the value of n",
+                "best_of",
+            )
         if self.echo and self.logprobs is not None:
-            raise refuse("log-probabilities of the prompt are not given: leave out echo or logprobs", "echo")
+            raise refuse(
+                "log-probabilities of the prompt are not given: leave out echo or logprobs", "echo"
+            )
         return self
 
 

@@ -1,4 +1,5 @@
-"""Who may ask, and how much: API keys, and the size of bodies. Middlewares of ASGI, each of which knows its own matter only."""
+"""Who may ask, and how much: API keys, and the size of bodies. Middlewares of ASGI, each of which
+knows its own matter only."""
 
 from __future__ import annotations
 
@@ -14,22 +15,40 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 OPEN = ("/", "/health")  # need no key
 
 
-def refusal(status: int, message: str, kind: str, code: str | None, headers: dict[str, str]) -> JSONResponse:
+def refusal(
+    status: int, message: str, kind: str, code: str | None, headers: dict[str, str]
+) -> JSONResponse:
     """An error as OpenAI's clients expect it."""
-    return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers)
+    return JSONResponse(
+        {"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers
+    )
 
 
 class Keys:
-    """Asks for one of several keys, as `Authorization: Bearer KEY`, but for paths that are `open`."""
+    """Asks for one of several keys, as `Authorization: Bearer KEY`, but for paths that are
+    `open`."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open: Collection[str] = OPEN) -> None:
         self._app, self._open = app, frozenset(open)
         self._keys = [sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in self._open and not self._known(Headers(scope=scope).get("authorization", "")):
-            message = "a key is needed, as Authorization: Bearer KEY, and this one is not known or missing"
-            answer = refusal(401, message, "invalid_request_error", "invalid_api_key", {"WWW-Authenticate": "Bearer"})
+        if (
+            scope["type"] == "http"
+            and scope["path"] not in self._open
+            and not self._known(Headers(scope=scope).get("authorization", ""))
+        ):
+            message = (
+                "a key is needed, as Authorization: Bearer KEY, and this one is not known "
+                "or missing"
+            )
+            answer = refusal(
+                401,
+                message,
+                "invalid_request_error",
+                "invalid_api_key",
+                {"WWW-Authenticate": "Bearer"},
+            )
             await answer(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -63,7 +82,13 @@ class BodyLimit:
         length = Headers(scope=scope).get("content-length", "0")
         if length.isdecimal() and int(length) > self._limit:
             error = TooLarge(self._limit)
-            await refusal(413, error.detail, "invalid_request_error", "body_too_large", {"Connection": "close"})(scope, receive, send)
+            await refusal(
+                413,
+                error.detail,
+                "invalid_request_error",
+                "body_too_large",
+                {"Connection": "close"},
+            )(scope, receive, send)
             return
         seen = 0
 

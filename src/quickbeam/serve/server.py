@@ -27,13 +27,19 @@ WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but that a signal first lets answers come to their ends, while new requests get a 503; a second one ends it at once."""
+    """uvicorn's, but that a signal first lets answers come to their ends, while new requests get a
+    503; a second one ends it at once."""
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
         super().__init__(
             uvicorn.Config(
-                create_app(runner), log_config=None, access_log=False, server_header=False, lifespan="on", timeout_graceful_shutdown=GRACE
+                create_app(runner),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                lifespan="on",
+                timeout_graceful_shutdown=GRACE,
             )
         )
         self._told = False  # to end
@@ -61,10 +67,17 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def run(runner: Runner, load: Callable[[], LLM], *, warm: bool = True, ready: Callable[[str], None] = lambda address: None) -> None:
-    """Serve until a signal ends it. The server listens while the model is being loaded and, with `warm`, its costs are measured; `ready` is
-    told the address then. Raises `InvalidInput` for an address that can't be had, what loading raises, and `QuickbeamError` where the
-    engine's thread ends by itself, so that a supervisor starts another server.
+def run(
+    runner: Runner,
+    load: Callable[[], LLM],
+    *,
+    warm: bool = True,
+    ready: Callable[[str], None] = lambda address: None,
+) -> None:
+    """Serve until a signal ends it. The server listens while the model is being loaded and, with
+    `warm`, its costs are measured; `ready` is told the address then. Raises `InvalidInput` for an
+    address that can't be had, what loading raises, and `QuickbeamError` where the engine's thread
+    ends by itself, so that a supervisor starts another server.
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
@@ -73,13 +86,19 @@ def run(runner: Runner, load: Callable[[], LLM], *, warm: bool = True, ready: Ca
 
 
 async def serve(
-    server: Server, listener: socket.socket, load: Callable[[], tuple[LLM, str]], ready: Callable[[str], None] = lambda address: None
+    server: Server,
+    listener: socket.socket,
+    load: Callable[[], tuple[LLM, str]],
+    ready: Callable[[str], None] = lambda address: None,
 ) -> bool:
-    """`run`, on an event loop and a socket; False where it was ended while `load`, in a thread, was under way. `load`: see `prepare`."""
+    """`run`, on an event loop and a socket; False where it was ended while `load`, in a thread, was
+    under way. `load`: see `prepare`."""
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
     loading = asyncio.wrap_future(_in_thread(load))
-    await asyncio.wait(list[asyncio.Future[Any]]((serving, loading)), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait(
+        list[asyncio.Future[Any]]((serving, loading)), return_when=asyncio.FIRST_COMPLETED
+    )
     if not loading.done():
         await serving
         return False
@@ -113,7 +132,9 @@ def listen(host: str, port: int) -> socket.socket:
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
-        raise InvalidInput(f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port") from error
+        raise InvalidInput(
+            f"can't listen at {host}, port {port} ({error.strerror}): give another --host or --port"
+        ) from error
 
 
 def url(listener: socket.socket) -> str:

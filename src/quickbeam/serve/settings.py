@@ -13,18 +13,23 @@ from quickbeam.errors import InvalidInput
 class ServeSettings:
     """Raises `InvalidInput` for values that can't be used.
 
-    `served_name`: what clients call the model (None: as it was named when it was loaded), `aliases`: other names for it.
-    `default_temperature`: of requests that name none (None: OpenAI's 1).
+    `served_name`: what clients call the model (None: as it was named when it was loaded),
+    `aliases`: other names for it. `default_temperature`: of requests that name none (None: OpenAI's
+    1).
 
-    `api_keys`: any of them opens the API; none: everybody may ask. `protect_metrics`: `/metrics` needs a key, too. `cors_origins`: web
-    pages of these origins may ask from a browser. `allowed_hosts`: names that the server is reached by, beside `host`, where it listens on
-    this machine only and asks for no key: a web page of another name can't reach it then, by whatever DNS entry.
+    `api_keys`: any of them opens the API; none: everybody may ask. `protect_metrics`: `/metrics`
+    needs a key, too. `cors_origins`: web pages of these origins may ask from a browser.
+    `allowed_hosts`: names that the server is reached by, beside `host`, where it listens on this
+    machine only and asks for no key: a web page of another name can't reach it then, by whatever
+    DNS entry.
 
-    `max_waiting`: requests that wait beside those that the engine runs side by side; a request for `n` answers counts as `n`.
-    `max_waiting_tokens`: of the prompts that wait. `max_prompt_tokens`: of one prompt (None: what the model's context takes). Times are in
-    seconds. `queue_timeout`: a request that the engine has not taken up by then is refused. `drain_timeout`: for what is under way when the
-    server is told to end. `keep_alive`: between comments in a stream that has nothing to say. `heartbeat_limit`: an engine that is silent
-    for longer is not healthy; the longest step (a part of a long prompt, say) has to fit in.
+    `max_waiting`: requests that wait beside those that the engine runs side by side; a request for
+    `n` answers counts as `n`. `max_waiting_tokens`: of the prompts that wait. `max_prompt_tokens`:
+    of one prompt (None: what the model's context takes). Times are in seconds. `queue_timeout`: a
+    request that the engine has not taken up by then is refused. `drain_timeout`: for what is under
+    way when the server is told to end. `keep_alive`: between comments in a stream that has nothing
+    to say. `heartbeat_limit`: an engine that is silent for longer is not healthy; the longest step
+    (a part of a long prompt, say) has to fit in.
     """
 
     host: str = "127.0.0.1"
@@ -48,7 +53,9 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
-            raise InvalidInput(f"port={self.port}: must be between 0 and 65535 (0: any that is free)")
+            raise InvalidInput(
+                f"port={self.port}: must be between 0 and 65535 (0: any that is free)"
+            )
         for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"{name}={getattr(self, name)}: must be at least 1")
@@ -56,15 +63,24 @@ class ServeSettings:
             raise InvalidInput(f"max_prompt_tokens={self.max_prompt_tokens}: must be at least 1")
         for name in ("queue_timeout", "keep_alive", "heartbeat_limit"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InvalidInput(f"{name}={getattr(self, name)}: must be a number of seconds above 0")
+                raise InvalidInput(
+                    f"{name}={getattr(self, name)}: must be a number of seconds above 0"
+                )
         if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
-            raise InvalidInput(f"drain_timeout={self.drain_timeout}: must be a number of seconds of at least 0")
+            raise InvalidInput(
+                f"drain_timeout={self.drain_timeout}: must be a number of seconds of at least 0"
+            )
         for key in self.api_keys:
             if not key or not key.isascii() or not key.isprintable() or key != key.strip():
-                raise InvalidInput("an API key is empty or holds what a header can't carry: use letters, digits and signs")
+                raise InvalidInput(
+                    "an API key is empty or holds what a header can't carry: use "
+                    "letters, digits and signs"
+                )
         for origin in self.cors_origins:
             if origin != "*" and not origin.startswith(("http://", "https://")):
-                raise InvalidInput(f"CORS origin {origin!r}: must be * or begin with http:// or https://")
+                raise InvalidInput(
+                    f"CORS origin {origin!r}: must be * or begin with http:// or https://"
+                )
 
     @property
     def loopback(self) -> bool:

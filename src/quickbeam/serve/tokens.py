@@ -22,7 +22,10 @@ router = APIRouter()
 def models(http: Request) -> dict[str, Any]:
     """The model, by each of its names."""
     runner: Runner = http.app.state.runner
-    return {"object": "list", "data": [_model(runner, name) for name in (runner.name, *runner.settings.aliases)]}
+    return {
+        "object": "list",
+        "data": [_model(runner, name) for name in (runner.name, *runner.settings.aliases)],
+    }
 
 
 @router.get("/v1/models/{name:path}")
@@ -34,7 +37,8 @@ def model(name: str, http: Request) -> dict[str, Any]:
 
 
 def _model(runner: Runner, name: str) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's `root` and `max_model_len`, and the methods that `speculation` may name."""
+    """OpenAI's object, with vLLM's `root` and `max_model_len`, and the methods that `speculation`
+    may name."""
     llm = runner.llm
     return {
         "id": name,
@@ -60,13 +64,22 @@ async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[
     check_model(runner, request.model)
     ids = await asyncio.to_thread(_tokens, runner, request)
     texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-    return {"count": len(ids), "max_model_len": runner.llm.room(0), "tokens": ids, "token_strs": texts}
+    return {
+        "count": len(ids),
+        "max_model_len": runner.llm.room(0),
+        "tokens": ids,
+        "token_strs": texts,
+    }
 
 
 def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
     tokenizer = runner.llm.tokenizer
     if isinstance(request, TokenizeText):
-        return list(tokenizer(request.prompt, add_special_tokens=request.add_special_tokens is not False)["input_ids"])
+        return list(
+            tokenizer(request.prompt, add_special_tokens=request.add_special_tokens is not False)[
+                "input_ids"
+            ]
+        )
     if request.tools:
         tool_format(tokenizer)  # raises where the template doesn't take them
     return encode_conversation(runner.llm, request, request.tools)
@@ -79,5 +92,8 @@ async def detokenize(request: Detokenize, http: Request) -> dict[str, str]:
     check_model(runner, request.model)
     size = runner.llm.model.vocab_size
     if outside := [token for token in request.tokens if not 0 <= token < size]:
-        raise Refused(f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}", "tokens")
+        raise Refused(
+            f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}",
+            "tokens",
+        )
     return {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}

@@ -1,7 +1,8 @@
-"""How models write tool calls: what a chat template says of it, and grammars of calls. Knows nothing of requests and answers.
+"""How models write tool calls: what a chat template says of it, and grammars of calls. Knows
+nothing of requests and answers.
 
-What a call looks like is the tokenizer's own `response_template` of transformers, or known from the words of the chat template. A template
-that says neither is refused.
+What a call looks like is the tokenizer's own `response_template` of transformers, or known from the
+words of the chat template. A template that says neither is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from quickbeam.serve.messages import Tool
 
 
 class Writing(NamedTuple):
-    """The text around calls: `before`, a call, `between`, a call, …, `after`. A call: its name and its arguments between three `parts`."""
+    """The text around calls: `before`, a call, `between`, a call, …, `after`. A call: its name and
+    its arguments between three `parts`."""
 
     before: str
     parts: tuple[str, str, str]
@@ -25,7 +27,8 @@ class Writing(NamedTuple):
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read (a field of a response template of transformers) and written (None: not known)."""
+    """How calls are read (a field of a response template of transformers) and written (None: not
+    known)."""
 
     field: dict[str, Any]
     writing: Writing | None
@@ -34,19 +37,32 @@ class ToolFormat(NamedTuple):
 
 
 # arguments of a call, without spaces that a weak model could write for ever
-OBJECT = {"type": "object", "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+OBJECT = {
+    "type": "object",
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
+}
 NO_ARGUMENTS: dict[str, Any] = {"properties": {}, "additionalProperties": False}
 FUNCTION = {"type": "function", "function": "{content}"}
 HERMES = ToolFormat(
-    {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json", "transform": FUNCTION},
+    {
+        "open_pattern": r"\s*<tool_call>",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": "json",
+        "transform": FUNCTION,
+    },
     Writing("", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", ""),
     "<tool_call>",
 )
 LLAMA3 = ToolFormat(
     {
-        "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",  # the whole answer is a call, or it holds none
+        # the whole answer is a call, or it holds none
+        "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",
         "content": "json",
-        "transform": {"type": "function", "function": {"name": "{content.name}", "arguments": "{content.parameters}"}},
+        "transform": {
+            "type": "function",
+            "function": {"name": "{content.name}", "arguments": "{content.parameters}"},
+        },
     },
     Writing("", ('{"name": "', '", "parameters": ', "}"), None, ""),
     "<|python_tag|>",
@@ -55,7 +71,10 @@ MISTRAL = ToolFormat(
     {
         "open_pattern": r"\s*\[TOOL_CALLS\]",
         "content": "json",
-        "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{arguments}"}},
+        "transform": {
+            "type": "function",
+            "function": {"name": "{name}", "arguments": "{arguments}"},
+        },
         "transform_each": True,
     },
     Writing("[TOOL_CALLS] [", ('{"name": "', '", "arguments": ', "}"), ", ", "]"),
@@ -65,14 +84,19 @@ MISTRAL = ToolFormat(
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
-    """How calls are written with this tokenizer's chat template. Raises `Refused` where that is not known."""
+    """How calls are written with this tokenizer's chat template. Raises `Refused` where that is not
+    known."""
     template = _chat_template(tokenizer)
     if not re.search(r"\btools\b", template):
         raise Refused(
-            "tools: this model's chat template does not take tools; ask without, or serve a model that was trained to call them", "tools"
+            "tools: this model's chat template does not take tools; ask without, or serve a model "
+            "that was trained to call them",
+            "tools",
         )
     known = _known(template)
-    if (spec := getattr(tokenizer, "response_template", None)) and (field := spec["fields"].get("tool_calls")):
+    if (spec := getattr(tokenizer, "response_template", None)) and (
+        field := spec["fields"].get("tool_calls")
+    ):
         return ToolFormat(
             field,
             known and known.writing,
@@ -81,7 +105,8 @@ def tool_format(tokenizer: Any) -> ToolFormat:
         )
     if known is None:
         raise Refused(
-            "tools: this server does not know how this model's chat template writes calls; it knows Hermes and Qwen, Llama 3, Mistral, and "
+            "tools: this server does not know how this model's chat template writes calls; it "
+            "knows Hermes and Qwen, Llama 3, Mistral, and "
             "tokenizers with a response_template",
             "tools",
         )
@@ -107,49 +132,78 @@ def _known(template: str) -> ToolFormat | None:
 
 
 def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
-    """A Lark grammar, as llguidance reads it, of one or more calls of these tools and nothing else, with arguments by their schemas. Raises
-    `Refused` where it is not known how calls are written."""
+    """A Lark grammar, as llguidance reads it, of one or more calls of these tools and nothing else,
+    with arguments by their schemas. Raises `Refused` where it is not known how calls are
+    written."""
     if (writing := form.writing) is None:
-        raise Refused("tool_choice: this server reads this model's calls but can't force them: give auto or none", "tool_choice")
+        raise Refused(
+            "tool_choice: this server reads this model's calls but can't force them: "
+            "give auto or none",
+            "tool_choice",
+        )
     return f"start: calls\n{_calls(writing, tools, several, tokenizer)}"
 
 
-def strict_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str | None:
-    """A Lark grammar of any text, in which calls may stand, whose arguments keep to the schemas of the tools that are `strict`. None where
-    calls don't begin with a token of their own, so that text and calls can't be told apart while they are written."""
+def strict_grammar(
+    form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any
+) -> str | None:
+    """A Lark grammar of any text, in which calls may stand, whose arguments keep to the schemas of
+    the tools that are `strict`. None where calls don't begin with a token of their own, so that
+    text and calls can't be told apart while they are written."""
     if (writing := form.writing) is None:
         return None
     begin = writing.before + writing.parts[0]
-    marker = max((token for token in tokenizer.get_added_vocab() if begin.startswith(token)), key=len, default=None)
+    marker = max(
+        (token for token in tokenizer.get_added_vocab() if begin.startswith(token)),
+        key=len,
+        default=None,
+    )
     if marker is None:
         return None
     loose = [tool if tool.function.strict else _any_arguments(tool) for tool in tools]
-    goes_on = "close" in form.field or "close_pattern" in form.field  # else what follows would be read as a part of the calls
+    # else what follows would be read as a part of the calls
+    goes_on = "close" in form.field or "close_pattern" in form.field
     rest = f"(calls text){'*' if several else '?'}" if goes_on else "calls?"
     text = f"text: <[^{tokenizer.get_added_vocab()[marker]}]>*"
     return f"start: text {rest}\n{text}\n{_calls(writing, loose, several, tokenizer)}"
 
 
 def _any_arguments(tool: Tool) -> Tool:
-    return tool.model_copy(update={"function": tool.function.model_copy(update={"parameters": {"type": "object"}})})
+    return tool.model_copy(
+        update={"function": tool.function.model_copy(update={"parameters": {"type": "object"}})}
+    )
 
 
 def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
     """The rule `calls`, and those that it needs."""
     begin, middle, end = writing.parts
     every = [
-        f"call{i}: {_terminals(begin + tool.function.name + middle, tokenizer)} arguments{i} {_terminals(end, tokenizer)}\n"
-        f"arguments{i}: %json {json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})}"
+        f"call{i}: {_terminals(begin + tool.function.name + middle, tokenizer)} arguments{i} "
+        f"{_terminals(end, tokenizer)}\n"
+        f"arguments{i}: %json "
+        f"{json.dumps({**OBJECT, **(tool.function.parameters or NO_ARGUMENTS)})}"
         for i, tool in enumerate(tools)
     ]
-    more = f" ({_terminals(writing.between, tokenizer)} call)*" if several and writing.between is not None else ""
-    calls = f"calls: {_terminals(writing.before, tokenizer)} call{more} {_terminals(writing.after, tokenizer)}"
-    return "\n".join([calls, f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}", *every, ""])
+    more = (
+        f" ({_terminals(writing.between, tokenizer)} call)*"
+        if several and writing.between is not None
+        else ""
+    )
+    calls = (
+        f"calls: {_terminals(writing.before, tokenizer)} call{more} "
+        f"{_terminals(writing.after, tokenizer)}"
+    )
+    return "\n".join(
+        [calls, f"call: {' | '.join(f'call{i}' for i in range(len(tools)))}", *every, ""]
+    )
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
-    """Text as terminals of a grammar. Tokens that were added to a vocabulary stand by their ids: their letters alone are not them."""
+    """Text as terminals of a grammar. Tokens that were added to a vocabulary stand by their ids:
+    their letters alone are not them."""
     added: dict[str, int] = tokenizer.get_added_vocab()
     pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
     parts = re.split(f"({pattern})", text) if added else [text]
-    return " ".join(f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part)
+    return " ".join(
+        f"<[{added[part]}]>" if part in added else json.dumps(part) for part in parts if part
+    )

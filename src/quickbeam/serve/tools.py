@@ -1,4 +1,5 @@
-"""Tool calls of a request: which tools a model is shown, and calls found in its answers as they come. Knows nothing of HTTP."""
+"""Tool calls of a request: which tools a model is shown, and calls found in its answers as they
+come. Knows nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -37,9 +38,15 @@ class Calling(NamedTuple):
         return CallReader(self.form, self.tools, self.several)
 
 
-def calling(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, several: bool | None, tokenizer: Any) -> Calling | None:
-    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: an answer without calls, for which tools are not
-    shown to the model. Raises `Refused` for what this model can't do."""
+def calling(
+    tools: list[Tool] | None,
+    choice: ToolMode | NamedTool | None,
+    several: bool | None,
+    tokenizer: Any,
+) -> Calling | None:
+    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: an answer
+    without calls, for which tools are not shown to the model. Raises `Refused` for what this model
+    can't do."""
     if not tools or choice == "none":
         return None
     form, several = tool_format(tokenizer), several is not False
@@ -47,7 +54,11 @@ def calling(tools: list[Tool] | None, choice: ToolMode | NamedTool | None, sever
     if choice in (None, "auto"):
         lark = _strict(form, tools, several, tokenizer)
     else:
-        forced = [tool for tool in tools if choice == "required" or tool.function.name == choice.function.name]  # type: ignore[union-attr]
+        forced = [
+            tool
+            for tool in tools
+            if choice == "required" or tool.function.name == choice.function.name  # type: ignore[union-attr]
+        ]
         lark = forcing_grammar(form, forced, several and choice == "required", tokenizer)
     return Calling(form, tools, several, _grammar(lark), special)
 
@@ -60,7 +71,9 @@ def _strict(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: A
     if (lark := strict_grammar(form, tools, several, tokenizer)) is None:
         where = f"tools[{strict[0]}].function.strict"
         raise Refused(
-            f"{where}: this model's calls keep to a schema only where they are forced: leave it out, or force one by tool_choice", where
+            f"{where}: this model's calls keep to a schema only where they are forced: leave it "
+            "out, or force one by tool_choice",
+            where,
         )
     return lark
 
@@ -74,26 +87,34 @@ def _grammar(lark: str | None) -> Any:
 
 
 class CallReader:
-    """Tells calls from text as an answer comes. What may be a call is held back; what turns out not to be one of a tool that was given, a
-    call cut short included, is text as it was written. `several` False: calls after the first are left out."""
+    """Tells calls from text as an answer comes. What may be a call is held back; what turns out not
+    to be one of a tool that was given, a call cut short included, is text as it was written.
+    `several` False: calls after the first are left out."""
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool], several: bool = True) -> None:
         self._form, self._several, self._found = form, several, 0
         self._names = {tool.function.name for tool in tools}
         # Arguments in JSON have types; in other ways of writing they get them from the schemas.
-        self._typed = [] if form.field.get("content") == "json" else [tool.model_dump(exclude_none=True) for tool in tools]
+        self._typed = (
+            []
+            if form.field.get("content") == "json"
+            else [tool.model_dump(exclude_none=True) for tool in tools]
+        )
         self._begin()
 
     def _begin(self) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
         fields = {CALLS: self._form.field, CONTENT: {"content": "text"}}
-        self._parser = ResponseParser({"start_anchor": " ", "fields": fields}, prefix="", tools=self._typed)
+        self._parser = ResponseParser(
+            {"start_anchor": " ", "fields": fields}, prefix="", tools=self._typed
+        )
         self._held = ""  # text that the parser has not given back as content
 
     def feed(self, text: str) -> list[str | Call]:
         """What `text` makes certain, in order."""
-        return list(_joined(piece for character in text for piece in self._step(character)))  # one by one: an error then belongs to one
+        # one by one: an error then belongs to one
+        return list(_joined(piece for character in text for piece in self._step(character)))
 
     def finish(self) -> list[str | Call]:
         """The rest, at the end of the answer."""
@@ -108,8 +129,13 @@ class CallReader:
         """`character`: None at the end."""
         self._held += character or ""
         try:
-            events = self._parser.feed(character) if character is not None else self._parser.finalize()[1]
-        except (ValueError, KeyError, TypeError, RecursionError):  # what looked like a call can't be read
+            events = (
+                self._parser.feed(character)
+                if character is not None
+                else self._parser.finalize()[1]
+            )
+        # what looked like a call can't be read
+        except (ValueError, KeyError, TypeError, RecursionError):
             yield self._held
             self._begin()
             return
@@ -131,7 +157,11 @@ class CallReader:
     def _call(self, value: Any) -> Call | None:
         """The call that was read, if it is one of the tools'."""
         function = value.get("function") if isinstance(value, dict) else None
-        if not isinstance(function, dict) or not isinstance(name := function.get("name"), str) or name not in self._names:
+        if (
+            not isinstance(function, dict)
+            or not isinstance(name := function.get("name"), str)
+            or name not in self._names
+        ):
             return None
         arguments = function.get("arguments") or {}
         if not isinstance(arguments, dict):
@@ -147,7 +177,11 @@ class CallReader:
 def call_id(form: ToolFormat) -> str:
     """An id for a call."""
     letters = string.ascii_letters + string.digits
-    return "".join(secrets.choice(letters) for _ in range(9)) if form.short_ids else f"call_{secrets.token_hex(12)}"
+    return (
+        "".join(secrets.choice(letters) for _ in range(9))
+        if form.short_ids
+        else f"call_{secrets.token_hex(12)}"
+    )
 
 
 def _joined(pieces: Iterable[str | Call]) -> Iterator[str | Call]:

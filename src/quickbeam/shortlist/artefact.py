@@ -1,4 +1,5 @@
-"""What training a shortlist leaves in a folder: the layout, how frequent tokens are, and the router."""
+"""What training a shortlist leaves in a folder: the layout, how frequent tokens are, and the
+router."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ PREFIX = "router."
 
 @dataclass(frozen=True, eq=False)
 class Artefact:
-    """`ranking`: `[vocab]` int64, all tokens by falling frequency in the training text. `router`: over the layout's clusters, or None;
-    asked for nodes down to the depth `deepest` of a tree, those below score what the ones above do.
+    """`ranking`: `[vocab]` int64, all tokens by falling frequency in the training text. `router`:
+    over the layout's clusters, or None; asked for nodes down to the depth `deepest` of a tree,
+    those below score what the ones above do.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -36,18 +38,28 @@ class Artefact:
     def __post_init__(self) -> None:
         require_distinct(self.ranking, self.layout.vocab, "the ranking")
         if len(self.ranking) != self.layout.vocab:
-            raise InvalidInput(f"the ranking holds {len(self.ranking)} tokens: must be all {self.layout.vocab} of the layout's vocabulary")
+            raise InvalidInput(
+                f"the ranking holds {len(self.ranking)} tokens: must be all "
+                f"{self.layout.vocab} of the layout's vocabulary"
+            )
         if self.deepest < 0:
             raise InvalidInput(f"a router with deepest={self.deepest}: must be at least 0")
         if self.router is not None and self.router.config.clusters != self.layout.clusters:
-            raise InvalidInput(f"the router scores {self.router.config.clusters} clusters, the layout has {self.layout.clusters}")
+            raise InvalidInput(
+                f"the router scores {self.router.config.clusters} clusters, the "
+                f"layout has {self.layout.clusters}"
+            )
 
     def save(self, folder: Path) -> None:
-        """Write `shortlist.safetensors` (ids as int32, the router in bfloat16) and `shortlist.json`, each complete or not at all."""
+        """Write `shortlist.safetensors` (ids as int32, the router in bfloat16) and
+        `shortlist.json`, each complete or not at all."""
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
         if self.router is not None:
-            tensors |= {PREFIX + name: tensor.to("cpu", torch.bfloat16) for name, tensor in self.router.state_dict().items()}
+            tensors |= {
+                PREFIX + name: tensor.to("cpu", torch.bfloat16)
+                for name, tensor in self.router.state_dict().items()
+            }
         record = {
             "frequent": self.layout.frequent,
             "size": self.layout.size,
@@ -55,29 +67,41 @@ class Artefact:
             "deepest": self.deepest,
             "router": None if self.router is None else asdict(self.router.config),
         }
-        (folder / f"{FIELDS}.part").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / f"{TENSORS}.part")
+        (folder / f"{FIELDS}.part").write_text(
+            json.dumps(record, indent=2) + "\n", encoding="utf-8"
+        )
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / f"{TENSORS}.part",
+        )
         os.replace(folder / f"{TENSORS}.part", folder / TENSORS)
         os.replace(folder / f"{FIELDS}.part", folder / FIELDS)
 
     @staticmethod
     def load(folder: Path) -> Artefact:
-        """What `save` wrote; the router is in float32, on the CPU. Raises `InvalidInput` naming what is missing or does not fit."""
+        """What `save` wrote; the router is in float32, on the CPU. Raises `InvalidInput` naming
+        what is missing or does not fit."""
         for name in (FIELDS, TENSORS):
             if not (folder / name).is_file():
                 raise InvalidInput(f"{folder} holds no shortlist: {name} is missing")
         try:
             record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
-            frequent, size, vocab = (_integer(record, name) for name in ("frequent", "size", "vocab"))
+            frequent, size, vocab = (
+                _integer(record, name) for name in ("frequent", "size", "vocab")
+            )
             deepest = _integer(record, "deepest") if "deepest" in record else 0
             config = None if record["router"] is None else RouterConfig(**record["router"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InvalidInput(f"{folder / FIELDS} does not describe a shortlist: {_reason(error)}") from error
+            raise InvalidInput(
+                f"{folder / FIELDS} does not describe a shortlist: {_reason(error)}"
+            ) from error
         try:
             tensors = load_file(folder / TENSORS)
             order, ranking = tensors["order"].long(), tensors["ranking"].long()
         except (OSError, SafetensorError, KeyError) as error:
-            raise InvalidInput(f"{folder / TENSORS} does not hold a shortlist: {_reason(error)}") from error
+            raise InvalidInput(
+                f"{folder / TENSORS} does not hold a shortlist: {_reason(error)}"
+            ) from error
         try:
             router = None if config is None else _router(config, tensors)
             return Artefact(Layout(order, frequent, size, vocab), ranking, router, deepest)
@@ -93,7 +117,11 @@ class Artefact:
 def _router(config: RouterConfig, tensors: dict[str, torch.Tensor]) -> Router:
     with torch.device("meta"):  # no random weights that would be thrown away
         router = Router(config)
-    state = {name.removeprefix(PREFIX): tensor.float() for name, tensor in tensors.items() if name.startswith(PREFIX)}
+    state = {
+        name.removeprefix(PREFIX): tensor.float()
+        for name, tensor in tensors.items()
+        if name.startswith(PREFIX)
+    }
     try:
         router.load_state_dict(state, assign=True)
     except RuntimeError as error:

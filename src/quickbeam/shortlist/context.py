@@ -1,4 +1,5 @@
-"""Tokens of the context, which a drafter's head scores beside the rest: text repeats itself, rare words most of all (NanoSpec)."""
+"""Tokens of the context, which a drafter's head scores beside the rest: text repeats itself, rare
+words most of all (NanoSpec)."""
 
 from __future__ import annotations
 
@@ -14,11 +15,14 @@ from quickbeam.shortlist.native import NativeRows
 from quickbeam.target.native.library import kernels
 
 STEP = 64  # rows that the buffer grows by
-SPARE = 4  # a full window gives up one token in so many at a time: rebuilding is paid for by as many new tokens
+# a full window gives up one token in so many at a time: rebuilding is paid for by as many new
+# tokens
+SPARE = 4
 
 
 class PlainRows:
-    """Rows of a head side by side in one tensor; `NativeRows` is the same for the native kernels."""
+    """Rows of a head side by side in one tensor; `NativeRows` is the same for the native
+    kernels."""
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight, self._rows = weight, weight[:0]
@@ -36,21 +40,29 @@ class PlainRows:
 
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
         """`[n, d]` to `[n, count]`, of the first rows."""
-        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows, the last ones left out afterwards.
+        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows,
+        # the last ones left out afterwards.
         padded = min(len(self._rows), -(-count // STEP) * STEP)
         return F.linear(h, self._rows[:padded])[:, :count]
 
 
 class ContextTokens:
-    """Rows of the head of tokens in the context or proposed by other sources, side by side in one buffer: a token's row is copied once.
+    """Rows of the head of tokens in the context or proposed by other sources, side by side in one
+    buffer: a token's row is copied once.
 
-    `weight`: `[vocab, d]`, the head in the order of token ids. `window`: distinct tokens at most; where another one comes, the quarter of
-    the window that was seen least recently goes. `skip`: `[vocab]` bool, tokens that are never kept. `rows`: what the native kernels keep
-    rows in, see `NativeRows`. Raises `InvalidInput` for a window
-    below 1.
+    `weight`: `[vocab, d]`, the head in the order of token ids. `window`: distinct tokens at most;
+    where another one comes, the quarter of the window that was seen least recently goes. `skip`:
+    `[vocab]` bool, tokens that are never kept. `rows`: what the native kernels keep rows in, see
+    `NativeRows`. Raises `InvalidInput` for a window below 1.
     """
 
-    def __init__(self, weight: torch.Tensor, window: int = 3072, skip: torch.Tensor | None = None, rows: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        window: int = 3072,
+        skip: torch.Tensor | None = None,
+        rows: str | None = None,
+    ) -> None:
         if window < 1:
             raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
         self.window = window
@@ -60,7 +72,9 @@ class ContextTokens:
         self._skip = np.zeros(len(weight), bool) if skip is None else skip.numpy()
         self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
         found = kernels() if native_fits(self._weight) else None
-        self.rows: NativeRows | PlainRows = PlainRows(self._weight) if found is None else NativeRows(self._weight, found, rows)
+        self.rows: NativeRows | PlainRows = (
+            PlainRows(self._weight) if found is None else NativeRows(self._weight, found, rows)
+        )
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def reset(self, ids: Sequence[int]) -> None:
@@ -72,7 +86,9 @@ class ContextTokens:
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int]) -> None:
         """Read tokens, the newest last."""
-        recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][: self.window]
+        recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][
+            : self.window
+        ]
         known = len(self._row)
         for token in reversed(recent):
             self._row[token] = self._row.pop(token, -1)
@@ -90,7 +106,8 @@ class ContextTokens:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """`[m]` int64: the tokens kept, distinct, `m <= window`; on the head's device. The next `extend` may write over it."""
+        """`[m]` int64: the tokens kept, distinct, `m <= window`; on the head's device. The next
+        `extend` may write over it."""
         return self._tokens[: len(self._row)]
 
     def __contains__(self, token: int) -> bool:
@@ -105,7 +122,8 @@ class ContextTokens:
         return self.rows.logits(h, len(self._row))
 
     def _rebuild(self, keep: int) -> int:
-        """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row, which is moved to the front."""
+        """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row,
+        which is moved to the front."""
         for token in list(self._row)[:-keep]:
             del self._row[token]
         self.rebuilt += 1

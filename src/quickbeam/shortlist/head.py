@@ -1,4 +1,5 @@
-"""A drafter's head on parts of the vocabulary: the frequent block and chosen clusters, without copying rows of the weight."""
+"""A drafter's head on parts of the vocabulary: the frequent block and chosen clusters, without
+copying rows of the weight."""
 
 from __future__ import annotations
 
@@ -22,8 +23,11 @@ BACKENDS = ("plain", "packed", "native", "triton")
 
 
 class Scores(NamedTuple):
-    logits: torch.Tensor  # [n, s], of the head's dtype, or float32; -inf in columns that don't count (padding, repeats)
-    tokens: torch.Tensor  # [s] int64 on the logits' device: which token a column is. A token has at most one column that isn't -inf
+    # [n, s], of the head's dtype, or float32; -inf in columns that don't count (padding, repeats)
+    logits: torch.Tensor
+    # [s] int64 on the logits' device: which token a column is. A token has at most one column that
+    # isn't -inf
+    tokens: torch.Tensor
 
 
 Run = Callable[[torch.Tensor, torch.Tensor], Scores]
@@ -32,39 +36,59 @@ Run = Callable[[torch.Tensor, torch.Tensor], Scores]
 class BlockHead:
     """`logits = h · W[blocks]ᵀ`.
 
-    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed by the backends that keep a copy in the
-    layout's order, all but "plain". `most`: clusters a call at most, all of them where None. `backend`:
+    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed
+    by the backends that keep a copy in the layout's order, all but "plain". `most`: clusters a call
+    at most, all of them where None. `backend`:
 
     - "plain": the rows gathered, then one product. The reference.
-    - "packed": one product a block, on weights packed once where the CPU can (`target.linear`), else on slices.
+    - "packed": one product a block, on weights packed once where the CPU can (`target.linear`),
+      else on slices.
     - "native": one call of the native kernels (bfloat16 on a CPU), logits in float32.
-    - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The number of columns is always the same,
-      whatever is chosen, and nothing waits for the device, so that a call can be captured in a graph.
+    - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The
+      number of columns is always the same, whatever is chosen, and nothing waits for the device, so
+      that a call can be captured in a graph.
 
-    None takes "native" on a CPU where it can be had, else "packed", and "triton" on CUDA, there "plain" where Triton is missing. Raises
-    `InvalidInput` for a backend that
-    the device can't run and a weight that is not the layout's.
+    None takes "native" on a CPU where it can be had, else "packed", and "triton" on CUDA, there
+    "plain" where Triton is missing. Raises `InvalidInput` for a backend that the device can't run
+    and a weight that is not the layout's.
     """
 
-    def __init__(self, weight: torch.Tensor, layout: Layout, *, most: int | None = None, backend: str | None = None) -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        layout: Layout,
+        *,
+        most: int | None = None,
+        backend: str | None = None,
+    ) -> None:
         if weight.dim() != 2 or len(weight) != layout.vocab:
-            raise InvalidInput(f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout")
+            raise InvalidInput(
+                f"a head of shape {list(weight.shape)}: must be [{layout.vocab}, d] for this layout"
+            )
         self.layout = layout
         self.most = layout.clusters if most is None else min(most, layout.clusters)
         self.backend = _choose(backend, weight.device.type, native_fits(weight))
         self.run = _MAKERS[self.backend](weight.detach(), layout, self.most)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        """Scores of the frequent block and `clusters` (`[k]` int64, ascending, no repeats; -1 behind them counts for nothing) for `h`
-        `[n, d]` of the weight's dtype. Raises `ValueError` for more than `most`."""
+        """Scores of the frequent block and `clusters` (`[k]` int64, ascending, no repeats; -1
+        behind them counts for nothing) for `h` `[n, d]` of the weight's dtype. Raises `ValueError`
+        for more than `most`."""
         if len(clusters) > self.most:
-            raise ValueError(f"{len(clusters)} clusters: this head was made for {self.most} a call at most")
+            raise ValueError(
+                f"{len(clusters)} clusters: this head was made for {self.most} a call at most"
+            )
         return self.run(h, clusters)
 
 
 def native_fits(weight: torch.Tensor) -> bool:
     """Whether the native kernels can make products with this weight."""
-    return weight.device.type == "cpu" and weight.dtype is torch.bfloat16 and weight.shape[1] % 2 == 0 and kernels() is not None
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype is torch.bfloat16
+        and weight.shape[1] % 2 == 0
+        and kernels() is not None
+    )
 
 
 def _choose(backend: str | None, device: str, native: bool = False) -> str:
@@ -76,16 +100,29 @@ def _choose(backend: str | None, device: str, native: bool = False) -> str:
             return "native"
         return "packed" if device == "cpu" else "triton" if device == "cuda" and triton else "plain"
     if backend not in BACKENDS:
-        raise InvalidInput(f"unknown backend {backend!r} of the drafter's head; known: {', '.join(BACKENDS)}")
+        raise InvalidInput(
+            f"unknown backend {backend!r} of the drafter's head; known: {', '.join(BACKENDS)}"
+        )
     if backend == "packed" and device != "cpu":
-        raise InvalidInput(f"backend 'packed' needs a CPU, the head is on {device}: use 'plain' or, on CUDA, 'triton'")
+        raise InvalidInput(
+            f"backend 'packed' needs a CPU, the head is on {device}: use 'plain' "
+            "or, on CUDA, 'triton'"
+        )
     if backend == "native" and not native:
-        raise InvalidInput("backend 'native' needs bfloat16 on a CPU and native kernels (quickbeam --version names them): use 'packed'")
+        raise InvalidInput(
+            "backend 'native' needs bfloat16 on a CPU and native kernels (quickbeam "
+            "--version names them): use 'packed'"
+        )
     if backend == "triton":
         if not triton:
-            raise InvalidInput("backend 'triton' needs the package triton: install it, or use 'plain'")
+            raise InvalidInput(
+                "backend 'triton' needs the package triton: install it, or use 'plain'"
+            )
         if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise InvalidInput(f"backend 'triton' needs CUDA, the head is on {device}: use 'plain' or, on a CPU, 'packed'")
+            raise InvalidInput(
+                f"backend 'triton' needs CUDA, the head is on {device}: use 'plain' "
+                "or, on a CPU, 'packed'"
+            )
     return backend
 
 
@@ -100,7 +137,9 @@ def _plain(weight: torch.Tensor, layout: Layout, most: int) -> Run:
 
 def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
     """Blocks are the clusters and, last, the frequent tokens."""
-    tokens = [layout.tokens(cluster) for cluster in range(layout.clusters)] + [layout.order[: layout.frequent]]
+    tokens = [layout.tokens(cluster) for cluster in range(layout.clusters)] + [
+        layout.order[: layout.frequent]
+    ]
     blocks: list[torch.Tensor] = []
     for ids in tokens:
         packed = pack_weight(weight[ids]) if len(ids) else weight[:0]
@@ -126,7 +165,10 @@ def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
             chosen.insert(0, layout.clusters)
         if not chosen:
             return Scores(h[:, :0], layout.order[:0])
-        return Scores(torch.cat([product(h, blocks[i]) for i in chosen], -1), torch.cat([tokens[i] for i in chosen]))
+        return Scores(
+            torch.cat([product(h, blocks[i]) for i in chosen], -1),
+            torch.cat([tokens[i] for i in chosen]),
+        )
 
     return run
 
@@ -145,4 +187,9 @@ def _native(weight: torch.Tensor, layout: Layout, most: int) -> Run:
     return NativeBlocks(weight, layout, found)
 
 
-_MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {"plain": _plain, "packed": _packed, "native": _native, "triton": _triton}
+_MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {
+    "plain": _plain,
+    "packed": _packed,
+    "native": _native,
+    "triton": _triton,
+}

@@ -1,5 +1,7 @@
-# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator, no-untyped-def, misc"
-"""The head's product on chosen blocks of rows as one Triton kernel: no gathered copy of rows, no launch a block."""
+# mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def, misc"
+"""The head's product on chosen blocks of rows as one Triton kernel: no gathered copy of rows, no
+launch a block."""
 
 from __future__ import annotations
 
@@ -16,12 +18,28 @@ from quickbeam.shortlist.layout import Layout
 
 @triton.jit
 def block_logits(
-    h, weight, chosen, out, n, d, size, always, frequent, rows, h_stride, out_stride, N: tl.constexpr, S: tl.constexpr, D: tl.constexpr
+    h,
+    weight,
+    chosen,
+    out,
+    n,
+    d,
+    size,
+    always,
+    frequent,
+    rows,
+    h_stride,
+    out_stride,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
 ):
-    """`out[:, slot * size : (slot + 1) * size] = h · weight[rows of the slot's block]ᵀ`, -inf where the block has no row.
+    """`out[:, slot * size : (slot + 1) * size] = h · weight[rows of the slot's block]ᵀ`, -inf where
+    the block has no row.
 
-    `h`: `[n, d]`, `weight`: `[rows, d]`, `chosen`: clusters, those below 0 empty. The first `always` slots are the `frequent` rows, `size`
-    at a time; then one slot a chosen cluster. Grid: slots, pieces of S of a block's rows, pieces of N of the rows of `h`.
+    `h`: `[n, d]`, `weight`: `[rows, d]`, `chosen`: clusters, those below 0 empty. The first
+    `always` slots are the `frequent` rows, `size` at a time; then one slot a chosen cluster. Grid:
+    slots, pieces of S of a block's rows, pieces of N of the rows of `h`.
     """
     slot = tl.program_id(0)
     cluster = tl.load(chosen + slot - always, mask=slot >= always, other=-1)
@@ -35,30 +53,45 @@ def block_logits(
     live = (column < size) & (row < end)
     node = (tl.program_id(2) * N + tl.arange(0, N)).to(tl.int64)
     total = tl.zeros((N, S), dtype=tl.float32)
-    reach = tl.where(first + tl.program_id(1) * S < end, d, 0)  # nothing is read for a piece without rows
+    # nothing is read for a piece without rows
+    reach = tl.where(first + tl.program_id(1) * S < end, d, 0)
     for begin in range(0, reach, D):
         k = begin + tl.arange(0, D)
-        x = tl.load(h + node[:, None] * h_stride + k[None, :], mask=(node < n)[:, None] & (k < d)[None, :], other=0.0)
-        w = tl.load(weight + row[None, :] * d + k[:, None], mask=live[None, :] & (k < d)[:, None], other=0.0)
+        x = tl.load(
+            h + node[:, None] * h_stride + k[None, :],
+            mask=(node < n)[:, None] & (k < d)[None, :],
+            other=0.0,
+        )
+        w = tl.load(
+            weight + row[None, :] * d + k[:, None], mask=live[None, :] & (k < d)[:, None], other=0.0
+        )
         total = tl.dot(x, w, total, input_precision="ieee")
     total = tl.where(live[None, :], total, float("-inf"))
     place = out + node[:, None] * out_stride + slot * size + column[None, :]
-    tl.store(place, total.to(out.dtype.element_ty), mask=(node < n)[:, None] & (column < size)[None, :])
+    tl.store(
+        place, total.to(out.dtype.element_ty), mask=(node < n)[:, None] & (column < size)[None, :]
+    )
 
 
 class FusedHead:
-    """Scores of the frequent block and up to `most` clusters, always in `(ceil(frequent / size) + most) * size` columns.
+    """Scores of the frequent block and up to `most` clusters, always in `(ceil(frequent / size) +
+    most) * size` columns.
 
-    Raises `InvalidInput` for bfloat16 in Triton's interpreter, which multiplies its bits as if they were integers.
+    Raises `InvalidInput` for bfloat16 in Triton's interpreter, which multiplies its bits as if they
+    were integers.
     """
 
     def __init__(self, weight: torch.Tensor, layout: Layout, most: int) -> None:
         if weight.dtype is torch.bfloat16 and not weight.is_cuda:
-            raise InvalidInput("backend 'triton' without CUDA can't multiply bfloat16: use float32, or another backend")
+            raise InvalidInput(
+                "backend 'triton' without CUDA can't multiply bfloat16: use "
+                "float32, or another backend"
+            )
         self.layout, self.most = layout, most
         self.weight = weight[layout.order.to(weight.device)].contiguous()
         self.always = -(-layout.frequent // layout.size)
-        table = torch.zeros(self.always + layout.clusters + 1, layout.size, dtype=torch.int64)  # tokens of a slot; the last has none
+        # tokens of a slot; the last has none
+        table = torch.zeros(self.always + layout.clusters + 1, layout.size, dtype=torch.int64)
         table.view(-1)[: layout.frequent] = layout.order[: layout.frequent]
         begin, rest = self.always * layout.size, layout.order[layout.frequent :]
         table.view(-1)[begin : begin + len(rest)] = rest
@@ -73,9 +106,24 @@ class FusedHead:
         out = h.new_empty(n, len(slots) * layout.size)
         if out.numel():
             h = h.contiguous()
-            tile = {"N": min(64, max(16, triton.next_power_of_2(n))), "S": min(64, max(16, triton.next_power_of_2(layout.size))), "D": 64}
+            tile = {
+                "N": min(64, max(16, triton.next_power_of_2(n))),
+                "S": min(64, max(16, triton.next_power_of_2(layout.size))),
+                "D": 64,
+            }
             grid = (len(slots), triton.cdiv(layout.size, tile["S"]), triton.cdiv(n, tile["N"]))
-            numbers = (n, h.shape[1], layout.size, self.always, layout.frequent, len(layout.order), h.stride(0), out.stride(0))
+            numbers = (
+                n,
+                h.shape[1],
+                layout.size,
+                self.always,
+                layout.frequent,
+                len(layout.order),
+                h.stride(0),
+                out.stride(0),
+            )
             with torch.cuda.device(h.device) if h.is_cuda else nullcontext():
-                block_logits[grid](h, self.weight, chosen, out, *numbers, **tile, enable_fp_fusion=True)
+                block_logits[grid](
+                    h, self.weight, chosen, out, *numbers, **tile, enable_fp_fusion=True
+                )
         return Scores(out, self.table[slots].flatten())

@@ -25,14 +25,21 @@ class NativeRouter:
     def __init__(self, router: Router, kernels: Kernels) -> None:
         self.config, self.clusters = router.config, router.config.clusters
         odd = self.config.width % 2  # then one more, which stays 0
-        up, bias, down = router.up.weight.detach(), router.up.bias.detach(), router.down.weight.detach()
+        up, bias, down = (
+            router.up.weight.detach(),
+            router.up.bias.detach(),
+            router.down.weight.detach(),
+        )
         self._up = Packed(kernels, [F.pad(up, (0, 0, 0, odd))], F.pad(bias, (0, odd)))
         self._down = Packed(kernels, [F.pad(down, (0, odd))], router.down.bias)
 
     def add(self, program: Program, hidden: Buffer, embedded: Buffer, target: Buffer) -> None:
         """Its operations over the rows that are wanted; scores to `target`."""
         config = self.config
-        both, middle = program.buffer(config.hidden_size + config.embed_size), program.buffer(self._up.outputs)
+        both, middle = (
+            program.buffer(config.hidden_size + config.embed_size),
+            program.buffer(self._up.outputs),
+        )
         program.norm(hidden, both, None, EPS, gather=True)
         program.norm(embedded, both, None, EPS, column=config.hidden_size, gather=True)
         program.linear(self._up, both, middle, library.ACTIVATE, gathered=True)
@@ -40,7 +47,8 @@ class NativeRouter:
 
 
 def rows_format(weight: torch.Tensor) -> str:
-    """What a drafter's head keeps its rows in: 8 bits, as a wrong draft costs only its time; rows that are not finite stay."""
+    """What a drafter's head keeps its rows in: 8 bits, as a wrong draft costs only its time; rows
+    that are not finite stay."""
     return INT8 if bool(weight.isfinite().all()) else BFLOAT16
 
 
@@ -49,16 +57,24 @@ class Prepared(NamedTuple):
 
     blocks: npt.NDArray[np.int64]  # of 16 outputs
     tokens: torch.Tensor  # [s] int64, of the columns
-    bias: torch.Tensor | None  # [m] of the context's columns, behind the others: -inf for those that a block holds too; None without any
+    # [m] of the context's columns, behind the others: -inf for those that a block holds too; None
+    # without any
+    bias: torch.Tensor | None
 
 
 class NativeBlocks:
-    """Rows of a head in a layout's order, packed: the frequent block, then the clusters, each filled up to whole blocks of 16 outputs. What
-    fills up has -inf for a logit. `name`: of `library.FORMATS`, what rows are kept in; that of `rows_format` where None."""
+    """Rows of a head in a layout's order, packed: the frequent block, then the clusters, each
+    filled up to whole blocks of 16 outputs. What fills up has -inf for a logit. `name`: of
+    `library.FORMATS`, what rows are kept in; that of `rows_format` where None."""
 
-    def __init__(self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None) -> None:
+    def __init__(
+        self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None
+    ) -> None:
         packer = Packer(kernels, name or rows_format(weight))
-        parts = [layout.order[: layout.frequent], *(layout.tokens(cluster) for cluster in range(layout.clusters))]
+        parts = [
+            layout.order[: layout.frequent],
+            *(layout.tokens(cluster) for cluster in range(layout.clusters)),
+        ]
         sizes = [-(-len(part) // BLOCK) * BLOCK for part in parts]
         tokens = torch.full((sum(sizes),), -1, dtype=torch.int64)
         at = 0
@@ -79,7 +95,8 @@ class NativeBlocks:
         self._beside.linear(one, h, logits)
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their outputs."""
+        """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their
+        outputs."""
         chosen = clusters.numpy()
         parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
         count = self._count[parts]
@@ -91,7 +108,9 @@ class NativeBlocks:
         blocks, tokens = self.find(clusters)
         return Scores(self.score(h, Prepared(blocks, tokens, None)), tokens)
 
-    def score(self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None) -> torch.Tensor:
+    def score(
+        self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None
+    ) -> torch.Tensor:
         """Logits `[n, s]` float32 of what was prepared; `rows`: where those of the context are."""
         width, columns = len(prepared.tokens), len(prepared.blocks) * BLOCK
         logits = torch.empty(len(h), width)
@@ -100,22 +119,37 @@ class NativeBlocks:
             program.set(0, target_stride=width)
             if prepared.bias is not None and rows is not None:
                 places = {"weight": rows.address, "bias": prepared.bias.data_ptr()}
-                program.set(1, outputs=len(prepared.bias), target_stride=width, target_offset=columns, **places)
-            program.run(plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks)
+                program.set(
+                    1,
+                    outputs=len(prepared.bias),
+                    target_stride=width,
+                    target_offset=columns,
+                    **places,
+                )
+            program.run(
+                plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks
+            )
         return logits
 
 
 class NativeRows:
-    """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens' rows into places. `name`: as in
-    `NativeBlocks`, beside whose rows these are scored, so of the same format."""
+    """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens'
+    rows into places. `name`: as in `NativeBlocks`, beside whose rows these are scored, so of the
+    same format."""
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels, name: str | None = None) -> None:
         packer = Packer(kernels, name or rows_format(weight))
         self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
         one = packer.pack([weight[:1]])
-        self._format, self._data = one.format, torch.empty(0, one.data.numel(), dtype=one.data.dtype)  # by block
+        # by block
+        self._format, self._data = (
+            one.format,
+            torch.empty(0, one.data.numel(), dtype=one.data.dtype),
+        )
         self._program = Program(kernels)
-        self._program.linear(one, self._program.given("h", self._inputs), self._program.given("logits", 0, True))
+        self._program.linear(
+            one, self._program.given("h", self._inputs), self._program.given("logits", 0, True)
+        )
 
     def reserve(self, size: int) -> None:
         """Make room for `size` rows, keeping what is there."""
@@ -127,7 +161,9 @@ class NativeRows:
     def write(self, first: int, tokens: torch.Tensor) -> None:
         """Rows of `tokens` from place `first` on."""
         places = tokens.data_ptr(), len(tokens), first
-        self._kernels.put(self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr())
+        self._kernels.put(
+            self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr()
+        )
 
     @property
     def address(self) -> int:

@@ -17,10 +17,11 @@ WAYS = ("none", "thread", "stream")
 class Overlap:
     """Starts work whose result is wanted later. `how`:
 
-    - "stream": in a second CUDA stream, which the first one waits for when the result is taken. What CUDA takes where None.
+    - "stream": in a second CUDA stream, which the first one waits for when the result is taken.
+      What CUDA takes where None.
     - "thread": in another thread.
-    - "none": at once. What a CPU takes: there the layer keeps all cores busy, and handing over costs more than it hides
-      (`quickbeam bench vocabulary --overlap` measures it).
+    - "none": at once. What a CPU takes: there the layer keeps all cores busy, and handing over
+      costs more than it hides (`quickbeam bench vocabulary --overlap` measures it).
 
     Results don't depend on it. Raises `InvalidInput` for a way that the device doesn't have.
     """
@@ -30,7 +31,9 @@ class Overlap:
         if how not in WAYS:
             raise InvalidInput(f"unknown overlap {how!r}; known: {', '.join(WAYS)}")
         if how == "stream" and device.type != "cuda":
-            raise InvalidInput(f"overlap 'stream' needs CUDA, the drafter is on {device}: take 'thread' or 'none'")
+            raise InvalidInput(
+                f"overlap 'stream' needs CUDA, the drafter is on {device}: take 'thread' or 'none'"
+            )
         self.how, self._device = how, device
         self._stream = torch.cuda.Stream(device) if how == "stream" else None  # type: ignore[no-untyped-call]
         self._threads = ThreadPoolExecutor(1, "quickbeam-router") if how == "thread" else None

@@ -1,4 +1,5 @@
-"""The network that says which clusters a row of the drafter calls for (DynaSpec, 2510.13847), before its layer has run."""
+"""The network that says which clusters a row of the drafter calls for (DynaSpec, 2510.13847),
+before its layer has run."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The shape of a router. Raises `InvalidInput` for sizes that are not integers of at least 1."""
+    """The shape of a router. Raises `InvalidInput` for sizes that are not integers of at least
+    1."""
 
     hidden_size: int
     embed_size: int
@@ -28,12 +30,15 @@ class RouterConfig:
         for field in fields(self):
             value = getattr(self, field.name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise InvalidInput(f"router: {field.name}={value!r} must be an integer of at least 1")
+                raise InvalidInput(
+                    f"router: {field.name}={value!r} must be an integer of at least 1"
+                )
 
 
 class Router(nn.Module):
-    """Two-layer MLP from what goes into the drafter's layer (hidden state of the row before, embedding of the token) to a score of every
-    cluster. Each input is RMS-normed, without weights."""
+    """Two-layer MLP from what goes into the drafter's layer (hidden state of the row before,
+    embedding of the token) to a score of every cluster. Each input is RMS-normed, without
+    weights."""
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -54,9 +59,11 @@ def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
 
 
 class FastRouter:
-    """What a `Router` computes, for inference alone: weights of `dtype` on `device`, copied, packed where the CPU can (`target.linear`).
+    """What a `Router` computes, for inference alone: weights of `dtype` on `device`, copied, packed
+    where the CPU can (`target.linear`).
 
-    It runs once a call of the drafter, each time on cold caches, so what counts is the number of operations.
+    It runs once a call of the drafter, each time on cold caches, so what counts is the number of
+    operations.
     """
 
     def __init__(self, router: Router, dtype: torch.dtype, device: torch.device) -> None:
@@ -76,11 +83,19 @@ class FastRouter:
 
 
 def _product(
-    linear: nn.Linear, dtype: torch.dtype, device: torch.device, after: str, plain: Callable[[torch.Tensor], torch.Tensor] | None
+    linear: nn.Linear,
+    dtype: torch.dtype,
+    device: torch.device,
+    after: str,
+    plain: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """A linear layer and what comes after it: oneDNN's name of that, and the plain function."""
-    weight, bias = (tensor.detach().to(device, dtype, copy=True) for tensor in (linear.weight, linear.bias))
+    weight, bias = (
+        tensor.detach().to(device, dtype, copy=True) for tensor in (linear.weight, linear.bias)
+    )
     packed = pack_weight(weight)
     if packed is not None:
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, after, [], "")
-    return lambda x: F.linear(x, weight, bias) if plain is None else plain(F.linear(x, weight, bias))
+    return lambda x: (
+        F.linear(x, weight, bias) if plain is None else plain(F.linear(x, weight, bias))
+    )

@@ -1,4 +1,5 @@
-"""What a drafter's head scores in one call: the frequent block, clusters that a router chose, and tokens of the context."""
+"""What a drafter's head scores in one call: the frequent block, clusters that a router chose, and
+tokens of the context."""
 
 from __future__ import annotations
 
@@ -20,20 +21,25 @@ from quickbeam.target.native.library import kernels
 
 
 class Routed(NamedTuple):
-    clusters: torch.Tensor  # [k] int64 on the head's device, ascending, no repeats; off the CPU always `most`, filled up with -1
+    # [k] int64 on the head's device, ascending, no repeats; off the CPU always `most`, filled up
+    # with -1
+    clusters: torch.Tensor
 
 
 class Shortlist:
-    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and tokens of the context. Shared by all
-    sequences; `begin` gives what one of them adds.
+    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and
+    tokens of the context. Shared by all sequences; `begin` gives what one of them adds.
 
-    `weight`: `[vocab, d]`, the drafter's head in the order of token ids. A `router` needs a `schedule`; without one the layout's clusters
-    are never scored. `most`: clusters a call at most, `schedule.most` where None. `backend`: see `BlockHead`. With `Layout.nothing` and
-    no router the context alone is scored, which must then hold a token. `context`: makes a sequence's, empty at first.
+    `weight`: `[vocab, d]`, the drafter's head in the order of token ids. A `router` needs a
+    `schedule`; without one the layout's clusters are never scored. `most`: clusters a call at most,
+    `schedule.most` where None. `backend`: see `BlockHead`. With `Layout.nothing` and no router the
+    context alone is scored, which must then hold a token. `context`: makes a sequence's, empty at
+    first.
 
-    A call is `route` for what goes into the drafter's layer, then `score` for what comes out of it. Routing needs no randomness and looks
-    at nothing that is drawn later, so the shortlist is known before any token is drawn from it. The caller's laws are softmaxes over the
-    columns. Raises `InvalidInput` where the parts don't fit one another.
+    A call is `route` for what goes into the drafter's layer, then `score` for what comes out of it.
+    Routing needs no randomness and looks at nothing that is drawn later, so the shortlist is known
+    before any token is drawn from it. The caller's laws are softmaxes over the columns. Raises
+    `InvalidInput` where the parts don't fit one another.
     """
 
     def __init__(
@@ -50,9 +56,14 @@ class Shortlist:
         if (router is None) != (schedule is None):
             raise InvalidInput("a router and a schedule go together: give both or none")
         if router is not None and router.config.clusters != layout.clusters:
-            raise InvalidInput(f"the router scores {router.config.clusters} clusters, the layout has {layout.clusters}")
+            raise InvalidInput(
+                f"the router scores {router.config.clusters} clusters, the layout "
+                f"has {layout.clusters}"
+            )
         if router is None and context is None and not layout.frequent:
-            raise InvalidInput("this shortlist is empty: it needs frequent tokens, a router or the context")
+            raise InvalidInput(
+                "this shortlist is empty: it needs frequent tokens, a router or the context"
+            )
         if most is not None and most < 1:
             raise InvalidInput(f"a shortlist of at most {most} clusters: must be at least 1")
         self.layout, self.make_context, self._schedule = layout, context, schedule
@@ -60,13 +71,17 @@ class Shortlist:
         self.head = BlockHead(weight, layout, most=self.most, backend=backend)
         self.device = weight.device
         self._router = None if router is None else FastRouter(router, weight.dtype, weight.device)
-        self.native_router: NativeRouter | None = None  # the same for the native kernels, where they are used
+        # the same for the native kernels, where they are used
+        self.native_router: NativeRouter | None = None
         if router is not None and native_fits(weight) and (found := kernels()) is not None:
             self.native_router = NativeRouter(router, found)
         self._nowhere = Routed(torch.empty(0, dtype=torch.int64, device=self.device))
-        # By cluster, and behind them, so that FREQUENT and ABSENT are indices too: what is absent, what is frequent.
+        # By cluster, and behind them, so that FREQUENT and ABSENT are indices too: what is absent,
+        # what is frequent.
         self._cluster_of = layout.cluster_of.to(self.device)
-        self._sizes = torch.bincount(layout.cluster_of[layout.order[layout.frequent :]], minlength=layout.clusters + 2).to(self.device)
+        self._sizes = torch.bincount(
+            layout.cluster_of[layout.order[layout.frequent :]], minlength=layout.clusters + 2
+        ).to(self.device)
         self._sizes[FREQUENT] = layout.frequent
         self._always = torch.zeros(layout.clusters + 2, dtype=torch.bool, device=self.device)
         self._always[FREQUENT] = True
@@ -76,13 +91,21 @@ class Shortlist:
         return ShortlistState(self, ids)
 
     @torch.inference_mode()
-    def route(self, hidden: torch.Tensor, embedded: torch.Tensor, depths: Sequence[int], above: Routed | None = None) -> Routed:
-        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and embeddings `[n, de]`. `above`: what the tree's
-        last call scored, which calls for nodes all below `Schedule.deepest` score too.
+    def route(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        depths: Sequence[int],
+        above: Routed | None = None,
+    ) -> Routed:
+        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and
+        embeddings `[n, de]`. `above`: what the tree's last call scored, which calls for nodes all
+        below `Schedule.deepest` score too.
 
-        Each node calls for as many of its best clusters as the schedule grants its depth; in ties the first. The shortlist is their
-        union, so a node's own clusters don't depend on its neighbours. Where the union holds more than `most`, those stay that some node
-        of the call gives the largest probability (softmax over the clusters).
+        Each node calls for as many of its best clusters as the schedule grants its depth; in ties
+        the first. The shortlist is their union, so a node's own clusters don't depend on its
+        neighbours. Where the union holds more than `most`, those stay that some node of the call
+        gives the largest probability (softmax over the clusters).
         """
         if self._router is None or not self.routes(depths, above):
             return self.kept(above)
@@ -90,7 +113,9 @@ class Shortlist:
 
     def routes(self, depths: Sequence[int], above: Routed | None = None) -> bool:
         """Whether a call on nodes of these depths asks the router (see `route`)."""
-        return self._schedule is not None and (above is None or min(depths) <= self._schedule.deepest)
+        return self._schedule is not None and (
+            above is None or min(depths) <= self._schedule.deepest
+        )
 
     def kept(self, above: Routed | None) -> Routed:
         """What a call that does not ask the router scores."""
@@ -103,26 +128,34 @@ class Shortlist:
         if logits.device.type == "cpu":
             clusters = torch.from_numpy(union_on_cpu(logits.numpy(), wanted, self.most))
         else:
-            # From pinned memory: a copy from elsewhere would hold the host until the device is done with all before it.
-            clusters = union(logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most)
+            # From pinned memory: a copy from elsewhere would hold the host until the device is done
+            # with all before it.
+            clusters = union(
+                logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most
+            )
         return Routed(clusters)
 
     def _chosen(self, routed: Routed) -> torch.Tensor:
-        """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always is, if only with no tokens."""
+        """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always
+        is, if only with no tokens."""
         chosen = self._always.clone()
         chosen[routed.clusters] = True
         return chosen
 
-    def found(self, routed: Routed, tokens: torch.Tensor | None) -> tuple[torch.Tensor | int, torch.Tensor | None]:
-        """How many tokens are scored, on the device, and `[m]` bool: which `tokens` of the context the block head scores too; `None` where
-        there are none."""
+    def found(
+        self, routed: Routed, tokens: torch.Tensor | None
+    ) -> tuple[torch.Tensor | int, torch.Tensor | None]:
+        """How many tokens are scored, on the device, and `[m]` bool: which `tokens` of the context
+        the block head scores too; `None` where there are none."""
         if self.device.type == "cpu":  # in numpy, for the reason that `union_on_cpu` gives
             chosen = self._chosen(routed).numpy()
             size = int(self._sizes.numpy()[chosen].sum())
             if tokens is None:
                 return size, None
             repeated = chosen[self._cluster_of.numpy()[tokens.numpy()]]
-            return size + len(repeated) - int(np.count_nonzero(repeated)), torch.from_numpy(repeated)
+            return size + len(repeated) - int(np.count_nonzero(repeated)), torch.from_numpy(
+                repeated
+            )
         flags = self._chosen(routed)
         total = (self._sizes * flags).sum()
         if tokens is None:
@@ -139,7 +172,8 @@ class Shortlist:
 
 
 class ShortlistState:
-    """What one sequence has of a `Shortlist`: the tokens of its context, and how much was scored for it."""
+    """What one sequence has of a `Shortlist`: the tokens of its context, and how much was scored
+    for it."""
 
     def __init__(self, shared: Shortlist, ids: Sequence[int]) -> None:
         self.shared = shared
@@ -147,19 +181,22 @@ class ShortlistState:
         if self.context is not None:
             self.context.reset(ids)
         self._scored: torch.Tensor | int = 0
-        self._ready: tuple[Routed, int, Prepared, int] | None = None  # with the version of the context: what the kernels scored last
+        # with the version of the context: what the kernels scored last
+        self._ready: tuple[Routed, int, Prepared, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens that became committed, that other sources proposed, or that the target's last logits make likely."""
+        """Read tokens that became committed, that other sources proposed, or that the target's last
+        logits make likely."""
         if self.context is not None:
             self.context.extend(tokens)
 
     @torch.inference_mode()
     def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
-        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them, `[n, d]`.
+        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them,
+        `[n, d]`.
 
-        A token of the context that the block head scores too has -inf in its context column. Raises `ValueError` where there is nothing
-        to score.
+        A token of the context that the block head scores too has -inf in its context column. Raises
+        `ValueError` where there is nothing to score.
         """
         head = self.shared.head
         if isinstance(head.run, NativeBlocks):
@@ -168,14 +205,18 @@ class ShortlistState:
         size, repeated = self.shared.found(routed, self._tokens)
         if self.context is not None and repeated is not None:
             beside = self.context.logits(feature).masked_fill_(repeated, -torch.inf)
-            logits, tokens = torch.cat([logits, beside], -1), torch.cat([tokens, self.context.tokens])
+            logits, tokens = (
+                torch.cat([logits, beside], -1),
+                torch.cat([tokens, self.context.tokens]),
+            )
         if not logits.shape[1]:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
         self._scored = self._scored + size
         return Scores(logits, tokens)
 
     def _score_native(self, blocks: NativeBlocks, feature: torch.Tensor, routed: Routed) -> Scores:
-        """All of it in one call of the kernels, prepared once for the calls of a tree that score the same."""
+        """All of it in one call of the kernels, prepared once for the calls of a tree that score
+        the same."""
         context = self.context
         version = 0 if context is None else context.version
         if self._ready is None or self._ready[0] is not routed or self._ready[1] != version:
@@ -191,7 +232,10 @@ class ShortlistState:
             raise ValueError("the shortlist holds no token: begin it with a prompt")
         self._scored = self._scored + size
         rows = None if context is None else context.rows
-        return Scores(blocks.score(feature, prepared, rows if isinstance(rows, NativeRows) else None), prepared.tokens)
+        return Scores(
+            blocks.score(feature, prepared, rows if isinstance(rows, NativeRows) else None),
+            prepared.tokens,
+        )
 
     @property
     def _tokens(self) -> torch.Tensor | None:
@@ -199,24 +243,33 @@ class ShortlistState:
 
     def holds(self, token: int, routed: Routed) -> bool:
         """Whether `score` gives this token a column that counts, with the context as it is now."""
-        return self.shared.holds(token, routed) or (self.context is not None and token in self.context)
+        return self.shared.holds(token, routed) or (
+            self.context is not None and token in self.context
+        )
 
     def always(self, token: int) -> bool:
-        """Whether this token is scored whatever the router says: it is frequent, or in the context as it is now."""
-        return int(self.shared.layout.cluster_of[token]) == FREQUENT or (self.context is not None and token in self.context)
+        """Whether this token is scored whatever the router says: it is frequent, or in the context
+        as it is now."""
+        return int(self.shared.layout.cluster_of[token]) == FREQUENT or (
+            self.context is not None and token in self.context
+        )
 
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
-        """How many distinct tokens `score` gives a column that counts, with the context as it is now."""
+        """How many distinct tokens `score` gives a column that counts, with the context as it is
+        now."""
         return int(self.shared.found(routed, self._tokens)[0])
 
     @property
     def scored(self) -> int:
-        """How many tokens all calls of `score` together gave a column that counts; off the CPU it waits for the device."""
+        """How many tokens all calls of `score` together gave a column that counts; off the CPU it
+        waits for the device."""
         return int(self._scored)
 
 
-def union_on_cpu(logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int) -> npt.NDArray[np.int64]:
+def union_on_cpu(
+    logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int
+) -> npt.NDArray[np.int64]:
     """What `union` gives, without its filling: numpy's small operations cost a fifth of torch's."""
     if len(logits) == 1 and wanted[0] <= most:  # the root's call
         found: npt.NDArray[np.int64] = _largest(logits[0], wanted[0]).nonzero()[0]
@@ -233,7 +286,8 @@ def union_on_cpu(logits: npt.NDArray[np.float32], wanted: Sequence[int], most: i
 
 
 def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """Which are the `count` largest, in ties the first; numbers that are none come last. Many clusters take long to sort."""
+    """Which are the `count` largest, in ties the first; numbers that are none come last. Many
+    clusters take long to sort."""
     if count >= len(row):
         return np.ones(len(row), bool)
     row = np.where(np.isnan(row), -np.inf, row)
@@ -244,11 +298,15 @@ def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
 
 
 def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
-    """`[min(most, clusters)]` int64, ascending, filled up with -1: the union over rows of `logits` `[n, clusters]` of the row's `wanted`
-    (`[n]`) largest; of a union of more than `most`, those with the largest probability in any row."""
+    """`[min(most, clusters)]` int64, ascending, filled up with -1: the union over rows of `logits`
+    `[n, clusters]` of the row's `wanted` (`[n]`) largest; of a union of more than `most`, those
+    with the largest probability in any row."""
     clusters = logits.shape[1]
     ranks = logits.argsort(dim=-1, descending=True, stable=True)
-    granted = torch.arange(clusters, device=logits.device) < wanted.to(logits.device, non_blocking=True)[:, None]
+    granted = (
+        torch.arange(clusters, device=logits.device)
+        < wanted.to(logits.device, non_blocking=True)[:, None]
+    )
     called = torch.zeros_like(granted).scatter_(1, ranks, granted).any(0)
     worth = logits.softmax(-1).amax(0).masked_fill_(~called, -1.0)
     best = worth.argsort(descending=True, stable=True)[:most]

@@ -1,7 +1,8 @@
 """Attention of a few new tokens over a KV store: one way a device, and a plain reference.
 
-All take queries `[n, heads, key_dim]` and give `[n, heads * value_dim]`. Heads of a group share their keys: their queries become rows of
-one product, and no key is repeated. What the new tokens may see is in a `Step`, the same for every layer.
+All take queries `[n, heads, key_dim]` and give `[n, heads * value_dim]`. Heads of a group share
+their keys: their queries become rows of one product, and no key is repeated. What the new tokens
+may see is in a `Step`, the same for every layer.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import torch.nn.functional as F
 from quickbeam.target.kv_store import KVStore
 
 SPLIT, WIDE_SPLIT = 384, 128  # positions; see `attend_grouped`
-BLOCK = 64  # a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes longer than the product
+# a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes
+# longer than the product
+BLOCK = 64
 
 
 @dataclass
 class Layer:
-    """What attention needs to know of one layer besides its keys: scale of the scores, window and variations (None: none)."""
+    """What attention needs to know of one layer besides its keys: scale of the scores, window and
+    variations (None: none)."""
 
     index: int
     scaling: float
@@ -31,10 +35,12 @@ class Layer:
 
 @dataclass
 class Step:
-    """One forward of `n` new tokens behind the store's certain ones, and behind `base` tokens of the same tree that were run before.
+    """One forward of `n` new tokens behind the store's certain ones, and behind `base` tokens of
+    the same tree that were run before.
 
-    `positions`: `[base + n]` on the device, of all tokens of the tree; `visible`: `[n, base + n]` bool, which of them each new token sees;
-    None for causal (a chain). Masks are made once a window and shared by all layers.
+    `positions`: `[base + n]` on the device, of all tokens of the tree; `visible`: `[n, base + n]`
+    bool, which of them each new token sees; None for causal (a chain). Masks are made once a window
+    and shared by all layers.
     """
 
     store: KVStore
@@ -50,10 +56,12 @@ class Step:
         self.n = total - self.base
         self.start = self.store.length
         self.block = BLOCK if self.store.device.type == "cpu" else 1
-        self.end = -(-(self.start + total) // self.block) * self.block  # rows that hold no token yet are hidden
+        # rows that hold no token yet are hidden
+        self.end = -(-(self.start + total) // self.block) * self.block
         self.store.reserve(self.end)
         self.rows = self.store.rows(range(self.start + self.base, self.start + total))
-        self.tail = self.start & ~1 if self.store.pairwise else self.start  # rows before it are certain tokens only
+        # rows before it are certain tokens only
+        self.tail = self.start & ~1 if self.store.pairwise else self.start
         self.every = cuts(self.wide)
         self.split = self.start // self.every * self.every if self.exact else 0
         self.causal = self.visible is None
@@ -68,7 +76,8 @@ class Step:
         return (self.start - window + 1) // block * block
 
     def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
-        """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first` on; None where all of them are seen."""
+        """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first`
+        on; None where all of them are seen."""
         total = len(self.positions)
         orders = torch.arange(first, self.end)
         if self.store.pairwise:
@@ -77,7 +86,11 @@ class Step:
         orders = orders.to(device)
         new = orders >= self.start
         node = (orders - self.start).clamp_(0, total - 1)
-        tree = torch.ones(1, 1, dtype=torch.bool, device=device) if self.visible is None else self.visible.to(device)
+        tree = (
+            torch.ones(1, 1, dtype=torch.bool, device=device)
+            if self.visible is None
+            else self.visible.to(device)
+        )
         seen = torch.where(new, tree[:, node] & (orders < self.start + total), True)
         if window is not None:
             at = torch.where(new, self.positions[node], orders)
@@ -85,7 +98,9 @@ class Step:
         if bool(seen.all()):
             return None
         dtype = self.store.key[0].dtype
-        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, float("-inf"))
+        return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(
+            ~seen, float("-inf")
+        )
 
     def mask(self, window: int | None, first: int) -> torch.Tensor | None:
         """`hidden`, made once."""
@@ -113,8 +128,9 @@ class Step:
 
 
 class Steps:
-    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next. The way of CPUs, where the gathered one
-    (`gathered.py`) measured 5 to 46 % slower behind 1,000 tokens."""
+    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next.
+    The way of CPUs, where the gathered one (`gathered.py`) measured 5 to 46 % slower behind 1,000
+    tokens."""
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps, self._sizes = steps, [step.n for step in steps]
@@ -123,7 +139,12 @@ class Steps:
 
     def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
         """As `Step.write`."""
-        for step, k, v in zip(self._steps, key.split_with_sizes(self._sizes, 1), value.split_with_sizes(self._sizes, 1), strict=True):
+        for step, k, v in zip(
+            self._steps,
+            key.split_with_sizes(self._sizes, 1),
+            value.split_with_sizes(self._sizes, 1),
+            strict=True,
+        ):
             step.write(layer, k, v)
 
     def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -141,9 +162,14 @@ Attend = Callable[[torch.Tensor, Step, Layer], torch.Tensor]
 
 
 def group(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`[n, heads, d]` to `[kv_heads, heads // kv_heads * n, d]`: the queries of the heads that share keys as rows, head-major."""
+    """`[n, heads, d]` to `[kv_heads, heads // kv_heads * n, d]`: the queries of the heads that
+    share keys as rows, head-major."""
     n, heads, dim = query.shape
-    return query.view(n, kv_heads, heads // kv_heads, dim).permute(1, 2, 0, 3).reshape(kv_heads, heads // kv_heads * n, dim)
+    return (
+        query.view(n, kv_heads, heads // kv_heads, dim)
+        .permute(1, 2, 0, 3)
+        .reshape(kv_heads, heads // kv_heads * n, dim)
+    )
 
 
 def ungroup(out: torch.Tensor, n: int) -> torch.Tensor:
@@ -153,18 +179,23 @@ def ungroup(out: torch.Tensor, n: int) -> torch.Tensor:
 
 
 def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
-    """Two batched products; certain tokens are read without a mask, the tree's part is masked. The way of the CPU.
+    """Two batched products; certain tokens are read without a mask, the tree's part is masked. The
+    way of the CPU.
 
-    With `step.exact` (bfloat16) a token's bits don't depend on what else is in the tree, so a tree gives the same bits as one token at a
-    time. A hidden key has weight zero and adds nothing; what remains is the order in which the other keys are added. oneDNN's bfloat16
-    kernels keep one float32 sum a result and add keys in pairs, the second of a pair first; the store's pairwise layout turns that into
-    the tokens' own order, whatever hidden keys lie between. Beyond 512 keys the kernels cut the sum at places that depend on the number
-    of keys, so positions are cut here, at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of the
-    weights is taken in float64, where order doesn't show after rounding. `bit_exact.py` checks all this on the machine at hand.
+    With `step.exact` (bfloat16) a token's bits don't depend on what else is in the tree, so a tree
+    gives the same bits as one token at a time. A hidden key has weight zero and adds nothing; what
+    remains is the order in which the other keys are added. oneDNN's bfloat16 kernels keep one
+    float32 sum a result and add keys in pairs, the second of a pair first; the store's pairwise
+    layout turns that into the tokens' own order, whatever hidden keys lie between. Beyond 512 keys
+    the kernels cut the sum at places that depend on the number of keys, so positions are cut here,
+    at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of
+    the weights is taken in float64, where order doesn't show after rounding. `bit_exact.py` checks
+    all this on the machine at hand.
 
-    AMX keeps two sums a tile, of every other key, so that no layout gives an order. There (`step.wide`) the values behind the last cut are
-    added in float64, too, and cuts are closer. What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum
-    depends on the number of queries.
+    AMX keeps two sums a tile, of every other key, so that no layout gives an order. There
+    (`step.wide`) the values behind the last cut are added in float64, too, and cuts are closer.
+    What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum depends
+    on the number of queries.
     """
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
@@ -192,23 +223,36 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
     weight = weight.to(value.dtype)
     cut = max(step.split, first)
     weight_behind, behind = weight[:, :, cut - first :], value[:, cut : step.end]
-    out = torch.bmm(weight_behind.double(), behind.double()) if step.wide else torch.bmm(weight_behind, behind)
+    out = (
+        torch.bmm(weight_behind.double(), behind.double())
+        if step.wide
+        else torch.bmm(weight_behind, behind)
+    )
     for begin in range(first, cut, SPLIT if step.wide else max(cut, 1)):
         end = min(begin + SPLIT, cut) if step.wide else cut
-        out = torch.bmm(weight[:, :, begin - first : end - first], value[:, begin:end]).float() + out
+        out = (
+            torch.bmm(weight[:, :, begin - first : end - first], value[:, begin:end]).float() + out
+        )
     return ungroup((out / total).to(value.dtype), n)
 
 
 def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
-    """PyTorch's fused kernel with a mask over all keys: the way of accelerators, and of prompts in chunks."""
+    """PyTorch's fused kernel with a mask over all keys: the way of accelerators, and of prompts in
+    chunks."""
     if layer.softcap is not None or layer.sinks is not None:
         return attend_grouped(query, step, layer)
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
-    if step.causal and step.start == step.base == 0 and not step.narrow(layer.window):  # a prompt's first chunk needs no mask at all
+    # a prompt's first chunk needs no mask at all
+    if step.causal and step.start == step.base == 0 and not step.narrow(layer.window):
         key, value = key[None, :, step.rows], value[None, :, step.rows]
         out = F.scaled_dot_product_attention(
-            query.transpose(0, 1)[None], key, value, is_causal=n > 1, scale=layer.scaling, enable_gqa=query.shape[1] > key.shape[1]
+            query.transpose(0, 1)[None],
+            key,
+            value,
+            is_causal=n > 1,
+            scale=layer.scaling,
+            enable_gqa=query.shape[1] > key.shape[1],
         )
         return out[0].transpose(0, 1).reshape(n, -1)
     first = step.first(layer.window)
@@ -217,7 +261,11 @@ def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
     if mask is not None:
         mask = mask.repeat(grouped.shape[1] // n, 1)
     out = F.scaled_dot_product_attention(
-        grouped[None], key[None, :, first : step.end], value[None, :, first : step.end], attn_mask=mask, scale=layer.scaling
+        grouped[None],
+        key[None, :, first : step.end],
+        value[None, :, first : step.end],
+        attn_mask=mask,
+        scale=layer.scaling,
     )
     return ungroup(out[0], n)
 
@@ -225,7 +273,10 @@ def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
 def attend_plain(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
     """The reference: keys repeated for every head, a full mask, softmax in float32."""
     store = step.store
-    key, value = store.key[layer.index][:, : step.end].float(), store.value[layer.index][:, : step.end].float()
+    key, value = (
+        store.key[layer.index][:, : step.end].float(),
+        store.value[layer.index][:, : step.end].float(),
+    )
     repeats = query.shape[1] // key.shape[0]
     key, value = key.repeat_interleave(repeats, 0), value.repeat_interleave(repeats, 0)
     score = query.transpose(0, 1).float() @ key.transpose(1, 2) * layer.scaling

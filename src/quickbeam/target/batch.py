@@ -13,7 +13,8 @@ from quickbeam.tree import TokenTree
 
 
 class Chain(NamedTuple):
-    """Tokens of a prompt that follow the committed ones. `wanted`: whether the logits after the last of them are."""
+    """Tokens of a prompt that follow the committed ones. `wanted`: whether the logits after the
+    last of them are."""
 
     cache: SequenceCache
     tokens: Sequence[int]
@@ -25,7 +26,8 @@ class Chain(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A draft tree whose root follows the committed tokens. `base`: its first nodes that an earlier pass has run since the last commit."""
+    """A draft tree whose root follows the committed tokens. `base`: its first nodes that an earlier
+    pass has run since the last commit."""
 
     cache: SequenceCache
     tree: TokenTree
@@ -51,9 +53,10 @@ class Batch:
 
 
 class Passed(NamedTuple):
-    """What a pass gives of one part. `logits` `[wanted, vocab]`: after every node of a draft, after a chain's last token. `hidden`
-    `[rows, layers * d]`: of all rows, where the model watches layers. `best`: the likeliest token of each row of `logits` where the kernels
-    tell, -1 where logits are not finite."""
+    """What a pass gives of one part. `logits` `[wanted, vocab]`: after every node of a draft, after
+    a chain's last token. `hidden` `[rows, layers * d]`: of all rows, where the model watches
+    layers. `best`: the likeliest token of each row of `logits` where the kernels tell, -1 where
+    logits are not finite."""
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None

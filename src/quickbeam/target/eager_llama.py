@@ -1,8 +1,9 @@
 """A leaner forward for models of Llama's layout, on the weights of the Hugging Face model.
 
-Same arithmetic as the modelling code of transformers (equal in float32, tested), with fewer and larger products (queries, keys and values
-in one, gate and up in one) and without what a tree of one sequence doesn't need. Rotary angles come from the model's own module, so every
-scaling of theirs is right.
+Same arithmetic as the modelling code of transformers (equal in float32, tested), with fewer and
+larger products (queries, keys and values in one, gate and up in one) and without what a tree of one
+sequence doesn't need. Rotary angles come from the model's own module, so every scaling of theirs is
+right.
 """
 
 from __future__ import annotations
@@ -34,19 +35,29 @@ class LeanLayer:
         self.kv_heads = attention.k_proj.out_features // head_dim
         self.qkv = FastLinear(attention.q_proj, attention.k_proj, attention.v_proj)
         self.out = FastLinear(attention.o_proj)
-        self.qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+        self.qk_norms = (
+            (attention.q_norm.weight, attention.k_norm.weight)
+            if hasattr(attention, "q_norm")
+            else None
+        )
         self.gate_up = FastLinear(mlp.gate_proj, mlp.up_proj)
         self.down = FastLinear(mlp.down_proj)
         self.activation = mlp.act_fn
         self.inner = mlp.down_proj.in_features
 
-    def __call__(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AnyStep, attend: Attend) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AnyStep, attend: Attend
+    ) -> torch.Tensor:
         n, width = x.shape
-        qkv = self.qkv.forward(F.rms_norm(x, (width,), self.norms[0], self.eps)).view(n, -1, self.head_dim)
+        qkv = self.qkv.forward(F.rms_norm(x, (width,), self.norms[0], self.eps)).view(
+            n, -1, self.head_dim
+        )
         rotated = self.heads + self.kv_heads
         if self.qk_norms is not None:
             query = F.rms_norm(qkv[:, : self.heads], (self.head_dim,), self.qk_norms[0], self.eps)
-            key = F.rms_norm(qkv[:, self.heads : rotated], (self.head_dim,), self.qk_norms[1], self.eps)
+            key = F.rms_norm(
+                qkv[:, self.heads : rotated], (self.head_dim,), self.qk_norms[1], self.eps
+            )
             qk = torch.cat([query, key], 1)
         else:
             qk = qkv[:, :rotated]
@@ -56,11 +67,14 @@ class LeanLayer:
         step.write(self.info, qk[:, self.heads :].transpose(0, 1), qkv[:, rotated:].transpose(0, 1))
         x = x + self.out.forward(step.run(attend, qk[:, : self.heads], self.info))
         gate_up = self.gate_up.forward(F.rms_norm(x, (width,), self.norms[1], self.eps))
-        return x + self.down.forward(self.activation(gate_up[:, : self.inner]).mul_(gate_up[:, self.inner :]))
+        return x + self.down.forward(
+            self.activation(gate_up[:, : self.inner]).mul_(gate_up[:, self.inner :])
+        )
 
 
 class LeanModel:
-    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one."""
+    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers
+    are emptied one by one."""
 
     def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], head_dim: int) -> None:
         base = model.model
@@ -73,31 +87,55 @@ class LeanModel:
         for i in range(len(base.layers)):
             self.layers.append(LeanLayer(base.layers[i], layers[i], head_dim))
             base.layers[i] = nn.Identity()  # frees the weights that were packed
-        self.watched: tuple[int, ...] = ()  # layers whose hidden states a forward keeps (`Features`)
+        # layers whose hidden states a forward keeps (`Features`)
+        self.watched: tuple[int, ...] = ()
         self.hidden = torch.empty(0)
         half = head_dim // 2
         self._sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(self.norm.weight)
 
     def linears(self) -> list[nn.Module]:
         """Every product of weights that a forward makes."""
-        return [self.head, *(linear for layer in self.layers for linear in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+        return [
+            self.head,
+            *(
+                linear
+                for layer in self.layers
+                for linear in (layer.qkv, layer.out, layer.gate_up, layer.down)
+            ),
+        ]
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Whether the model is of this layout, with nothing but plain linears in it.
 
-        Others (adapters, quantised weights), and a class of the same name that came with the model, may compute something else.
+        Others (adapters, quantised weights), and a class of the same name that came with the model,
+        may compute something else.
         """
-        if type(model).__name__ not in LAYOUTS or not type(model).__module__.startswith("transformers."):
+        if type(model).__name__ not in LAYOUTS or not type(model).__module__.startswith(
+            "transformers."
+        ):
             return False
         linears = [model.lm_head]
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
-            linears += [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-        return type(model.model.embed_tokens) is nn.Embedding and all(type(linear) is nn.Linear for linear in linears)
+            linears += [
+                attention.q_proj,
+                attention.k_proj,
+                attention.v_proj,
+                attention.o_proj,
+                mlp.gate_proj,
+                mlp.up_proj,
+                mlp.down_proj,
+            ]
+        return type(model.model.embed_tokens) is nn.Embedding and all(
+            type(linear) is nn.Linear for linear in linears
+        )
 
-    def __call__(self, ids: torch.Tensor, step: AnyStep, attend: Attend, wanted: torch.Tensor | int = 0) -> torch.Tensor:
-        """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all), or of rows by their numbers."""
+    def __call__(
+        self, ids: torch.Tensor, step: AnyStep, attend: Attend, wanted: torch.Tensor | int = 0
+    ) -> torch.Tensor:
+        """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0:
+        all), or of rows by their numbers."""
         x = self.embedding(ids)
         cos, sin = self.rotary(x[None], step.new_positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign

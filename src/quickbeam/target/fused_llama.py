@@ -1,7 +1,9 @@
-"""A forward of Llama's layout in one call of the native kernels, on the weights of the Hugging Face model.
+"""A forward of Llama's layout in one call of the native kernels, on the weights of the Hugging Face
+model.
 
-Same equations as the modelling code of transformers, with the residual stream, products and rotary angles in float32, where that rounds
-each of them to bfloat16. Angles come from the model's own module, so every scaling of theirs that doesn't change with length is right.
+Same equations as the modelling code of transformers, with the residual stream, products and rotary
+angles in float32, where that rounds each of them to bfloat16. Angles come from the model's own
+module, so every scaling of theirs that doesn't change with length is right.
 """
 
 from __future__ import annotations
@@ -36,29 +38,50 @@ class FusedLayer:
         self.info = info
         self.norms = (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)
         self.epsilon = float(layer.input_layernorm.variance_epsilon)
-        self.qk_norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+        self.qk_norms = (
+            (attention.q_norm.weight, attention.k_norm.weight)
+            if hasattr(attention, "q_norm")
+            else None
+        )
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         self.qkv, self.out = place(qkv), place((attention.o_proj,))
         self.gate_up, self.down = place((mlp.gate_proj, mlp.up_proj), True), place((mlp.down_proj,))
 
 
 class FusedLlama:
-    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers are emptied one by one.
+    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers
+    are emptied one by one.
 
-    `name`: the kind of weights that products read; `kept`: where quantised ones are found, or put. The embedding stays as it is."""
+    `name`: the kind of weights that products read; `kept`: where quantised ones are found, or put.
+    The embedding stays as it is."""
 
     def __init__(
-        self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str = BFLOAT16, kept: WeightFile | None = None
+        self,
+        model: PreTrainedModel,
+        layers: dict[int, Layer],
+        pages: PagePool,
+        name: str = BFLOAT16,
+        kept: WeightFile | None = None,
     ) -> None:
         base, kernels, shapes, offsets = model.model, pages.kernels, pages.shapes, pages.offsets
         self._table: nn.Embedding = base.embed_tokens
         self._kernels, self._shapes, self._offsets = kernels, shapes, offsets
-        self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
-        head, self.heads = model.lm_head, base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim
-        # One piece of memory, which the system can keep in huge pages; weights follow one another as a pass reads them.
+        self._norm, self._epsilon, self._rotary = (
+            base.norm.weight,
+            float(base.norm.variance_epsilon),
+            base.rotary_emb,
+        )
+        head, self.heads = (
+            model.lm_head,
+            base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim,
+        )
+        # One piece of memory, which the system can keep in huge pages; weights follow one another
+        # as a pass reads them.
         pack = Packer(kernels, name)
         sizes = [
-            pack.size([linear.weight for linear in linears], gated) for layer in base.layers for linears, gated in self._linears(layer)
+            pack.size([linear.weight for linear in linears], gated)
+            for layer in base.layers
+            for linears, gated in self._linears(layer)
         ]
         head_pack = Packer(kernels, head_format(name))
         total = sum(sizes) + head_pack.size([head.weight])
@@ -66,12 +89,20 @@ class FusedLlama:
         self._weights = torch.empty(total, dtype=pack.dtype) if found is None else found
         used = 0
 
-        def place(linears: Sequence[nn.Linear], gated: bool = False, pack: Packer = pack) -> AnyPacked:
+        def place(
+            linears: Sequence[nn.Linear], gated: bool = False, pack: Packer = pack
+        ) -> AnyPacked:
             nonlocal used
             weights = [linear.weight for linear in linears]
             size = pack.size(weights, gated)
             used += size
-            return pack.pack(weights, bias_of(linears), gated, self._weights[used - size : used], found is not None)
+            return pack.pack(
+                weights,
+                bias_of(linears),
+                gated,
+                self._weights[used - size : used],
+                found is not None,
+            )
 
         self.layers: list[FusedLayer] = []
         for i in range(len(base.layers)):
@@ -86,7 +117,9 @@ class FusedLlama:
         model.lm_head = nn.Identity()  # frees a head that is not the embedding's
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
-        self.best: list[int] = []  # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits are not finite
+        # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits
+        # are not finite
+        self.best: list[int] = []
         self._depth = len(self.layers)  # of a pass
         self._program: Program | None = None
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
@@ -104,11 +137,20 @@ class FusedLlama:
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
         """Whether the model is of this layout, with nothing but plain linears in it."""
-        if not LeanModel.fits(model) or getattr(model.config, "hidden_act", "") not in ("silu", "swish"):
+        if not LeanModel.fits(model) or getattr(model.config, "hidden_act", "") not in (
+            "silu",
+            "swish",
+        ):
             return False
-        if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING:  # `hold_angles` has not seen it
+        # `hold_angles` has not seen it
+        if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING:
             return False
-        linears = [linear for layer in model.model.layers for group, _ in FusedLlama._linears(layer) for linear in group]
+        linears = [
+            linear
+            for layer in model.model.layers
+            for group, _ in FusedLlama._linears(layer)
+            for linear in group
+        ]
         return all(linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
 
     @property
@@ -140,7 +182,17 @@ class FusedLlama:
             program.norm(x, normed, layer.norms[0], layer.epsilon)
             self._linear(program, layer.qkv, normed, qkv)
             program.heads(qkv, query, heads, shape, offset, layer.qk_norms, layer.epsilon)
-            program.attend(query, attended, heads, shape, offset, info.scaling, info.window, info.softcap, info.sinks)
+            program.attend(
+                query,
+                attended,
+                heads,
+                shape,
+                offset,
+                info.scaling,
+                info.window,
+                info.softcap,
+                info.sinks,
+            )
             self._linear(program, layer.out, attended, x, library.ADD)
             program.norm(x, normed, layer.norms[1], layer.epsilon)
             self._linear(program, layer.gate_up, normed, inner, library.GATED)
@@ -161,7 +213,14 @@ class FusedLlama:
         """Embeddings of the tokens."""
         program.embed(self._table.weight.detach(), target)
 
-    def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE) -> None:
+    def _linear(
+        self,
+        program: Program,
+        weight: Any,
+        source: Buffer,
+        target: Buffer,
+        epilogue: int = library.STORE,
+    ) -> None:
         """A product of a layer."""
         program.linear(weight, source, target, epilogue)
 
@@ -201,9 +260,12 @@ class FusedLlama:
         return given["logits"]
 
     def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
-        """A pass of the operations of these kinds alone, which takes the time that they take (`Program.subset`)."""
+        """A pass of the operations of these kinds alone, which takes the time that they take
+        (`Program.subset`)."""
         program = self._whole().subset(kinds)
-        return lambda rows, last_position: program.run(rows, self._results(rows), self._angles_to(last_position))
+        return lambda rows, last_position: program.run(
+            rows, self._results(rows), self._angles_to(last_position)
+        )
 
     @property
     def weight_bytes(self) -> int:

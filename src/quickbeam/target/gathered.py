@@ -1,9 +1,10 @@
 """Attention of many sequences in one masked call a layer: the way of accelerators.
 
-Keys and values of all sequences lie in one tensor a layer. What a pass needs to know (where rows are written, whose keys each sequence
-reads, what each row sees) is made on the host once, goes over in one piece, and serves all layers: nothing waits for the device.
-On a CPU this way measured 5 to 46 % slower behind 1,000 tokens than attention sequence by sequence (`attention.Steps`), which is why both
-exist.
+Keys and values of all sequences lie in one tensor a layer. What a pass needs to know (where rows
+are written, whose keys each sequence reads, what each row sees) is made on the host once, goes over
+in one piece, and serves all layers: nothing waits for the device. On a CPU this way measured 5 to
+46 % slower behind 1,000 tokens than attention sequence by sequence (`attention.Steps`), which is
+why both exist.
 """
 
 from __future__ import annotations
@@ -21,15 +22,25 @@ from quickbeam.target.kv_cache import LayerShape, Page, PagedSequence, SharedPag
 
 
 class RowPool(SharedPages):
-    """Pages that are rows of one tensor a layer, `[rows, kv_heads, dim]`. Page 0 holds zeros and is nobody's: what is hidden may be read
-    there."""
+    """Pages that are rows of one tensor a layer, `[rows, kv_heads, dim]`. Page 0 holds zeros and is
+    nobody's: what is hidden may be read there."""
 
     page = 64
 
-    def __init__(self, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device, limit: int | None = None) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        limit: int | None = None,
+    ) -> None:
         super().__init__(limit)
         self.shapes, self.dtype, self.device = list(shapes), dtype, device
-        self.page_bytes = self.page * dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        self.page_bytes = (
+            self.page
+            * dtype.itemsize
+            * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        )
         self._made = 1
         self.key = [self._rows(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.value = [self._rows(shape.kv_heads, shape.value_dim) for shape in shapes]
@@ -45,7 +56,9 @@ class RowPool(SharedPages):
         if rows > len(self.key[0]):  # by half as much again: everything is copied
             more = max(rows, len(self.key[0]) * 3 // 2) - len(self.key[0])
             for tensors in (self.key, self.value):
-                tensors[:] = [torch.cat([old, old.new_zeros(more, *old.shape[1:])]) for old in tensors]
+                tensors[:] = [
+                    torch.cat([old, old.new_zeros(more, *old.shape[1:])]) for old in tensors
+                ]
         self._made += 1
         return Page(self._made - 1)
 
@@ -57,7 +70,9 @@ class RowPool(SharedPages):
     def copy(self, source: Page, target: Page) -> None:
         for tensor in (*self.key, *self.value):
             size = self.page
-            tensor[target.data * size : (target.data + 1) * size] = tensor[source.data * size : (source.data + 1) * size]
+            tensor[target.data * size : (target.data + 1) * size] = tensor[
+                source.data * size : (source.data + 1) * size
+            ]
 
 
 class RowStore(PagedSequence):
@@ -82,7 +97,9 @@ class RowStore(PagedSequence):
         moved = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
         if moved:
             ends = np.array(moved, np.int64)
-            both = _to(np.concatenate([self.rows(ends[:, 0]), self.rows(ends[:, 1])]), self.pool.device)
+            both = _to(
+                np.concatenate([self.rows(ends[:, 0]), self.rows(ends[:, 1])]), self.pool.device
+            )
             source, target = both[: len(moved)], both[len(moved) :]
             for tensor in (*self.pool.key, *self.pool.value):
                 tensor.index_copy_(0, target, tensor.index_select(0, source))
@@ -92,15 +109,20 @@ class RowStore(PagedSequence):
 def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
     """To the device without waiting for it."""
     tensor = torch.from_numpy(numbers)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 @dataclass
 class Group:
     """Parts that attend in one call: S sequences, of R rows at most, over K keys at most.
 
-    `at` `[S, R]`: which row of the pass stands there, the first where none does; `keys` `[S, K]`: rows of the pool; `place` `[S, R]` and
-    `key_place` `[S, K]`: positions; `seen` `[S, R, K]`: whether a row sees a key, positions aside. All on the device.
+    `at` `[S, R]`: which row of the pass stands there, the first where none does; `keys` `[S, K]`:
+    rows of the pool; `place` `[S, R]` and `key_place` `[S, K]`: positions; `seen` `[S, R, K]`:
+    whether a row sees a key, positions aside. All on the device.
     """
 
     at: torch.Tensor
@@ -122,7 +144,8 @@ class Group:
 
 
 class GatheredStep:
-    """One pass over parts of different sequences: drafts attend together, each longer text by itself."""
+    """One pass over parts of different sequences: drafts attend together, each longer text by
+    itself."""
 
     def __init__(self, parts: Sequence[Part], pool: RowPool) -> None:
         self._pool = pool
@@ -139,10 +162,19 @@ class GatheredStep:
         both = _to(np.concatenate([*written, *positions]), pool.device)
         self._written, self.new_positions = both[: self.n], both[self.n :]
         drafts = [i for i, part in enumerate(parts) if isinstance(part, Draft)]
-        groups = ([drafts] if drafts else []) + [[i] for i, part in enumerate(parts) if not isinstance(part, Draft)]
-        self._groups = [_group([parts[i] for i in group], [int(firsts[i]) for i in group], pool.device) for group in groups]
-        order = np.concatenate([np.arange(firsts[i], firsts[i + 1]) for group in groups for i in group])
-        self._back = None if (order == np.arange(self.n)).all() else _to(np.argsort(order), pool.device)
+        groups = ([drafts] if drafts else []) + [
+            [i] for i, part in enumerate(parts) if not isinstance(part, Draft)
+        ]
+        self._groups = [
+            _group([parts[i] for i in group], [int(firsts[i]) for i in group], pool.device)
+            for group in groups
+        ]
+        order = np.concatenate(
+            [np.arange(firsts[i], firsts[i + 1]) for group in groups for i in group]
+        )
+        self._back = (
+            None if (order == np.arange(self.n)).all() else _to(np.argsort(order), pool.device)
+        )
 
     def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keys and values `[kv_heads, n, dim]` of all rows to the pool."""
@@ -150,7 +182,8 @@ class GatheredStep:
         self._pool.value[layer.index].index_copy_(0, self._written, value.transpose(0, 1))
 
     def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """Attention of all rows, `[n, heads, key_dim]` to `[n, heads * value_dim]`; `attend` has no say."""
+        """Attention of all rows, `[n, heads, key_dim]` to `[n, heads * value_dim]`; `attend` has no
+        say."""
         found = [self._attend(group, query, layer) for group in self._groups]
         out = torch.cat(found) if len(found) > 1 else found[0]
         return out if self._back is None else out[self._back]
@@ -160,10 +193,18 @@ class GatheredStep:
         key = self._pool.key[layer.index][group.keys].transpose(1, 2)  # [S, kv_heads, K, d]
         value = self._pool.value[layer.index][group.keys].transpose(1, 2)
         kv_heads, heads = key.shape[1], query.shape[1]
-        grouped = query[group.at].view(sequences, rows, kv_heads, heads // kv_heads, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-        mask = group.mask(layer.window).repeat(1, 1, heads // kv_heads, 1)  # heads of a group are rows of one product
+        grouped = (
+            query[group.at]
+            .view(sequences, rows, kv_heads, heads // kv_heads, -1)
+            .permute(0, 2, 3, 1, 4)
+            .flatten(2, 3)
+        )
+        # heads of a group are rows of one product
+        mask = group.mask(layer.window).repeat(1, 1, heads // kv_heads, 1)
         if layer.softcap is None and layer.sinks is None:
-            out = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=layer.scaling)
+            out = F.scaled_dot_product_attention(
+                grouped, key, value, attn_mask=mask, scale=layer.scaling
+            )
         else:
             out = _by_hand(grouped, key, value, mask, layer, rows)
         out = out.reshape(sequences, kv_heads, heads // kv_heads, rows, -1).permute(0, 3, 1, 2, 4)
@@ -173,7 +214,14 @@ class GatheredStep:
 AnyStep = Step | Steps | GatheredStep
 
 
-def _by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, layer: Layer, rows: int) -> torch.Tensor:
+def _by_hand(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    layer: Layer,
+    rows: int,
+) -> torch.Tensor:
     """The same with a cap on scores, or with sinks."""
     score = (query.float() @ key.float().transpose(2, 3)) * layer.scaling
     if layer.softcap is not None:
@@ -190,18 +238,26 @@ def _orders(part: Part) -> tuple[np.ndarray, np.ndarray]:
     """Where the rows of a part live in their sequence, and their positions."""
     start = part.cache.length
     if isinstance(part, Draft):
-        return np.arange(start + part.base, start + len(part.tree)), start + np.array(part.tree.depth[part.base :], np.int64)
+        return np.arange(start + part.base, start + len(part.tree)), start + np.array(
+            part.tree.depth[part.base :], np.int64
+        )
     places = np.arange(start, start + part.rows)
     return places, places
 
 
 def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -> Group:
     most = max(part.rows for part in parts)
-    longest = max(part.cache.length + (len(part.tree) if isinstance(part, Draft) else part.rows) for part in parts)
+    longest = max(
+        part.cache.length + (len(part.tree) if isinstance(part, Draft) else part.rows)
+        for part in parts
+    )
     longest = -(-longest // 64) * 64  # few shapes: kernels are chosen by them
     shape = len(parts), most
     at, place, flat = np.zeros(shape, np.int64), np.zeros(shape, np.int64), []
-    keys, key_place = np.zeros((len(parts), longest), np.int64), np.zeros((len(parts), longest), np.int64)
+    keys, key_place = (
+        np.zeros((len(parts), longest), np.int64),
+        np.zeros((len(parts), longest), np.int64),
+    )
     seen = np.zeros((*shape, longest), np.bool_)
     seen[:, :, 0] = True  # a row that is none must see something; nobody looks at it
     for s, (part, first) in enumerate(zip(parts, firsts, strict=True)):

@@ -1,5 +1,6 @@
-"""Reading a `.gguf` file through transformers without its detours: it reads the file's metadata anew for the configuration, the weights and
-the tokenizer, string by string, and makes the table of tensor names anew for every module of the model."""
+"""Reading a `.gguf` file through transformers without its detours: it reads the file's metadata
+anew for the configuration, the weights and the tokenizer, string by string, and makes the table of
+tensor names anew for every module of the model."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _patching = threading.Lock()
 
 
 class Reader(gguf.GGUFReader):
-    """The same over a plain array: each string is a slice, and slices of a memory map take ten times as long."""
+    """The same over a plain array: each string is a slice, and slices of a memory map take ten
+    times as long."""
 
     @property
     def data(self) -> Any:
@@ -29,7 +31,8 @@ class Reader(gguf.GGUFReader):
 
 @contextmanager
 def read_once(report: Callable[[float], None] = lambda done: None) -> Iterator[None]:
-    """Meanwhile, each file's metadata and each table of names are read once. `report` hears what share of the weights is dequantised."""
+    """Meanwhile, each file's metadata and each table of names are read once. `report` hears what
+    share of the weights is dequantised."""
     library: Any = gguf
     reader, names, dequantize = library.GGUFReader, library.get_tensor_name_map, library.dequantize
     total, done = 1, 0
@@ -49,9 +52,17 @@ def read_once(report: Callable[[float], None] = lambda done: None) -> Iterator[N
 
     kept = functools.lru_cache(maxsize=1)(Reader)
     with _patching:
-        library.GGUFReader, library.get_tensor_name_map, library.dequantize = open_reader, functools.cache(names), counted
+        library.GGUFReader, library.get_tensor_name_map, library.dequantize = (
+            open_reader,
+            functools.cache(names),
+            counted,
+        )
         try:
             yield
         finally:
-            library.GGUFReader, library.get_tensor_name_map, library.dequantize = reader, names, dequantize
+            library.GGUFReader, library.get_tensor_name_map, library.dequantize = (
+                reader,
+                names,
+                dequantize,
+            )
             kept.cache_clear()

@@ -1,7 +1,8 @@
 """Runs any transformers model over our KV store, through transformers' attention interface.
 
-The modelling code stays Hugging Face's: it projects, rotates and normalises, then calls the attention function named `quickbeam`, which
-finds its model's `Tap` on the attention module, writes the new keys to the store and attends over it.
+The modelling code stays Hugging Face's: it projects, rotates and normalises, then calls the
+attention function named `quickbeam`, which finds its model's `Tap` on the attention module, writes
+the new keys to the store and attends over it.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ NAME = "quickbeam"
 
 
 class Tap:
-    """What the attention calls of one model share: the step under way, and what its layers were seen to look like."""
+    """What the attention calls of one model share: the step under way, and what its layers were
+    seen to look like."""
 
     def __init__(self) -> None:
         self.step: AnyStep | NativeStep | None = None
@@ -33,7 +35,14 @@ class Tap:
         self.layers: dict[int, Layer] = {}
         self.shapes: dict[int, LayerShape] = {}
 
-    def __call__(self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: Layer,
+    ) -> torch.Tensor:
         if self.step is None:  # the probe: look at the layer, attend to nothing
             self.layers[layer.index] = layer
             self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
@@ -59,12 +68,22 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function. query: `[1, heads, n, d]`, key and value: `[1, kv_heads, n, d]`; gives `[1, n, heads, d]`."""
+    """The registered function. query: `[1, heads, n, d]`, key and value: `[1, kv_heads, n, d]`;
+    gives `[1, n, heads, d]`."""
     tap: Tap = module.quickbeam_tap  # type: ignore[assignment]
     if attention_mask is not None or others.get("position_bias") is not None:
-        raise InvalidInput(f"{type(module).__name__} adds a bias of its own to the attention scores, which a draft tree can't be given")
+        raise InvalidInput(
+            f"{type(module).__name__} adds a bias of its own to the attention "
+            "scores, which a draft tree can't be given"
+        )
     index: int = module.layer_idx  # type: ignore[assignment]
-    layer = Layer(index, query.shape[-1] ** -0.5 if scaling is None else float(scaling), sliding_window, softcap, s_aux)
+    layer = Layer(
+        index,
+        query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        sliding_window,
+        softcap,
+        s_aux,
+    )
     return tap(module, query, key, value, layer), None
 
 
@@ -89,11 +108,15 @@ def install(model: PreTrainedModel) -> Tap:
     except InvalidInput as error:
         raise InvalidInput(f"{name} can't be used: {error}") from error
     except (ValueError, AttributeError, KeyError, TypeError, ImportError) as error:
-        raise InvalidInput(f"{name} can't be used: its attention bypasses transformers' attention interface ({error})") from error
+        raise InvalidInput(
+            f"{name} can't be used: its attention bypasses transformers' attention "
+            f"interface ({error})"
+        ) from error
     expected = model.config.get_text_config().num_hidden_layers
     if sorted(tap.shapes) != list(range(expected)):
         raise InvalidInput(
-            f"{name} can't be used: {len(tap.shapes)} of its {expected} layers keep keys and values; "
+            f"{name} can't be used: {len(tap.shapes)} of its {expected} layers keep keys and "
+            "values; "
             "recurrent and hybrid layers can't take a draft back"
         )
     return tap
@@ -102,16 +125,24 @@ def install(model: PreTrainedModel) -> Tap:
 class Features:
     """Hidden states between the layers of a model, caught as it runs.
 
-    `layers`: i, from 1 to the number of layers, means the residual stream after i layers; one more means what the head reads, after the
-    final norm. Raises `InvalidInput` for others, and for a model whose layers are not one list.
+    `layers`: i, from 1 to the number of layers, means the residual stream after i layers; one more
+    means what the head reads, after the final norm. Raises `InvalidInput` for others, and for a
+    model whose layers are not one list.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
         count = model.config.get_text_config().num_hidden_layers
         check_layers(layers, count)
-        lists = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count and _attends(m[0])]
+        lists = [
+            m
+            for m in model.modules()
+            if isinstance(m, nn.ModuleList) and len(m) == count and _attends(m[0])
+        ]
         if not lists:
-            raise InvalidInput(f"{type(model).__name__} keeps its layers in no list of {count}: its hidden states can't be read")
+            raise InvalidInput(
+                f"{type(model).__name__} keeps its layers in no list of {count}: "
+                "its hidden states can't be read"
+            )
         self._caught: dict[int, torch.Tensor] = {}
         self._layers = tuple(layers)
         for layer in set(layers):
@@ -133,9 +164,13 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise `InvalidInput` where hidden states after `layers` can't be read from a model of `count` layers."""
+    """Raise `InvalidInput` where hidden states after `layers` can't be read from a model of `count`
+    layers."""
     if not layers or not all(1 <= layer <= count + 1 for layer in layers):
-        raise InvalidInput(f"hidden states after layers {list(layers)}: the model has 1 to {count}, and {count + 1} for the final norm")
+        raise InvalidInput(
+            f"hidden states after layers {list(layers)}: the model has 1 to "
+            f"{count}, and {count + 1} for the final norm"
+        )
 
 
 def forward(
@@ -145,11 +180,18 @@ def forward(
     step: AnyStep | NativeStep | None,
     wanted: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all), or of rows by their numbers."""
+    """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all),
+    or of rows by their numbers."""
     tap.step = step
     try:
-        positions = torch.zeros(1, 1, dtype=torch.int64, device=ids.device) if step is None else step.new_positions[None]
-        out = model(input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=wanted)
+        positions = (
+            torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
+            if step is None
+            else step.new_positions[None]
+        )
+        out = model(
+            input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=wanted
+        )
     finally:
         tap.step = None
     logits: torch.Tensor = out.logits[0]

@@ -1,8 +1,9 @@
 """Keys and values: the pool that all sequences share, and one sequence's part of it.
 
-A pool is bounded in pages of some tokens. A sequence takes pages as it grows and gives all of them back with `release`. Which tensors
-stand behind a page is the pool's affair: `pages.py` has those of the native kernels, `kv_store.py` those of PyTorch's operators on a CPU,
-`gathered.py` those of accelerators.
+A pool is bounded in pages of some tokens. A sequence takes pages as it grows and gives all of them
+back with `release`. Which tensors stand behind a page is the pool's affair: `pages.py` has those of
+the native kernels, `kv_store.py` those of PyTorch's operators on a CPU, `gathered.py` those of
+accelerators.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from quickbeam.errors import QuickbeamError
 
 
 class NoRoom(QuickbeamError):
-    """The pool has no page left. A scheduler sets a sequence back then; nothing that was computed before is lost."""
+    """The pool has no page left. A scheduler sets a sequence back then; nothing that was computed
+    before is lost."""
 
 
 class LayerShape(NamedTuple):
@@ -30,8 +32,8 @@ class LayerShape(NamedTuple):
 class SequenceCache(ABC):
     """Keys and values of one sequence.
 
-    Tokens have an *order*: committed tokens 0 to `length - 1` (their positions), then the nodes of the draft tree in flight, which are
-    forgotten unless `commit` keeps a path of them.
+    Tokens have an *order*: committed tokens 0 to `length - 1` (their positions), then the nodes of
+    the draft tree in flight, which are forgotten unless `commit` keeps a path of them.
     """
 
     length = 0
@@ -42,15 +44,18 @@ class SequenceCache(ABC):
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` orders that may be written from `length` on, keeping what is there. Raises `NoRoom`."""
+        """Make room for `tokens` orders that may be written from `length` on, keeping what is
+        there. Raises `NoRoom`."""
 
     @abstractmethod
     def commit(self, path: Sequence[int]) -> None:
-        """Make the nodes of `path` (tree indices, increasing, the root 0 first) committed; the rest of the tree is forgotten."""
+        """Make the nodes of `path` (tree indices, increasing, the root 0 first) committed; the rest
+        of the tree is forgotten."""
 
     @abstractmethod
     def share(self, chunk: int, tokens: int) -> Any:
-        """What another sequence of the pool needs to `adopt` committed tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`."""
+        """What another sequence of the pool needs to `adopt` committed tokens `chunk * tokens` to
+        `(chunk + 1) * tokens - 1`."""
 
     @abstractmethod
     def adopt(self, chunks: Sequence[Any], tokens: int) -> None:
@@ -72,9 +77,11 @@ class SequenceCache(ABC):
 
 
 class Pool(ABC):
-    """Where sequences get their memory. `page`: tokens of one; `limit`: how many there are, None for any number; `used`: given out.
+    """Where sequences get their memory. `page`: tokens of one; `limit`: how many there are, None
+    for any number; `used`: given out.
 
-    `spare`: frees a page that nobody needs at the moment, and says whether there was one; asked before `NoRoom` is raised.
+    `spare`: frees a page that nobody needs at the moment, and says whether there was one; asked
+    before `NoRoom` is raised.
     """
 
     page: int
@@ -96,7 +103,8 @@ class Pool(ABC):
 
     @abstractmethod
     def keep(self, chunk: Any) -> None:
-        """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life. Raises `NoRoom`."""
+        """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life. Raises
+        `NoRoom`."""
 
     @abstractmethod
     def drop(self, chunk: Any) -> None:
@@ -110,7 +118,10 @@ class Pool(ABC):
         """Count pages as given out. Raises `NoRoom`."""
         while self._bounded and self.limit is not None and self.used + pages > self.limit:
             if not self.spare():
-                raise NoRoom(f"all {self.limit} pages of keys and values ({self.page} tokens each) are taken: raise --kv-memory")
+                raise NoRoom(
+                    f"all {self.limit} pages of keys and values ({self.page} tokens each) "
+                    "are taken: raise --kv-memory"
+                )
         self.used += pages
 
     def give(self, pages: int) -> None:
@@ -119,7 +130,8 @@ class Pool(ABC):
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
-        """`take` heeds no limit meanwhile, for what is given back before anyone else asks. `limit` stays what it is to all who read it."""
+        """`take` heeds no limit meanwhile, for what is given back before anyone else asks. `limit`
+        stays what it is to all who read it."""
         self._bounded = False
         try:
             yield
@@ -128,8 +140,8 @@ class Pool(ABC):
 
 
 class Page:
-    """Keys and values of `Pool.page` tokens, of all layers. `data`: where they are, the pool's affair. `users`: sequences and caches that
-    hold it; one that has several is never written."""
+    """Keys and values of `Pool.page` tokens, of all layers. `data`: where they are, the pool's
+    affair. `users`: sequences and caches that hold it; one that has several is never written."""
 
     __slots__ = ("data", "users")
 
@@ -186,7 +198,8 @@ class SharedPages(Pool):
 
 
 class PagedSequence(SequenceCache):
-    """One sequence's pages of a `SharedPages`. A page that others hold too is copied before it is written."""
+    """One sequence's pages of a `SharedPages`. A page that others hold too is copied before it is
+    written."""
 
     def __init__(self, pool: SharedPages) -> None:
         self.pages_of: SharedPages = pool
@@ -204,7 +217,9 @@ class PagedSequence(SequenceCache):
 
     def _shared(self) -> list[int]:
         """Pages from `length` on that others hold too."""
-        return [i for i in range(self.length // self.page, len(self._pages)) if self._pages[i].users > 1]
+        return [
+            i for i in range(self.length // self.page, len(self._pages)) if self._pages[i].users > 1
+        ]
 
     def missing(self, tokens: int) -> int:
         return max(0, -(-tokens // self.page) - len(self._pages)) + len(self._shared())

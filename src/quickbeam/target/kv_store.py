@@ -11,8 +11,8 @@ from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
 
 
 class KVPool(Pool):
-    """A pool of `KVStore`s, whose tensors are each sequence's own: it keeps count. `block`: orders that their room grows by at least;
-    `pairwise`: see `KVStore`."""
+    """A pool of `KVStore`s, whose tensors are each sequence's own: it keeps count. `block`: orders
+    that their room grows by at least; `pairwise`: see `KVStore`."""
 
     page = 64
 
@@ -27,8 +27,18 @@ class KVPool(Pool):
         limit: int | None = None,
     ) -> None:
         super().__init__(limit)
-        self.shapes, self.dtype, self.device, self.pairwise, self.block = list(shapes), dtype, device, pairwise, block
-        self.page_bytes = self.page * dtype.itemsize * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        self.shapes, self.dtype, self.device, self.pairwise, self.block = (
+            list(shapes),
+            dtype,
+            device,
+            pairwise,
+            block,
+        )
+        self.page_bytes = (
+            self.page
+            * dtype.itemsize
+            * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        )
 
     def new(self) -> KVStore:
         return KVStore(self)
@@ -47,15 +57,21 @@ class KVPool(Pool):
 
 
 class KVStore(SequenceCache):
-    """One sequence's keys and values, layers of a kind in one tensor `[layers, kv_heads, capacity, dim]`, which grows by a quarter at
-    least.
+    """One sequence's keys and values, layers of a kind in one tensor `[layers, kv_heads, capacity,
+    dim]`, which grows by a quarter at least.
 
-    `rows` says where an order lives. With `pairwise` neighbours change places (order 0 lives in row 1, order 1 in row 0): bfloat16 products
-    add each pair of rows last-first, so this is the layout in which they add strictly in order (see `attention.attend_grouped`).
+    `rows` says where an order lives. With `pairwise` neighbours change places (order 0 lives in row
+    1, order 1 in row 0): bfloat16 products add each pair of rows last-first, so this is the layout
+    in which they add strictly in order (see `attention.attend_grouped`).
     """
 
     def __init__(self, pool: KVPool) -> None:
-        self.pool, self.shapes, self.device, self.pairwise = pool, pool.shapes, pool.device, pool.pairwise
+        self.pool, self.shapes, self.device, self.pairwise = (
+            pool,
+            pool.shapes,
+            pool.device,
+            pool.pairwise,
+        )
         self.length = self.capacity = self._pages = 0
         groups: dict[LayerShape, list[int]] = {}
         for layer, shape in enumerate(self.shapes):
@@ -63,8 +79,22 @@ class KVStore(SequenceCache):
         self._groups = [(layers, shape) for shape, layers in groups.items()]
         self._tensors = [
             (
-                torch.zeros(len(layers), shape.kv_heads, 0, shape.key_dim, dtype=pool.dtype, device=pool.device),
-                torch.zeros(len(layers), shape.kv_heads, 0, shape.value_dim, dtype=pool.dtype, device=pool.device),
+                torch.zeros(
+                    len(layers),
+                    shape.kv_heads,
+                    0,
+                    shape.key_dim,
+                    dtype=pool.dtype,
+                    device=pool.device,
+                ),
+                torch.zeros(
+                    len(layers),
+                    shape.kv_heads,
+                    0,
+                    shape.value_dim,
+                    dtype=pool.dtype,
+                    device=pool.device,
+                ),
             )
             for layers, shape in self._groups
         ]
@@ -121,7 +151,10 @@ class KVStore(SequenceCache):
 
     def share(self, chunk: int, tokens: int) -> Any:
         """Copies; `tokens` is even, so that pairs stay together."""
-        return [tuple(tensor[:, :, chunk * tokens : (chunk + 1) * tokens].clone() for tensor in pair) for pair in self._tensors]
+        return [
+            tuple(tensor[:, :, chunk * tokens : (chunk + 1) * tokens].clone() for tensor in pair)
+            for pair in self._tensors
+        ]
 
     def adopt(self, chunks: Sequence[Any], tokens: int) -> None:
         self.reserve(len(chunks) * tokens + 1)
@@ -144,5 +177,7 @@ class KVStore(SequenceCache):
     def release(self) -> None:
         self.pool.give(self._pages)
         self._pages = self.length = self.capacity = 0
-        self._tensors = [(keys[:, :, :0].clone(), values[:, :, :0].clone()) for keys, values in self._tensors]
+        self._tensors = [
+            (keys[:, :, :0].clone(), values[:, :, :0].clone()) for keys, values in self._tensors
+        ]
         self._bind()

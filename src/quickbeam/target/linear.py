@@ -1,7 +1,9 @@
-"""Linear layers packed once for the CPU: for the native kernels, or where there are none, for oneDNN.
+"""Linear layers packed once for the CPU: for the native kernels, or where there are none, for
+oneDNN.
 
-oneDNN keeps a packed weight in the blocks that its kernels read, which PyTorch's inductor uses for frozen weights; called eagerly it is
-about twice as fast as `F.linear` for a few rows. The operators are private to PyTorch, so their absence, or a refusal, leaves `F.linear`.
+oneDNN keeps a packed weight in the blocks that its kernels read, which PyTorch's inductor uses for
+frozen weights; called eagerly it is about twice as fast as `F.linear` for a few rows. The operators
+are private to PyTorch, so their absence, or a refusal, leaves `F.linear`.
 """
 
 from __future__ import annotations
@@ -23,18 +25,24 @@ from quickbeam.target.quantised import head_format
 logger = logging.getLogger(__name__)
 
 ROWS = 16  # how many rows at a time the packing is made for; it serves any number
-WIDEST = 128  # rows of a verification; longer parts of prompts are the same however the answer is decoded
+# rows of a verification; longer parts of prompts are the same however the answer is decoded
+WIDEST = 128
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """The `[out, in]` weight in oneDNN's blocks (an opaque tensor), or None where it can't be packed."""
+    """The `[out, in]` weight in oneDNN's blocks (an opaque tensor), or None where it can't be
+    packed."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return None
     try:
         if weight.dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return None
-        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), ROWS)
-        torch.ops.mkldnn._linear_pointwise(weight.new_zeros(1, weight.shape[1]), packed, None, "none", [], "")
+        packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(
+            weight.detach().contiguous(), ROWS
+        )
+        torch.ops.mkldnn._linear_pointwise(
+            weight.new_zeros(1, weight.shape[1]), packed, None, "none", [], ""
+        )
     except (AttributeError, RuntimeError, NotImplementedError) as error:
         logger.info("weights stay unpacked: %s", error)
         return None
@@ -46,22 +54,34 @@ def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
     if all(linear.bias is None for linear in linears):
         return None
     given = next(linear.bias for linear in linears if linear.bias is not None)
-    return torch.cat([given.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach() for linear in linears])
+    return torch.cat(
+        [
+            given.new_zeros(linear.out_features) if linear.bias is None else linear.bias.detach()
+            for linear in linears
+        ]
+    )
 
 
 class NativeLinear(nn.Module):
-    """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't depend on the other rows."""
+    """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't
+    depend on the other rows."""
 
     def __init__(self, found: Kernels, packed: AnyPacked) -> None:
         super().__init__()
         self.packed, self.in_features, self.out_features = packed, packed.inputs, packed.outputs
         self._program = Program(found)
-        source, target = self._program.given("x", packed.inputs), self._program.given("y", packed.outputs)
+        source, target = (
+            self._program.given("x", packed.inputs),
+            self._program.given("y", packed.outputs),
+        )
         self._program.linear(packed, source, target)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype is not torch.bfloat16 or x.shape[-1] != self.in_features:
-            raise ValueError(f"a product of {x.dtype} {list(x.shape)}: must be bfloat16 [..., {self.in_features}]")
+            raise ValueError(
+                f"a product of {x.dtype} {list(x.shape)}: must be bfloat16 [..., "
+                f"{self.in_features}]"
+            )
         x = x.contiguous()
         out = x.new_empty(*x.shape[:-1], self.out_features)
         if rows := x.numel() // self.in_features:
@@ -69,10 +89,17 @@ class NativeLinear(nn.Module):
         return out
 
 
-def native_linear(linears: Sequence[nn.Linear | Conv1D], name: str = BFLOAT16) -> NativeLinear | None:
-    """Linears fused by rows, for the native kernels, with `name` weights; None where these can't be used."""
+def native_linear(
+    linears: Sequence[nn.Linear | Conv1D], name: str = BFLOAT16
+) -> NativeLinear | None:
+    """Linears fused by rows, for the native kernels, with `name` weights; None where these can't be
+    used."""
     weights = [linear.weight.detach() for linear in linears]
-    found = kernels() if weights[0].device.type == "cpu" and weights[0].dtype is torch.bfloat16 else None
+    found = (
+        kernels()
+        if weights[0].device.type == "cpu" and weights[0].dtype is torch.bfloat16
+        else None
+    )
     if isinstance(linears[0], Conv1D):
         weights, bias = [weight.t() for weight in weights], linears[0].bias
     else:
@@ -83,8 +110,9 @@ def native_linear(linears: Sequence[nn.Linear | Conv1D], name: str = BFLOAT16) -
 
 
 class FastLinear(nn.Module):
-    """`x @ weight.T + bias` for `[..., in]`, packed for oneDNN where that is possible. Takes over the weights; several may be given, fused
-    by rows. Where native kernels are used (`native_linear`), this is what is left for other number formats."""
+    """`x @ weight.T + bias` for `[..., in]`, packed for oneDNN where that is possible. Takes over
+    the weights; several may be given, fused by rows. Where native kernels are used
+    (`native_linear`), this is what is left for other number formats."""
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -92,8 +120,8 @@ class FastLinear(nn.Module):
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.out_features, self.in_features = self.weight.shape
         self.bias = bias_of(linears)
-        # Between these numbers of rows, each row has the same bits (`bit_exact.py`). A lone row takes a copy along where that needs two;
-        # more rows, up to `WIDEST`, go in parts.
+        # Between these numbers of rows, each row has the same bits (`bit_exact.py`). A lone row
+        # takes a copy along where that needs two; more rows, up to `WIDEST`, go in parts.
         self.min_rows, self.max_rows = 1, WIDEST
         packed = pack_weight(self.weight)
         self.packed = packed is not None
@@ -105,29 +133,41 @@ class FastLinear(nn.Module):
         if not rows:
             return x.new_empty(*x.shape[:-1], self.out_features)
         if rows < self.min_rows:
-            return self._product(x.expand(*x.shape[:-2], 2, self.in_features).contiguous())[..., :1, :]
+            return self._product(x.expand(*x.shape[:-2], 2, self.in_features).contiguous())[
+                ..., :1, :
+            ]
         if self.max_rows < rows <= WIDEST:
             parts = x.reshape(rows, self.in_features).tensor_split(-(-rows // self.max_rows))
-            return torch.cat([self._product(part) for part in parts]).view(*x.shape[:-1], self.out_features)
+            return torch.cat([self._product(part) for part in parts]).view(
+                *x.shape[:-1], self.out_features
+            )
         return self._product(x)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
         if self.packed:
-            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+            out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+                x, self.weight, self.bias, "none", [], ""
+            )
             return out
         return F.linear(x, self.weight, self.bias)
 
 
 def pack_linears(model: nn.Module, name: str = BFLOAT16, head: nn.Module | None = None) -> int:
-    """Replace every linear layer below `model` by a packed one, where packing works; give how many. A shared weight (a head tied to the
-    embedding) is copied, not taken away. `name`: the weights of native products; the `head` has those of `head_format`."""
+    """Replace every linear layer below `model` by a packed one, where packing works; give how many.
+    A shared weight (a head tied to the embedding) is copied, not taken away. `name`: the weights of
+    native products; the `head` has those of `head_format`."""
     replaced = 0
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):
             fast: nn.Module | None = None
             if type(child) in (nn.Linear, Conv1D):
                 fast = native_linear([child], head_format(name) if child is head else name)
-            if fast is None and name == BFLOAT16 and type(child) is nn.Linear and (packed := FastLinear(child)).packed:
+            if (
+                fast is None
+                and name == BFLOAT16
+                and type(child) is nn.Linear
+                and (packed := FastLinear(child)).packed
+            ):
                 fast = packed
             if fast is not None:
                 setattr(parent, attribute, fast)

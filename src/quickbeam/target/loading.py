@@ -53,14 +53,17 @@ def wanted_dtype(name: str) -> torch.dtype | None:
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device asked for, or the best one there is. Raises `InvalidInput` for one that is not there."""
+    """The device asked for, or the best one there is. Raises `InvalidInput` for one that is not
+    there."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise InvalidInput(f"device {name!r} can't be used: {str(error).splitlines()[0]}") from error
+        raise InvalidInput(
+            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
+        ) from error
     return device
 
 
@@ -79,37 +82,65 @@ def _source(model: str) -> str:
 
 
 def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
-    """Raise `InvalidInput` for a model class that keeps more than keys and values of its own tokens. Needs no weights."""
+    """Raise `InvalidInput` for a model class that keeps more than keys and values of its own
+    tokens. Needs no weights."""
     name = kind.__name__
     if config.is_encoder_decoder:
-        raise InvalidInput(f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models")
+        raise InvalidInput(
+            f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models"
+        )
     if getattr(kind, "_is_stateful", False):
-        raise InvalidInput(f"{name} is recurrent or hybrid: its state can't take a draft back; use an attention-only model")
-    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+        raise InvalidInput(
+            f"{name} is recurrent or hybrid: its state can't take a draft back; use "
+            "an attention-only model"
+        )
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if kinds:
-        raise InvalidInput(f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam verifies full and sliding-window attention")
+        raise InvalidInput(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam "
+            "verifies full and sliding-window attention"
+        )
 
 
 def hold_angles(model: PreTrainedModel) -> None:
     """Keep the rotary angles of a model from changing with the length of the text that is run.
 
-    A token's angles would depend on the tokens that it is run with: on the prompt's chunks, and on the depth of a draft tree. Dynamic NTK
-    changes them beyond the context, which no answer exceeds. LongRoPE has two sets, and takes the second for all tokens of a text longer
-    than the model was first trained for. So its context ends there, and the first set is transformers' own answer.
+    A token's angles would depend on the tokens that it is run with: on the prompt's chunks, and on
+    the depth of a draft tree. Dynamic NTK changes them beyond the context, which no answer exceeds.
+    LongRoPE has two sets, and takes the second for all tokens of a text longer than the model was
+    first trained for. So its context ends there, and the first set is transformers' own answer.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]  # of some models one for each kind of layer
+    # of some models one for each kind of layer
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
     length = getattr(config, "max_position_embeddings", None)
     for kind in kinds:
-        border = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        if kind.get("rope_type", kind.get("type")) == "longrope" and border and length and border < length:
-            logger.warning("the context is %d tokens, not %d: beyond that, LongRoPE changes the angles of all tokens", border, length)
+        border = kind.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if (
+            kind.get("rope_type", kind.get("type")) == "longrope"
+            and border
+            and length
+            and border < length
+        ):
+            logger.warning(
+                "the context is %d tokens, not %d: beyond that, LongRoPE changes the "
+                "angles of all tokens",
+                border,
+                length,
+            )
             config.max_position_embeddings = length = int(border)
     for module in model.modules():
         held = getattr(module, "rope_type", None)
         if isinstance(held, dict):
-            module.rope_type = {layer: "default" if kind in MOVING else kind for layer, kind in held.items()}
+            module.rope_type = {
+                layer: "default" if kind in MOVING else kind for layer, kind in held.items()
+            }
         elif held in MOVING:
             module.rope_type = "default"
 
@@ -117,25 +148,35 @@ def hold_angles(model: PreTrainedModel) -> None:
 def _quantisation(config: PreTrainedConfig) -> str:
     """How a model's weights are quantised, in a word; empty where they are not."""
     found = getattr(config, "quantization_config", None) or {}
-    return str(found.get("quant_method") or "by a method that it doesn't name") if isinstance(found, dict) and found else ""
+    return (
+        str(found.get("quant_method") or "by a method that it doesn't name")
+        if isinstance(found, dict) and found
+        else ""
+    )
 
 
 def _adapted(name: str, revision: str | None) -> str | None:
-    """What a LoRA adapter in the folder or repository `name` is for; None where there is none. Raises `InvalidInput` without peft."""
+    """What a LoRA adapter in the folder or repository `name` is for; None where there is none.
+    Raises `InvalidInput` without peft."""
     path = find_adapter_config_file(name, revision=revision)
     if path is None:
         return None
     base = str(json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"])
     if not is_peft_available():
         raise InvalidInput(
-            f"it holds an adapter (adapter_config.json, for {base}), which only peft can read: pip install peft, "
+            f"it holds an adapter (adapter_config.json, for {base}), which only peft can read: pip "
+            "install peft, "
             "or merge the adapter into its model (peft's merge_and_unload) and give that folder"
         )
-    return name if (Path(name) / "config.json").is_file() else base  # a folder may hold the whole model as well
+    # a folder may hold the whole model as well
+    return name if (Path(name) / "config.json").is_file() else base
 
 
 def _has_tokenizer(name: str, revision: str | None) -> bool:
-    silent = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+    silent = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
     return cached_file(name, "tokenizer_config.json", revision=revision, **silent) is not None
 
 
@@ -143,8 +184,14 @@ def _merge_adapters(model: PreTrainedModel) -> None:
     """Put the adapters' weights into those of the model, which has its own layers again then."""
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in list(model.named_modules()):
-        if hasattr(module, "unload_and_optionally_merge_module"):  # a module that was trained as a whole
-            model.set_submodule(name, module.unload_and_optionally_merge_module(merge=True, safe_merge=True, adapter_names=None))
+        # a module that was trained as a whole
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            model.set_submodule(
+                name,
+                module.unload_and_optionally_merge_module(
+                    merge=True, safe_merge=True, adapter_names=None
+                ),
+            )
         elif hasattr(module, "get_base_layer") and hasattr(module, "merge"):
             layer = module.get_base_layer()
             if uses[id(layer.weight)] > 1:  # the other user of a shared weight has no adapter
@@ -154,22 +201,37 @@ def _merge_adapters(model: PreTrainedModel) -> None:
 
 
 def refuse_incomplete(found: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` naming the tensors that transformers made up, for lack of those or because theirs have another shape."""
+    """Raise `InvalidInput` naming the tensors that transformers made up, for lack of those or
+    because theirs have another shape."""
     if mismatched := sorted(found["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        raise InvalidInput(f"{name}{more} has shape {list(stored)}, expected {list(expected)} by config.json: they are of two models")
+        raise InvalidInput(
+            f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
+            "config.json: they are of two models"
+        )
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        hint = "; if its head is its embedding, write tie_word_embeddings: true into config.json" if missing == ["lm_head.weight"] else ""
-        raise InvalidInput(f"its weights lack {', '.join(missing[:4])}{more}: download it again, with all of its files{hint}")
+        hint = (
+            "; if its head is its embedding, write tie_word_embeddings: true into config.json"
+            if missing == ["lm_head.weight"]
+            else ""
+        )
+        raise InvalidInput(
+            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
+            f"with all of its files{hint}"
+        )
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so: transformers reads every BPE as GPT-2's."""
+    """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so:
+    transformers reads every BPE as GPT-2's."""
     pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
     if pre is not None and pre.contents() == "smollm":
-        digits, byte_level = pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
+        digits, byte_level = (
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        )
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
@@ -184,17 +246,22 @@ def load_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load weights and tokenizer.
 
-    `dtype`: None takes the one that the checkpoint's configuration says. `trust_remote_code`: whether Python code that comes with the
-    model may run. `revision`: a branch, tag or commit of a Hugging Face id. `device_map`: transformers', in place of `device`; all of
-    the model must lie on one device. A LoRA adapter is merged into the weights, for which peft must be there.
+    `dtype`: None takes the one that the checkpoint's configuration says. `trust_remote_code`:
+    whether Python code that comes with the model may run. `revision`: a branch, tag or commit of a
+    Hugging Face id. `device_map`: transformers', in place of `device`; all of the model must lie on
+    one device. A LoRA adapter is merged into the weights, for which peft must be there.
 
     Raises `InvalidInput` for what is not there, not a causal LM, not readable, or lacks weights.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch then asks for huge pages, and packed weights are read a little faster
+    # torch then asks for huge pages, and packed weights are read a little faster
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     name = _source(model)
     local = Path(name).is_dir()
     if revision is not None and local:
-        raise InvalidInput(f"revision {revision!r}: {model} is on this machine, and only a Hugging Face id has revisions; leave it out")
+        raise InvalidInput(
+            f"revision {revision!r}: {model} is on this machine, and only a Hugging "
+            "Face id has revisions; leave it out"
+        )
     told = {"revision": revision, "trust_remote_code": trust_remote_code}
     quantised = ""
     try:
@@ -204,7 +271,8 @@ def load_model(
         quantised = _quantisation(config)
         if quantised and device_map is None:
             device_map = {"": device}  # most of these can't be moved
-        with redirect_stderr(StringIO()) if local else nullcontext():  # bars of a load that is over in a moment
+        # bars of a load that is over in a moment
+        with redirect_stderr(StringIO()) if local else nullcontext():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 dtype=AUTO if dtype is None else dtype,
@@ -214,11 +282,16 @@ def load_model(
                 **told,
             )
             refuse_incomplete(found)
-            tokenizer = AutoTokenizer.from_pretrained(base if base and not _has_tokenizer(name, revision) else name, **told)
+            tokenizer = AutoTokenizer.from_pretrained(
+                base if base and not _has_tokenizer(name, revision) else name, **told
+            )
         if device_map is None:
             loaded = loaded.to(device)
         elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
-            raise InvalidInput(f"device_map spreads it over {', '.join(sorted(map(str, places)))}: quickbeam needs all of it on one device")
+            raise InvalidInput(
+                f"device_map spreads it over {', '.join(sorted(map(str, places)))}: "
+                "quickbeam needs all of it on one device"
+            )
         if base:
             _merge_adapters(loaded)
         hold_angles(loaded)
@@ -228,24 +301,37 @@ def load_model(
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         if "trust_remote_code" in str(error):
             raise InvalidInput(
-                f"can't load {model!r}: it comes with Python code of its own, which runs only where you allow it: "
+                f"can't load {model!r}: it comes with Python code of its own, which runs only "
+                "where you allow it: "
                 "read that code, then add --trust-remote-code (in Python: trust_remote_code=True)"
             ) from error
-        if quantised and isinstance(error, ImportError | RuntimeError) and not isinstance(error, torch.OutOfMemoryError):
+        if (
+            quantised
+            and isinstance(error, ImportError | RuntimeError)
+            and not isinstance(error, torch.OutOfMemoryError)
+        ):
             raise InvalidInput(
-                f"can't load {model!r}: its weights are quantised ({quantised}), and what reads them is missing here: {reason} "
+                f"can't load {model!r}: its weights are quantised ({quantised}), and what reads "
+                f"them is missing here: {reason} "
                 "(or take the model's unquantised weights)"
             ) from error
         if isinstance(error, RuntimeError):
             raise
-        raise InvalidInput(f"can't load {model!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
+        raise InvalidInput(
+            f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
     return loaded, tokenizer
 
 
 def eos_ids(model: Any, tokenizer: Any) -> set[int]:
     """Every id that ends an answer, of generation config, config and tokenizer."""
     found: set[int] = set()
-    for owner in (getattr(model, "generation_config", None), model.config.get_text_config(), tokenizer):
+    for owner in (
+        getattr(model, "generation_config", None),
+        model.config.get_text_config(),
+        tokenizer,
+    ):
         ids = getattr(owner, "eos_token_id", None)
         found |= {ids} if isinstance(ids, int) else set(ids or ())
     return found

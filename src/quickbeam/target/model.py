@@ -1,4 +1,5 @@
-"""A Hugging Face causal LM, weights only: it runs the tokens of any sequences, and knows none of them."""
+"""A Hugging Face causal LM, weights only: it runs the tokens of any sequences, and knows none of
+them."""
 
 from __future__ import annotations
 
@@ -11,7 +12,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.target.attention import SPLIT, Attend, Step, Steps, attend_grouped, attend_plain, attend_sdpa, cuts
+from quickbeam.target.attention import (
+    SPLIT,
+    Attend,
+    Step,
+    Steps,
+    attend_grouped,
+    attend_plain,
+    attend_sdpa,
+    cuts,
+)
 from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
 from quickbeam.target.bit_exact import Promise, examine, same_bits
 from quickbeam.target.eager_llama import LeanModel
@@ -38,26 +48,35 @@ logger = logging.getLogger(__name__)
 EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
 CHUNK = 512  # tokens of a prompt that PyTorch's operators read at once, cut at multiples of it
 STREAMED_CHUNK = 1024  # of a model whose weights are brought anew in every pass
-BESIDE = 64  # tokens of prompts that are read in a step in which others run: a running answer never waits for a long prompt
+# tokens of prompts that are read in a step in which others run: a running answer never waits for a
+# long prompt
+BESIDE = 64
 
 
 class Model:
-    """The logits after any tokens of any sequences: `forward(batch)`. `pool` makes the sequences' caches.
+    """The logits after any tokens of any sequences: `forward(batch)`. `pool` makes the sequences'
+    caches.
 
-    `fast` takes the native kernels where they can be had (bfloat16 on a CPU, see `native/library.py`): for the whole forward where the
-    model's layout allows, else for its products and its attention. Without them it packs and fuses the linears (CPU) and takes the leaner
-    forward. With `fast=False` the model runs as transformers wrote it, with plain attention: the reference.
+    `fast` takes the native kernels where they can be had (bfloat16 on a CPU, see
+    `native/library.py`): for the whole forward where the model's layout allows, else for its
+    products and its attention. Without them it packs and fuses the linears (CPU) and takes the
+    leaner forward. With `fast=False` the model runs as transformers wrote it, with plain attention:
+    the reference.
 
-    `exact` makes a tree give the same bits as one token at a time, in bfloat16 on a CPU; None takes it wherever this machine's kernels keep
-    that promise, True raises `InvalidInput` where they don't. The native kernels keep it by construction, whatever `exact` says, and a
-    row's bits don't depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after the other. `gathered`:
-    attention of all sequences in one call a layer, which is what accelerators take where None (`gathered.py`).
-    `weights`: `bfloat16` (as they come), or `int8` or `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`:
-    where quantised ones are found, or put. `source`: weights that are read from a file while computing; the model is on the meta device
-    then. `pinned`: its layers that are in host memory (`pin_layers`); the model's own modules run it then. Takes the model over: its
-    weights may be packed in place.
+    `exact` makes a tree give the same bits as one token at a time, in bfloat16 on a CPU; None takes
+    it wherever this machine's kernels keep that promise, True raises `InvalidInput` where they
+    don't. The native kernels keep it by construction, whatever `exact` says, and a row's bits don't
+    depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after
+    the other. `gathered`: attention of all sequences in one call a layer, which is what
+    accelerators take where None (`gathered.py`). `weights`: `bfloat16` (as they come), or `int8` or
+    `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`: where
+    quantised ones are found, or put. `source`: weights that are read from a file while computing;
+    the model is on the meta device then. `pinned`: its layers that are in host memory
+    (`pin_layers`); the model's own modules run it then. Takes the model over: its weights may be
+    packed in place.
 
-    Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones.
+    Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and
+    hybrid ones.
     """
 
     def __init__(
@@ -84,7 +103,8 @@ class Model:
         brought = source is not None or pinned is not None
         self.chunk = STREAMED_CHUNK if brought else chunk
         self.beside = STREAMED_CHUNK // 4 if brought else BESIDE
-        self.streamed: StreamedLlama | PinnedLayers | None = pinned  # the part that brings weights in every pass
+        # the part that brings weights in every pass
+        self.streamed: StreamedLlama | PinnedLayers | None = pinned
         self.weights = weights
         self._fused: FusedLlama | None = None
         self._lean: LeanModel | None = None
@@ -102,24 +122,41 @@ class Model:
             else:
                 promise = self._take_operators(model, shapes, packs, exact)
             if exact and promise.broken:
-                raise InvalidInput(f"bit-identical verification can't be promised here: {'; '.join(promise.broken)}; leave exact out")
+                raise InvalidInput(
+                    "bit-identical verification can't be promised here: "
+                    f"{'; '.join(promise.broken)}; leave exact out"
+                )
             logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")
             self.exact = not promise.broken
             self._rows = promise.rows if self.exact else 1  # the fewest of a forward
             self._wide = promise.wide and self.exact
             if self._native is None:
                 self.pool = self._make_pool(shapes, gathered)
-        self._windows = {layer.window for layer in self._tap.layers.values() if layer.window is not None}
+        self._windows = {
+            layer.window for layer in self._tap.layers.values() if layer.window is not None
+        }
         self._prefill: Attend = attend_sdpa if fast else attend_plain
-        self._verify: Attend = attend_plain if not fast else attend_grouped if self.device.type == "cpu" else attend_sdpa
+        self._verify: Attend = (
+            attend_plain
+            if not fast
+            else attend_grouped
+            if self.device.type == "cpu"
+            else attend_sdpa
+        )
         if not fast and self.exact:
             self._verify = attend_grouped
         with nullcontext() if self.streamed is None else self.streamed.shallow():
             kept_bits = self._native is None or not self.exact or same_bits(self)
         if not kept_bits:
-            logger.warning("the native kernels don't give the same bits alone and in a tree on this machine; QUICKBEAM_KERNELS=eager may")
+            logger.warning(
+                "the native kernels don't give the same bits alone and in a tree on "
+                "this machine; QUICKBEAM_KERNELS=eager may"
+            )
             if exact:
-                raise InvalidInput("bit-identical verification can't be promised here: the native kernels don't keep it; leave exact out")
+                raise InvalidInput(
+                    "bit-identical verification can't be promised here: the native "
+                    "kernels don't keep it; leave exact out"
+                )
             self.exact = False
 
     def _make_pool(self, shapes: list[LayerShape], gathered: bool | None) -> Pool:
@@ -130,25 +167,46 @@ class Model:
 
     def _pages(self, shapes: list[LayerShape]) -> PagePool | None:
         """Keys and values for the native kernels; None where they can't be used."""
-        if self.device.type != "cpu" or self.dtype is not torch.bfloat16 or any(shape.key_dim % 2 for shape in shapes):
+        if (
+            self.device.type != "cpu"
+            or self.dtype is not torch.bfloat16
+            or any(shape.key_dim % 2 for shape in shapes)
+        ):
             return None
         found = kernels()
         return None if found is None else PagePool([KVShape(*shape) for shape in shapes], found)
 
-    def _take_kernels(self, model: PreTrainedModel, pages: PagePool, kept: WeightFile | None, source: Source | None) -> Promise:
+    def _take_kernels(
+        self,
+        model: PreTrainedModel,
+        pages: PagePool,
+        kept: WeightFile | None,
+        source: Source | None,
+    ) -> Promise:
         """Hand the model over to the native kernels."""
         if source is not None:
-            self._fused = self.streamed = StreamedLlama(model, self._tap.layers, pages, self.weights, source)
+            self._fused = self.streamed = StreamedLlama(
+                model, self._tap.layers, pages, self.weights, source
+            )
             return Promise(1, ())
         if FusedLlama.fits(model):
-            self._fused = FusedLlama(model, self._tap.layers, pages, self.weights, kept if self.weights != BFLOAT16 else None)
+            self._fused = FusedLlama(
+                model,
+                self._tap.layers,
+                pages,
+                self.weights,
+                kept if self.weights != BFLOAT16 else None,
+            )
             return Promise(1, ())
         pack_linears(model, self.weights, model.get_output_embeddings())
         if self.weights != BFLOAT16:
-            quantise_linears(model, self.weights, model.get_output_embeddings())  # those of an odd number of inputs
+            # those of an odd number of inputs
+            quantise_linears(model, self.weights, model.get_output_embeddings())
         return examine([], model.modules())
 
-    def _take_operators(self, model: PreTrainedModel, shapes: list[LayerShape], fast: bool, exact: bool | None) -> Promise:
+    def _take_operators(
+        self, model: PreTrainedModel, shapes: list[LayerShape], fast: bool, exact: bool | None
+    ) -> Promise:
         """Prepare the model for PyTorch's operators."""
         if self.weights != BFLOAT16:
             quantise_linears(model, self.weights, model.get_output_embeddings())
@@ -162,14 +220,21 @@ class Model:
         if not wanted:
             return Promise(1, ("not wanted",))
         if self.device.type != "cpu" or self.dtype is not torch.bfloat16:
-            return Promise(1, (f"it holds for bfloat16 on a CPU, not for {str(self.dtype).removeprefix('torch.')} on {self.device.type}",))
+            return Promise(
+                1,
+                (
+                    "it holds for bfloat16 on a CPU, not for "
+                    f"{str(self.dtype).removeprefix('torch.')} on {self.device.type}",
+                ),
+            )
         if any(layer.sinks is not None for layer in self._tap.layers.values()):
             return Promise(1, ("not with attention sinks",))
         return examine(shapes, self._lean.linears() if self._lean else self._model.modules())
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels run it: then a row's bits depend on the tokens that it sees alone, however they were computed."""
+        """Whether the native kernels run it: then a row's bits depend on the tokens that it sees
+        alone, however they were computed."""
         return self._native is not None
 
     @property
@@ -184,7 +249,8 @@ class Model:
 
     @property
     def granularity(self) -> int:
-        """Prompts are cut at multiples of so many tokens, and so many at a time are shared: else bits might depend on the cuts."""
+        """Prompts are cut at multiples of so many tokens, and so many at a time are shared: else
+        bits might depend on the cuts."""
         return self.pool.page if self.native else self.chunk
 
     @property
@@ -203,8 +269,8 @@ class Model:
         return wanted if self.most_nodes is None else min(wanted, self.most_nodes)
 
     def depth_limit(self, cache: SequenceCache) -> int:
-        """How deep a sequence's next tree may grow. With `exact` operators, sums are cut at fixed positions that a tree must not reach
-        across."""
+        """How deep a sequence's next tree may grow. With `exact` operators, sums are cut at fixed
+        positions that a tree must not reach across."""
         if not self.exact or self._native is not None:
             return 1 << 30
         root = cache.length
@@ -218,18 +284,29 @@ class Model:
             raise InvalidInput("an empty prompt: give at least one token")
         low, high = min(ids), max(ids)
         if low < 0 or high >= self.vocab_size:
-            raise InvalidInput(f"token id {low if low < 0 else high} is outside the model's vocabulary of {self.vocab_size}")
+            raise InvalidInput(
+                f"token id {low if low < 0 else high} is outside the model's "
+                f"vocabulary of {self.vocab_size}"
+            )
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> list[Passed]:
-        """Run all rows; what each part gives. Keys and values of a part's rows lie behind its sequence's committed tokens, uncommitted.
+        """Run all rows; what each part gives. Keys and values of a part's rows lie behind its
+        sequence's committed tokens, uncommitted.
 
         Raises `InvalidInput` for a tree that is too wide, `NoRoom` where the pool has no page left.
         """
         for part in batch.parts:
-            if isinstance(part, Draft) and self.most_nodes is not None and len(part.tree) > self.most_nodes:
+            if (
+                isinstance(part, Draft)
+                and self.most_nodes is not None
+                and len(part.tree) > self.most_nodes
+            ):
                 nodes = len(part.tree)
-                raise InvalidInput(f"a tree of {nodes} nodes: bit-identical verification takes at most {self.most_nodes}; lower the budget")
+                raise InvalidInput(
+                    f"a tree of {nodes} nodes: bit-identical verification takes at "
+                    f"most {self.most_nodes}; lower the budget"
+                )
         if self._native is not None:
             return self._run_native(self._native, batch.parts)
         if isinstance(self.pool, RowPool):
@@ -238,7 +315,9 @@ class Model:
         if self.exact or len(drafts) < 2:
             return [self._run(part) for part in batch.parts]
         together = iter(self._run_together(drafts))
-        return [next(together) if isinstance(part, Draft) else self._run(part) for part in batch.parts]
+        return [
+            next(together) if isinstance(part, Draft) else self._run(part) for part in batch.parts
+        ]
 
     def _run_native(self, native: NativeAttention, parts: Sequence[Part]) -> list[Passed]:
         """All parts side by side in one pass of the kernels."""
@@ -248,7 +327,9 @@ class Model:
             if isinstance(part, Draft):
                 part.cache.add_tree(listed, part.tree, part.base)
             else:
-                part.cache.add_chain(listed, part.tokens, range(part.rows - 1, part.rows) if part.wanted else ())
+                part.cache.add_chain(
+                    listed, part.tokens, range(part.rows - 1, part.rows) if part.wanted else ()
+                )
         rows, best = listed.rows(), None
         if self._fused is not None:
             logits = self._fused(rows, max(listed.positions))
@@ -256,7 +337,13 @@ class Model:
         else:
             step = NativeStep(rows, torch.tensor(listed.positions), native)
             wanted = torch.tensor(listed.wanted, dtype=torch.int64)
-            logits = forward(self._model, self._tap, torch.tensor(listed.tokens), step, 0 if len(wanted) == rows.rows else wanted)
+            logits = forward(
+                self._model,
+                self._tap,
+                torch.tensor(listed.tokens),
+                step,
+                0 if len(wanted) == rows.rows else wanted,
+            )
             hidden = self._caught()
         return _split(parts, logits, hidden, best)
 
@@ -265,10 +352,18 @@ class Model:
         ids, wanted, first = list[int](), list[int](), 0
         for part in parts:
             ids += part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens
-            wanted += range(first, first + part.rows) if isinstance(part, Draft) else [first + part.rows - 1] * part.wanted
+            wanted += (
+                range(first, first + part.rows)
+                if isinstance(part, Draft)
+                else [first + part.rows - 1] * part.wanted
+            )
             first += part.rows
         step, every = GatheredStep(parts, pool), len(wanted) == first
-        rows = 0 if every else torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+        rows = (
+            0
+            if every
+            else torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+        )
         return _split(parts, self._forward(ids, step, self._verify, rows), self._hidden(), None)
 
     def _run(self, part: Part) -> Passed:
@@ -283,7 +378,8 @@ class Model:
         tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
         if base:
             visible = tree.visible()[base:]
-        if n < self._rows:  # kernels that treat a single row differently: a lone token takes a mirror image along
+        # kernels that treat a single row differently: a lone token takes a mirror image along
+        if n < self._rows:
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + part.cache.length
         step = Step(part.cache, positions, visible, self.exact, base, self._wide)
@@ -292,22 +388,38 @@ class Model:
         return Passed(logits, None if hidden is None else hidden[: n - base])
 
     def _run_together(self, drafts: Sequence[Draft]) -> list[Passed]:
-        """Several trees by PyTorch's operators: one product for all rows, attention sequence by sequence.
+        """Several trees by PyTorch's operators: one product for all rows, attention sequence by
+        sequence.
 
-        On a CPU the gathered way measured 5 to 46 % slower behind 1,000 tokens, which is why both exist."""
+        On a CPU the gathered way measured 5 to 46 % slower behind 1,000 tokens, which is why both
+        exist."""
         steps = []
         for part in drafts:
             assert isinstance(part.cache, KVStore)
-            positions = torch.tensor(part.tree.depth, dtype=torch.int64).to(self.device, non_blocking=True) + part.cache.length
-            visible = None if part.tree.is_chain and not part.base else part.tree.visible()[part.base :]
+            positions = (
+                torch.tensor(part.tree.depth, dtype=torch.int64).to(self.device, non_blocking=True)
+                + part.cache.length
+            )
+            visible = (
+                None if part.tree.is_chain and not part.base else part.tree.visible()[part.base :]
+            )
             steps.append(Step(part.cache, positions, visible, base=part.base))
-        logits = self._forward([token for part in drafts for token in part.tree.token[part.base :]], Steps(steps), self._verify)
+        logits = self._forward(
+            [token for part in drafts for token in part.tree.token[part.base :]],
+            Steps(steps),
+            self._verify,
+        )
         return _split(drafts, logits, self._hidden(), None)
 
     def _forward(
-        self, ids: Sequence[int], step: Step | Steps | GatheredStep, attend: Attend, wanted: torch.Tensor | int = 0
+        self,
+        ids: Sequence[int],
+        step: Step | Steps | GatheredStep,
+        attend: Attend,
+        wanted: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Logits of the `wanted` rows: of the last so many (0: all), or of rows by their numbers."""
+        """Logits of the `wanted` rows: of the last so many (0: all), or of rows by their
+        numbers."""
         tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
         if self._lean is not None:
             return self._lean(tokens, step, attend, wanted)
@@ -327,8 +439,8 @@ class Model:
         return fused.head if fused is not None else self._model.get_output_embeddings()
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Give hidden states after `layers` (`hf_attention.Features`) from now on, or with none, no longer. Raises `InvalidInput` for
-        layers that the model doesn't have."""
+        """Give hidden states after `layers` (`hf_attention.Features`) from now on, or with none, no
+        longer. Raises `InvalidInput` for layers that the model doesn't have."""
         check_layers(layers, self.config.num_hidden_layers)
         if self._fused is not None:
             self._fused.watch(layers)
@@ -347,7 +459,9 @@ class Model:
         return self._features.take()[0] if self._features is not None else None
 
 
-def _split(parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None) -> list[Passed]:
+def _split(
+    parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None
+) -> list[Passed]:
     """What all rows gave, part by part."""
     passed, row, want = list[Passed](), 0, 0
     for part in parts:

@@ -13,16 +13,24 @@ from quickbeam.target.pages import PagePool
 
 
 class NativeAttention:
-    """Keys and values to their pages, then attention over them: one call a layer, with a program of its own for each."""
+    """Keys and values to their pages, then attention over them: one call a layer, with a program of
+    its own for each."""
 
     def __init__(self, store: PagePool) -> None:
         self._store = store
         self._programs: dict[int, Program] = {}
 
-    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: Rows) -> torch.Tensor:
-        """`query` `[1, heads, n, d]`, `key` and `value` `[1, kv_heads, n, d]`; gives `[1, n, heads, d]`."""
+    def __call__(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: Rows
+    ) -> torch.Tensor:
+        """`query` `[1, heads, n, d]`, `key` and `value` `[1, kv_heads, n, d]`; gives `[1, n, heads,
+        d]`."""
         heads, n = query.shape[1:3]
-        query, key, value = query[0].transpose(0, 1).contiguous(), key[0].contiguous(), value[0].contiguous()
+        query, key, value = (
+            query[0].transpose(0, 1).contiguous(),
+            key[0].contiguous(),
+            value[0].contiguous(),
+        )
         program = self._programs.get(layer.index) or self._make(layer, heads)
         strides = {
             "key_stride": key.shape[2],
@@ -39,9 +47,31 @@ class NativeAttention:
         shape, offset = self._store.shapes[layer.index], self._store.offsets[layer.index]
         program = self._programs[layer.index] = Program(self._store.kernels)
         query, key, value = (program.given(name, 0) for name in ("query", "key", "value"))
-        sorted_query, out = program.buffer(heads * shape.key_dim), program.given("out", heads * shape.value_dim)
-        program.split(query, key, value, sorted_query, heads, shape, offset, {"query_stride": heads * shape.key_dim})
-        program.attend(sorted_query, out, heads, shape, offset, layer.scaling, layer.window, layer.softcap, layer.sinks)
+        sorted_query, out = (
+            program.buffer(heads * shape.key_dim),
+            program.given("out", heads * shape.value_dim),
+        )
+        program.split(
+            query,
+            key,
+            value,
+            sorted_query,
+            heads,
+            shape,
+            offset,
+            {"query_stride": heads * shape.key_dim},
+        )
+        program.attend(
+            sorted_query,
+            out,
+            heads,
+            shape,
+            offset,
+            layer.scaling,
+            layer.window,
+            layer.softcap,
+            layer.sinks,
+        )
         return program
 
 
@@ -53,5 +83,7 @@ class NativeStep:
     new_positions: torch.Tensor
     attention: NativeAttention
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer
+    ) -> torch.Tensor:
         return self.attention(query, key, value, layer, self.rows)

@@ -38,9 +38,10 @@ def open_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Opened:
-    """Load a folder, a `.gguf` file or a Hugging Face id. `memory`: bytes that the weights may take on `device`, where `refuse_memory`
-    lets them; what is more is read from disk in every pass on a CPU (`streamed_loading.py`), and copied from host memory on CUDA
-    (`pinned.py`). The rest is `Model`'s and `load_model`'s. Raises `InvalidInput` for what can't be run so."""
+    """Load a folder, a `.gguf` file or a Hugging Face id. `memory`: bytes that the weights may take
+    on `device`, where `refuse_memory` lets them; what is more is read from disk in every pass on a
+    CPU (`streamed_loading.py`), and copied from host memory on CUDA (`pinned.py`). The rest is
+    `Model`'s and `load_model`'s. Raises `InvalidInput` for what can't be run so."""
     told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if memory is None:
         loaded, tokenizer = load_model(folder, dtype, device, device_map=device_map, **told)
@@ -55,7 +56,9 @@ def open_model(
     pinned = None if from_disk else pin_layers(loaded, memory, device)
     if pinned is None:
         loaded = loaded.to(device)
-    return _opened(loaded, tokenizer, folder, weights, progress, fast=fast, exact=exact, pinned=pinned)
+    return _opened(
+        loaded, tokenizer, folder, weights, progress, fast=fast, exact=exact, pinned=pinned
+    )
 
 
 def reads_disk(device: torch.device) -> bool:
@@ -63,8 +66,19 @@ def reads_disk(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _opened(loaded: Any, tokenizer: Any, folder: str, weights: str, progress: hub.Progress | None, **more: Any) -> Opened:
+def _opened(
+    loaded: Any,
+    tokenizer: Any,
+    folder: str,
+    weights: str,
+    progress: hub.Progress | None,
+    **more: Any,
+) -> Opened:
     kept = None
     if weights != BFLOAT16:
-        kept = WeightFile.of(folder, getattr(loaded.config, "_commit_hash", None), weights, progress)
-    return Opened(Model(loaded, weights=weights, kept=kept, **more), tokenizer, eos_ids(loaded, tokenizer))
+        kept = WeightFile.of(
+            folder, getattr(loaded.config, "_commit_hash", None), weights, progress
+        )
+    return Opened(
+        Model(loaded, weights=weights, kept=kept, **more), tokenizer, eos_ids(loaded, tokenizer)
+    )

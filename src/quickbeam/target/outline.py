@@ -1,4 +1,5 @@
-"""A model without its weights: modules on PyTorch's meta device, and the checkpoint's tensors by name and row."""
+"""A model without its weights: modules on PyTorch's meta device, and the checkpoint's tensors by
+name and row."""
 
 from __future__ import annotations
 
@@ -40,14 +41,19 @@ def local_folder(model: str, revision: str | None) -> Path:
         return Path(snapshot_download(model, revision=revision, allow_patterns=list(WANTED)))
     except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
         reason = str(error).splitlines()[0]
-        raise InvalidInput(f"can't load {model!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
+        raise InvalidInput(
+            f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
 
 
 class Tensors:
-    """Those of a folder's safetensors files. A file is opened for each read, so that none of it stays in memory."""
+    """Those of a folder's safetensors files. A file is opened for each read, so that none of it
+    stays in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises `InvalidInput` for a folder without safetensors, and for files that are no such."""
+        """Raises `InvalidInput` for a folder without safetensors, and for files that are no
+        such."""
         self._places: dict[str, Path] = {}
         try:
             if (folder / INDEX).is_file():
@@ -57,13 +63,20 @@ class Tensors:
                 with safe_open(folder / SINGLE, "pt") as file:
                     self._places = dict.fromkeys(file.keys(), folder / SINGLE)
         except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
-            raise InvalidInput(f"the weights in {folder} can't be read ({error}): download them again") from error
+            raise InvalidInput(
+                f"the weights in {folder} can't be read ({error}): download them again"
+            ) from error
         if not self._places:
             raise InvalidInput(
-                f"memory: {folder} has no {SINGLE} and no {INDEX}, which weights are read from: convert it, or leave memory out"
+                f"memory: {folder} has no {SINGLE} and no {INDEX}, which weights are read from: "
+                "convert it, or leave memory out"
             )
-        if "model.norm.weight" not in self._places and "norm.weight" in self._places:  # of the model without its head
-            self._places = {name if name.startswith("lm_head.") else f"model.{name}": place for name, place in self._places.items()}
+        # of the model without its head
+        if "model.norm.weight" not in self._places and "norm.weight" in self._places:
+            self._places = {
+                name if name.startswith("lm_head.") else f"model.{name}": place
+                for name, place in self._places.items()
+            }
             self._prefix = "model."
         else:
             self._prefix = ""
@@ -76,12 +89,15 @@ class Tensors:
             return list(file.get_slice(self._stored(name)).get_shape())
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows of a tensor, in bfloat16, as loading the model gives them. Raises `QuickbeamError` naming the file where that fails."""
+        """Rows of a tensor, in bfloat16, as loading the model gives them. Raises `QuickbeamError`
+        naming the file where that fails."""
         try:
             with self._open(name) as file:
                 return file.get_slice(self._stored(name))[first:last].to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
         except (OSError, SafetensorError) as error:
-            raise QuickbeamError(f"{self._places[name]}: {name} can't be read ({error}): download it again") from error
+            raise QuickbeamError(
+                f"{self._places[name]}: {name} can't be read ({error}): download it again"
+            ) from error
 
     def _open(self, name: str) -> Any:
         return safe_open(self._places[name], "pt")
@@ -90,22 +106,29 @@ class Tensors:
         return name if name.startswith("lm_head.") else name.removeprefix(self._prefix)
 
 
-def outline(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A folder's model on the meta device, in bfloat16, and its tokenizer. Raises `InvalidInput` for what is no causal LM."""
+def outline(
+    folder: Path, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A folder's model on the meta device, in bfloat16, and its tokenizer. Raises `InvalidInput`
+    for what is no causal LM."""
     told = {"trust_remote_code": trust_remote_code}
     try:
         if (folder / "adapter_config.json").exists():
             raise InvalidInput(
-                "it holds an adapter: merge it into its model (peft's merge_and_unload) and give that folder, or leave memory out"
+                "it holds an adapter: merge it into its model (peft's merge_and_unload) and give "
+                "that folder, or leave memory out"
             )
         config = AutoConfig.from_pretrained(folder, **told)
         refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
         if getattr(config, "quantization_config", None):
             raise InvalidInput(
-                "its weights are quantised already: take the unquantised model with --weights int8 or int4, or leave memory out"
+                "its weights are quantised already: take the unquantised model with --weights int8 "
+                "or int4, or leave memory out"
             )
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **told)
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, **told
+            )
         if (folder / "generation_config.json").is_file():
             model.generation_config = GenerationConfig.from_pretrained(folder)
         tokenizer = AutoTokenizer.from_pretrained(folder, **told)
@@ -113,12 +136,16 @@ def outline(folder: Path, trust_remote_code: bool) -> tuple[PreTrainedModel, Pre
         raise InvalidInput(f"can't load {str(folder)!r}: {error}") from error
     except (OSError, ValueError, KeyError, ImportError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidInput(f"can't load {str(folder)!r}: {reason} (give a Hugging Face id, a model folder or a .gguf file)") from error
+        raise InvalidInput(
+            f"can't load {str(folder)!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
     return model, tokenizer
 
 
 def check_tensors(model: PreTrainedModel, tensors: Tensors, tied: bool) -> None:
-    """Raise `InvalidInput` naming what the checkpoint lacks of a model on the meta device, or has in another shape."""
+    """Raise `InvalidInput` naming what the checkpoint lacks of a model on the meta device, or has
+    in another shape."""
     missing, mismatched = [], []
     for name, parameter in model.named_parameters():
         if tied and name == "lm_head.weight":
@@ -130,17 +157,27 @@ def check_tensors(model: PreTrainedModel, tensors: Tensors, tied: bool) -> None:
     refuse_incomplete({"missing_keys": missing, "mismatched_keys": mismatched})
 
 
-def small_parameters(model: PreTrainedModel, linears: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
+def small_parameters(
+    model: PreTrainedModel, linears: Sequence[nn.Module]
+) -> dict[str, nn.Parameter]:
     """What is no weight of `linears` or of the embedding, by name: norms and biases."""
     large = {id(module.weight) for module in [*linears, model.get_input_embeddings()]}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in large}
+    return {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in large
+    }
 
 
 def fill_small(model: PreTrainedModel, tensors: Tensors, names: Iterable[str]) -> None:
     """Read these parameters into a model on the meta device, and make its rotary angles."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, nn.Parameter(tensors.rows(name), requires_grad=False))
+        setattr(
+            model.get_submodule(owner),
+            attribute,
+            nn.Parameter(tensors.rows(name), requires_grad=False),
+        )
     inner: Any = model.model
     inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
     hold_angles(model)

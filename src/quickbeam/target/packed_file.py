@@ -1,7 +1,9 @@
-"""A model's packed weights in one file, cut into segments that can be read and used one after the other.
+"""A model's packed weights in one file, cut into segments that can be read and used one after the
+other.
 
-The file is a safetensors file whose data begin at a multiple of `ALIGNED`: `weights`, the segments in the order of a pass, each padded to
-that multiple, so that they can be read past the page cache; and `embedding`, bfloat16 rows by token. Knows nothing of layers.
+The file is a safetensors file whose data begin at a multiple of `ALIGNED`: `weights`, the segments
+in the order of a pass, each padded to that multiple, so that they can be read past the page cache;
+and `embedding`, bfloat16 rows by token. Knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -31,11 +33,13 @@ SPARE = 64 << 20  # bytes that conversion leaves free on the disk
 ROWS = 4096  # rows of the embedding that are kept in memory
 READERS = 8  # rows of it that are read at once
 
-Rows = Callable[[int, int], list[torch.Tensor]]  # rows [first, last) of a weight's tensors; of a gated one, of gates and of the rest
+# rows [first, last) of a weight's tensors; of a gated one, of gates and of the rest
+Rows = Callable[[int, int], list[torch.Tensor]]
 
 
 class WeightShape(NamedTuple):
-    """A packed weight. `rows`: outputs, or of a gated one those of each half. `name`: the kind of its numbers."""
+    """A packed weight. `rows`: outputs, or of a gated one those of each half. `name`: the kind of
+    its numbers."""
 
     inputs: int
     rows: int
@@ -44,7 +48,11 @@ class WeightShape(NamedTuple):
 
     def block(self, kernels: Kernels) -> int:
         """Bytes of 16 outputs."""
-        return 2 * BLOCK * self.inputs if self.name == BFLOAT16 else int(kernels.block_bytes(library.FORMATS.index(self.name), self.inputs))
+        return (
+            2 * BLOCK * self.inputs
+            if self.name == BFLOAT16
+            else int(kernels.block_bytes(library.FORMATS.index(self.name), self.inputs))
+        )
 
     @property
     def step(self) -> int:
@@ -57,7 +65,8 @@ class WeightShape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some blocks of a weight. `weight`: its number; `offset`: bytes from the segment's beginning."""
+    """Some blocks of a weight. `weight`: its number; `offset`: bytes from the segment's
+    beginning."""
 
     weight: int
     first: int
@@ -76,11 +85,23 @@ class Segment(NamedTuple):
 class Plan:
     """How the weights of a model are cut. `weights`: in the order of a pass."""
 
-    def __init__(self, kernels: Kernels, weights: Sequence[WeightShape], embedding: tuple[int, int]) -> None:
+    def __init__(
+        self, kernels: Kernels, weights: Sequence[WeightShape], embedding: tuple[int, int]
+    ) -> None:
         self.kernels, self.weights, self.embedding = kernels, list(weights), embedding
         self.blocks = [weight.block(kernels) for weight in weights]
-        self.bytes = sum(block * weight.blocks for block, weight in zip(self.blocks, weights, strict=True))
-        self.piece = padded(min(PIECE, max(-(-self.bytes // PARTS), max(b * w.step for b, w in zip(self.blocks, weights, strict=True)))))
+        self.bytes = sum(
+            block * weight.blocks for block, weight in zip(self.blocks, weights, strict=True)
+        )
+        self.piece = padded(
+            min(
+                PIECE,
+                max(
+                    -(-self.bytes // PARTS),
+                    max(b * w.step for b, w in zip(self.blocks, weights, strict=True)),
+                ),
+            )
+        )
         self.segments = list(self._cut())
         self.size = self.segments[-1].offset + self.segments[-1].size  # of all segments
 
@@ -93,7 +114,10 @@ class Plan:
         for number, (weight, block) in enumerate(zip(self.weights, self.blocks, strict=True)):
             first = 0
             while first < weight.blocks:
-                count = min((self.piece - size) // (block * weight.step) * weight.step, weight.blocks - first)
+                count = min(
+                    (self.piece - size) // (block * weight.step) * weight.step,
+                    weight.blocks - first,
+                )
                 if not count:
                     yield Segment(offset, padded(size), tuple(parts))
                     offset, parts, size = offset + padded(size), [], 0
@@ -103,11 +127,15 @@ class Plan:
         yield Segment(offset, padded(size), tuple(parts))
 
     def pack(self, segment: Segment, rows: Sequence[Rows]) -> torch.Tensor:
-        """The bytes of a segment; `rows` by weight. Raises `InvalidInput` for weights that can't be quantised."""
+        """The bytes of a segment; `rows` by weight. Raises `InvalidInput` for weights that can't be
+        quantised."""
         data = torch.zeros(segment.size, dtype=torch.uint8)
         for part in segment.parts:
             weight, block = self.weights[part.weight], self.blocks[part.weight]
-            first, last = (part.first // weight.step * BLOCK, (part.first + part.blocks) // weight.step * BLOCK)
+            first, last = (
+                part.first // weight.step * BLOCK,
+                (part.first + part.blocks) // weight.step * BLOCK,
+            )
             found = rows[part.weight](first, min(last, weight.rows))
             place = data[part.offset : part.offset + part.blocks * block]
             packer = Packer(self.kernels, weight.name)
@@ -116,11 +144,16 @@ class Plan:
 
     @property
     def header(self) -> bytes:
-        """What the file begins with: safetensors' own, with spaces up to the first multiple of `ALIGNED`."""
+        """What the file begins with: safetensors' own, with spaces up to the first multiple of
+        `ALIGNED`."""
         end = self.size + self.embedding_bytes
         fields = {
             "weights": {"dtype": "U8", "shape": [self.size], "data_offsets": [0, self.size]},
-            "embedding": {"dtype": "BF16", "shape": list(self.embedding), "data_offsets": [self.size, end]},
+            "embedding": {
+                "dtype": "BF16",
+                "shape": list(self.embedding),
+                "data_offsets": [self.size, end],
+            },
         }
         text = json.dumps(fields).encode()
         return (ALIGNED - 8).to_bytes(8, "little") + text.ljust(ALIGNED - 8)
@@ -134,8 +167,11 @@ def padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
 
 
-def write(path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, report: Callable[[float], None]) -> None:
-    """Make the file, segment by segment; `report` hears how much is done. It appears in one rename, when it is whole.
+def write(
+    path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, report: Callable[[float], None]
+) -> None:
+    """Make the file, segment by segment; `report` hears how much is done. It appears in one rename,
+    when it is whole.
 
     Raises `QuickbeamError` where the disk has no room for it or refuses it.
     """
@@ -146,7 +182,8 @@ def write(path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, report:
         free = shutil.disk_usage(folder).free
         if free < needed + SPARE:
             raise QuickbeamError(
-                f"weights that are read while computing take {needed / 1e6:.0f} MB in {folder}, which has {free / 1e6:.0f} MB free; "
+                f"weights that are read while computing take {needed / 1e6:.0f} MB in {folder}, "
+                f"which has {free / 1e6:.0f} MB free; "
                 "free some space there, or set QUICKBEAM_CACHE to a folder on another disk"
             )
         with open(part, "wb") as handle:
@@ -165,7 +202,8 @@ def write(path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, report:
         os.replace(part, path)
     except OSError as error:
         raise QuickbeamError(
-            f"weights that are read while computing ({needed / 1e6:.0f} MB) can't be kept in {folder}: {error.strerror or error}; "
+            f"weights that are read while computing ({needed / 1e6:.0f} MB) can't be kept in "
+            f"{folder}: {error.strerror or error}; "
             "free some space there, or set QUICKBEAM_CACHE to a folder on another disk"
         ) from error
     finally:
@@ -176,12 +214,18 @@ def _bytes(tensor: torch.Tensor) -> Any:
     return tensor.view(torch.uint8).numpy().data
 
 
-def make(path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress: hub.Progress, said: str) -> None:
-    """`write` the file unless it is there, one process at a time; what an interrupted one left is swept. `said`: words for the progress."""
+def make(
+    path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress: hub.Progress, said: str
+) -> None:
+    """`write` the file unless it is there, one process at a time; what an interrupted one left is
+    swept. `said`: words for the progress."""
     if is_whole(path, plan):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    with hub.alone(path.with_name(f".{path.name}.lock"), lambda: progress("waiting for another process that packs the same weights", None)):
+    with hub.alone(
+        path.with_name(f".{path.name}.lock"),
+        lambda: progress("waiting for another process that packs the same weights", None),
+    ):
         if is_whole(path, plan):
             return
         for left in path.parent.glob(f".{path.name}.*.tmp"):
@@ -196,11 +240,16 @@ def is_whole(path: Path, plan: Plan) -> bool:
     """Whether the file is there and is what the plan says."""
     try:
         with open(path, "rb") as handle:
-            return handle.read(ALIGNED) == plan.header and os.fstat(handle.fileno()).st_size == plan.file_bytes
+            return (
+                handle.read(ALIGNED) == plan.header
+                and os.fstat(handle.fileno()).st_size == plan.file_bytes
+            )
     except FileNotFoundError:
         return False
     except OSError as error:
-        raise QuickbeamError(f"{path} can't be read: {error.strerror or error}; delete it to have it made again") from error
+        raise QuickbeamError(
+            f"{path} can't be read: {error.strerror or error}; delete it to have it made again"
+        ) from error
 
 
 class EmbeddingRows:
@@ -231,7 +280,12 @@ class EmbeddingRows:
 
     def all(self) -> torch.Tensor:
         """All of them."""
-        return torch.cat([self._tensor(self._read(first, min(ROWS, self.tokens - first))) for first in range(0, self.tokens, ROWS)])
+        return torch.cat(
+            [
+                self._tensor(self._read(first, min(ROWS, self.tokens - first)))
+                for first in range(0, self.tokens, ROWS)
+            ]
+        )
 
     def _tensor(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).view(-1, self.width)
@@ -244,7 +298,12 @@ class EmbeddingRows:
         try:
             found = os.pread(self._fd, count * size, self._begin + token * size)
         except OSError as error:
-            raise QuickbeamError(f"{self._path} can't be read: {error.strerror or error}") from error
+            raise QuickbeamError(
+                f"{self._path} can't be read: {error.strerror or error}"
+            ) from error
         if len(found) < count * size:
-            raise QuickbeamError(f"{self._path} ends before the embedding of token {token}: it was cut while in use; load the model again")
+            raise QuickbeamError(
+                f"{self._path} ends before the embedding of token {token}: it was "
+                "cut while in use; load the model again"
+            )
         return found

@@ -1,4 +1,5 @@
-"""Keys and values in pages of the native kernels' layout (`native/attention.h`): what `KVStore` is to PyTorch's operators."""
+"""Keys and values in pages of the native kernels' layout (`native/attention.h`): what `KVStore` is
+to PyTorch's operators."""
 
 from __future__ import annotations
 
@@ -16,15 +17,24 @@ from quickbeam.tree import TokenTree
 
 
 class PagePool(SharedPages):
-    """Pages for all sequences of a model, each of all layers in one piece of memory: nothing is copied when a sequence grows."""
+    """Pages for all sequences of a model, each of all layers in one piece of memory: nothing is
+    copied when a sequence grows."""
 
-    def __init__(self, shapes: Sequence[KVShape], kernels: Kernels, limit: int | None = None) -> None:
+    def __init__(
+        self, shapes: Sequence[KVShape], kernels: Kernels, limit: int | None = None
+    ) -> None:
         super().__init__(limit)
         self.shapes = [KVShape(*shape) for shape in shapes]
         self.kernels, self.page = kernels, kernels.page
-        *self.offsets, self._numbers = [0, *accumulate(shape.numbers * self.page for shape in self.shapes)]
+        *self.offsets, self._numbers = [
+            0,
+            *accumulate(shape.numbers * self.page for shape in self.shapes),
+        ]
         self.page_bytes = 2 * self._numbers
-        self.layers = np.array([(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)], dtype=np.int64)
+        self.layers = np.array(
+            [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
+            dtype=np.int64,
+        )
 
     def new(self) -> PagedStore:
         return PagedStore(self)
@@ -51,17 +61,25 @@ class PagedStore(PagedSequence):
         return ctypes.addressof(self._table)
 
     def bind(self) -> None:
-        self._table = (ctypes.c_void_p * len(self._pages))(*[page.data.data_ptr() for page in self._pages])
+        self._table = (ctypes.c_void_p * len(self._pages))(
+            *[page.data.data_ptr() for page in self._pages]
+        )
 
-    def add_chain(self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range) -> None:
-        """Add rows of tokens that follow the committed ones, each seeing all before it; a head is asked about the `wanted` of them."""
+    def add_chain(
+        self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range
+    ) -> None:
+        """Add rows of tokens that follow the committed ones, each seeing all before it; a head is
+        asked about the `wanted` of them."""
         start, n = self.length, len(tokens)
         self.reserve(start + n)
         places = range(start, start + n)
-        rows.add(self.table, tokens, places, places, range(start + 1, start + n + 1), [()] * n, wanted)
+        rows.add(
+            self.table, tokens, places, places, range(start + 1, start + n + 1), [()] * n, wanted
+        )
 
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
-        """Add rows of a draft tree's nodes from `base` on, the root first behind the committed tokens."""
+        """Add rows of a draft tree's nodes from `base` on, the root first behind the committed
+        tokens."""
         start, n = self.length, len(tree)
         self.reserve(start + n)
         paths: list[list[int]] = []
@@ -69,7 +87,15 @@ class PagedStore(PagedSequence):
             paths.append([*paths[parent], start + node] if parent >= 0 else [start + node])
         positions = [start + depth for depth in tree.depth[base:]]
         count = n - base
-        rows.add(self.table, tree.token[base:], positions, range(start + base, start + n), [start] * count, paths[base:], range(count))
+        rows.add(
+            self.table,
+            tree.token[base:],
+            positions,
+            range(start + base, start + n),
+            [start] * count,
+            paths[base:],
+            range(count),
+        )
 
     def commit(self, path: Sequence[int]) -> None:
         start = self.length
@@ -77,13 +103,23 @@ class PagedStore(PagedSequence):
         if moved:
             ends = np.array(moved, dtype=np.int64).T.copy()
             layers, (source, target) = self.pool.layers, ends
-            self.kernels.move(self.table, layers.ctypes.data, len(layers), source.ctypes.data, target.ctypes.data, len(moved))
+            self.kernels.move(
+                self.table,
+                layers.ctypes.data,
+                len(layers),
+                source.ctypes.data,
+                target.ctypes.data,
+                len(moved),
+            )
         self.length = start + len(path)
 
     def read(self, layer: int, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first orders of a layer, `[kv_heads, count, dim]` each, as plain tensors."""
+        """Keys and values of the first orders of a layer, `[kv_heads, count, dim]` each, as plain
+        tensors."""
         shape, count = self.shapes[layer], self.length if count is None else count
         key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=torch.bfloat16)
         value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=torch.bfloat16)
-        self.kernels.read(self.table, self.pool.layers[layer].ctypes.data, count, key.data_ptr(), value.data_ptr())
+        self.kernels.read(
+            self.table, self.pool.layers[layer].ctypes.data, count, key.data_ptr(), value.data_ptr()
+        )
         return key, value

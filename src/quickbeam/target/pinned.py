@@ -1,8 +1,9 @@
-"""Models larger than an accelerator's memory: what fits stays there, and the other layers' weights are copied from pinned host memory in
-every pass, each while the layers before it compute.
+"""Models larger than an accelerator's memory: what fits stays there, and the other layers' weights
+are copied from pinned host memory in every pass, each while the layers before it compute.
 
-Two buffers on the device hold such layers in turn. A layer waits for its copy. Once it is computed, its buffer takes the next layer that
-shares the buffer, of the next pass after the last. The device does all waiting, by events between two streams; the host never waits.
+Two buffers on the device hold such layers in turn. A layer waits for its copy. Once it is computed,
+its buffer takes the next layer that shares the buffer, of the next pass after the last. The device
+does all waiting, by events between two streams; the host never waits.
 """
 
 from __future__ import annotations
@@ -82,19 +83,33 @@ class SideStream:
 
 
 class PinnedLayers:
-    """Some of a model's decoder layers, with their weights in host memory. Puts the model on the device; see `pin_layers`.
+    """Some of a model's decoder layers, with their weights in host memory. Puts the model on the
+    device; see `pin_layers`.
 
     `held`: numbers of the layers whose weights stay on the device.
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[nn.Module], held: Sequence[int], device: torch.device, copies: Copies
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        held: Sequence[int],
+        device: torch.device,
+        copies: Copies,
     ) -> None:
-        self._copies, self.weight_bytes = copies, sum(parameter.nbytes for parameter in model.parameters())
+        self._copies, self.weight_bytes = (
+            copies,
+            sum(parameter.nbytes for parameter in model.parameters()),
+        )
         moved = [layer for number, layer in enumerate(layers) if number not in held]
         self._sizes = [layer_bytes(layer) for layer in moved]
-        self._host = [self._take_out(layer, size, device) for layer, size in zip(moved, self._sizes, strict=True)]
-        self._buffers = [torch.empty(max(self._sizes), dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        self._host = [
+            self._take_out(layer, size, device)
+            for layer, size in zip(moved, self._sizes, strict=True)
+        ]
+        self._buffers = [
+            torch.empty(max(self._sizes), dtype=torch.uint8, device=device) for _ in range(BUFFERS)
+        ]
         self._holds: list[int | None] = [None] * BUFFERS
         for number, layer in enumerate(moved):
             buffer = self._buffers[number % BUFFERS]
@@ -112,7 +127,10 @@ class PinnedLayers:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         except RuntimeError as error:
             reason = str(error).splitlines()[0]
-            raise QuickbeamError(f"memory: the host can't hold a layer of {size / 1e6:.0f} MB ({reason}): take a smaller model") from error
+            raise QuickbeamError(
+                f"memory: the host can't hold a layer of {size / 1e6:.0f} MB "
+                f"({reason}): take a smaller model"
+            ) from error
         for parameter, first, last in places(layer):
             host[first:last].view(parameter.dtype).view(parameter.shape).copy_(parameter.detach())
         return host
@@ -166,37 +184,60 @@ class PinnedLayers:
         }
 
 
-def pin_layers(model: PreTrainedModel, memory: int, device: torch.device, copies: Copies | None = None) -> PinnedLayers | None:
-    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes; None, and nothing is done, where all of
-    them fit.
+def pin_layers(
+    model: PreTrainedModel, memory: int, device: torch.device, copies: Copies | None = None
+) -> PinnedLayers | None:
+    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes;
+    None, and nothing is done, where all of them fit.
 
-    What is no decoder layer always stays on the device, and so do as many layers as there is room for beside two buffers. They are spread
-    evenly over the pass, so that copies go on while they compute. Raises `InvalidInput` for too small a memory, and for models whose
-    layers share weights.
+    What is no decoder layer always stays on the device, and so do as many layers as there is room
+    for beside two buffers. They are spread evenly over the pass, so that copies go on while they
+    compute. Raises `InvalidInput` for too small a memory, and for models whose layers share
+    weights.
     """
     layers = decoder_layers(model)
-    sizes, inside = [layer_bytes(layer) for layer in layers], {id(parameter) for layer in layers for parameter in layer.parameters()}
+    sizes, inside = (
+        [layer_bytes(layer) for layer in layers],
+        {id(parameter) for layer in layers for parameter in layer.parameters()},
+    )
     if len(inside) < sum(1 for layer in layers for _ in layer.parameters()):
-        raise InvalidInput(f"memory: layers of this {type(model).__name__} share weights; leave memory out")
+        raise InvalidInput(
+            f"memory: layers of this {type(model).__name__} share weights; leave memory out"
+        )
     fixed = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
     piece = max(sizes)
     if memory >= fixed + sum(sizes):
         return None
     least = fixed + BUFFERS * piece
     if memory < least:
-        raise InvalidInput(f"memory={memory}: this {type(model).__name__} needs at least {-(-least // 10**6)}MB on {device.type}")
+        raise InvalidInput(
+            f"memory={memory}: this {type(model).__name__} needs at least "
+            f"{-(-least // 10**6)}MB on {device.type}"
+        )
     count = (memory - least) // piece
-    held = [i for i in range(len(layers)) if (i + 1) * count // len(layers) > i * count // len(layers)]
-    return PinnedLayers(model, layers, held, device, copies or (SideStream(device) if device.type == "cuda" else Direct()))
+    held = [
+        i for i in range(len(layers)) if (i + 1) * count // len(layers) > i * count // len(layers)
+    ]
+    return PinnedLayers(
+        model,
+        layers,
+        held,
+        device,
+        copies or (SideStream(device) if device.type == "cuda" else Direct()),
+    )
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The modules that a pass runs one after the other. Raises `InvalidInput` where they are not found."""
+    """The modules that a pass runs one after the other. Raises `InvalidInput` where they are not
+    found."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return list(module)
-    raise InvalidInput(f"memory: the layers of this {type(model).__name__} are not in a list of {count}; leave memory out")
+    raise InvalidInput(
+        f"memory: the layers of this {type(model).__name__} are not in a list of "
+        f"{count}; leave memory out"
+    )
 
 
 def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:

@@ -1,9 +1,11 @@
-"""Linear layers with weights of 8 or 4 bits, in plain PyTorch: what the native kernels compute, bit for bit.
+"""Linear layers with weights of 8 or 4 bits, in plain PyTorch: what the native kernels compute, bit
+for bit.
 
-A row of inputs is quantised by itself, in groups of 32: whole numbers of -127 to 127 and a scale each. Weights of `int8` are such whole
-numbers with a scale for each output; those of `int4` are 0 to 15, with a scale and a lowest value for each output and group. Sums within a
-group are whole numbers below 2^24, so every way to add them is exact; the groups' sums are scaled and added in float32, one after the
-other. So a row's bits depend on nothing but the row and the weights.
+A row of inputs is quantised by itself, in groups of 32: whole numbers of -127 to 127 and a scale
+each. Weights of `int8` are such whole numbers with a scale for each output; those of `int4` are 0
+to 15, with a scale and a lowest value for each output and group. Sums within a group are whole
+numbers below 2^24, so every way to add them is exact; the groups' sums are scaled and added in
+float32, one after the other. So a row's bits depend on nothing but the row and the weights.
 
 `native/quantised.h` is the fast path; models that it can't run take `QuantisedLinear`.
 """
@@ -24,8 +26,10 @@ from quickbeam.target.native.quantised import BFLOAT16, GROUP, INT4, INT8, NOT_F
 
 LEAST = 2.0**-100  # groups whose largest number is smaller count as zeros
 LARGEST_HALF = 65504.0
-LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)  # tried from the smallest weight of a group to the largest
-TOP = torch.tensor(127.0)  # as a tensor: a number over a tensor is rounded twice, as its reciprocal and the product
+# tried from the smallest weight of a group to the largest
+LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
+# as a tensor: a number over a tensor is rounded twice, as its reciprocal and the product
+TOP = torch.tensor(127.0)
 
 
 def check_weights(name: str) -> str:
@@ -35,33 +39,48 @@ def check_weights(name: str) -> str:
     return name
 
 
-def refuse_unfit_for(name: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise `InvalidInput` for a model that can't have `name` weights: on another device, of another number format, with weights that are
-    quantised already, or with most of them in other layers than linear ones."""
+def refuse_unfit_for(
+    name: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Raise `InvalidInput` for a model that can't have `name` weights: on another device, of
+    another number format, with weights that are quantised already, or with most of them in other
+    layers than linear ones."""
     if name == BFLOAT16:
         return
     asked = f"weights={name!r}"
     refuse_place(name, device, dtype)
     for module in model.modules():
         kind, tensors = type(module), own_tensors(module)
-        if (isinstance(module, nn.Linear) and kind is not nn.Linear) or any(is_whole(tensor) for tensor in tensors):
+        if (isinstance(module, nn.Linear) and kind is not nn.Linear) or any(
+            is_whole(tensor) for tensor in tensors
+        ):
             raise InvalidInput(
-                f"{asked}: the checkpoint's own weights are quantised or adapted ({kind.__name__}); leave weights out, "
+                f"{asked}: the checkpoint's own weights are quantised or adapted "
+                f"({kind.__name__}); leave weights out, "
                 "or take the model's unquantised weights"
             )
         if any(isinstance(tensor, nn.Parameter) and tensor.dim() > 2 for tensor in tensors):
-            raise InvalidInput(f"{asked}: {kind.__name__} holds weights that are no linear layer's (several experts); leave weights out")
+            raise InvalidInput(
+                f"{asked}: {kind.__name__} holds weights that are no linear layer's "
+                "(several experts); leave weights out"
+            )
 
 
 def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise `InvalidInput` where quantised weights can't be had on a device or in a number format."""
+    """Raise `InvalidInput` where quantised weights can't be had on a device or in a number
+    format."""
     if name == BFLOAT16:
         return
     if device.type != "cpu":
-        raise InvalidInput(f"weights={name!r} are for the CPU, the model is on {device.type}: leave weights out, or take device='cpu'")
+        raise InvalidInput(
+            f"weights={name!r} are for the CPU, the model is on {device.type}: "
+            "leave weights out, or take device='cpu'"
+        )
     if dtype not in (torch.bfloat16, None):
         kind = str(dtype).removeprefix("torch.")
-        raise InvalidInput(f"weights={name!r} go with rows of bfloat16, not {kind}: leave dtype out, or weights")
+        raise InvalidInput(
+            f"weights={name!r} go with rows of bfloat16, not {kind}: leave dtype out, or weights"
+        )
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -75,13 +94,15 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 def head_format(name: str) -> str:
-    """What a model's head is kept in where its other weights are `name`: its errors are those of the logits, so it has 8 bits at least."""
+    """What a model's head is kept in where its other weights are `name`: its errors are those of
+    the logits, so it has 8 bits at least."""
     return INT8 if name == INT4 else name
 
 
 class Quantised(NamedTuple):
-    """A weight `[outputs, inputs]`. `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]` float32 of `int8`, `[outputs, groups]`
-    float16 of `int4`. `lows`: of `int4`, what is added to the scaled values, `[outputs, groups]` float16."""
+    """A weight `[outputs, inputs]`. `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]`
+    float32 of `int8`, `[outputs, groups]` float16 of `int4`. `lows`: of `int4`, what is added to
+    the scaled values, `[outputs, groups]` float16."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -100,7 +121,8 @@ def in_groups(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(weight: torch.Tensor, name: str) -> Quantised:
-    """`[outputs, inputs]` to `int8` or `int4`. Raises `InvalidInput` for weights that are not finite."""
+    """`[outputs, inputs]` to `int8` or `int4`. Raises `InvalidInput` for weights that are not
+    finite."""
     if not bool(weight.isfinite().all()):
         raise InvalidInput(NOT_FINITE)
     groups = in_groups(weight.to(torch.bfloat16))
@@ -111,16 +133,26 @@ def quantise(weight: torch.Tensor, name: str) -> Quantised:
 
 
 def _int4(groups: torch.Tensor) -> Quantised:
-    """Of several distances between levels, the one whose least-squares fit leaves the smallest error. Weights that lie on 16 levels or
-    fewer already, as those of many 4-bit checkpoints, stay on them."""
+    """Of several distances between levels, the one whose least-squares fit leaves the smallest
+    error. Weights that lie on 16 levels or fewer already, as those of many 4-bit checkpoints, stay
+    on them."""
     low, high = groups.aminmax(dim=2)
     groups, span = groups - low[..., None], high - low
     above = _in_turn(groups)
-    best, by, slope, base = torch.full_like(low, torch.inf), torch.zeros_like(low), torch.zeros_like(low), torch.zeros_like(low)
+    best, by, slope, base = (
+        torch.full_like(low, torch.inf),
+        torch.zeros_like(low),
+        torch.zeros_like(low),
+        torch.zeros_like(low),
+    )
     for levels in LEVELS:
         tried = torch.where(span < LEAST, 0, torch.tensor(levels) / span)
         values = (groups * tried[..., None]).round().clamp_max(15)
-        level, across, square = _in_turn(values), _in_turn(groups * values), _in_turn(values * values)
+        level, across, square = (
+            _in_turn(values),
+            _in_turn(groups * values),
+            _in_turn(values * values),
+        )
         spread = GROUP * square - level * level
         fit = torch.where(spread > 0, (GROUP * across - above * level) / spread, 0)
         rest = (above - fit * level) / GROUP
@@ -146,8 +178,8 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[n, inputs]` to whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A group that holds what is not finite has
-    the scale NaN, and so has its row of results."""
+    """Rows `[n, inputs]` to whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A
+    group that holds what is not finite has the scale NaN, and so has its row of results."""
     groups = in_groups(x.to(torch.bfloat16))
     top = groups.abs().amax(2)
     finite = top.isfinite()
@@ -171,7 +203,8 @@ def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
 
 
 class QuantisedLinear(nn.Module):
-    """`product` and a bias as a layer, `[..., in]` to `[..., out]` of the same type: what runs where there are no native kernels. Slow."""
+    """`product` and a bias as a layer, `[..., in]` to `[..., out]` of the same type: what runs
+    where there are no native kernels. Slow."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> None:
         super().__init__()
@@ -184,7 +217,9 @@ class QuantisedLinear(nn.Module):
 
     @property
     def quantised(self) -> Quantised:
-        return Quantised(self.get_buffer("values"), self.get_buffer("scales"), self._buffers["lows"])
+        return Quantised(
+            self.get_buffer("values"), self.get_buffer("scales"), self._buffers["lows"]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = product(x.reshape(-1, self.in_features), self.quantised)
@@ -194,7 +229,8 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise_linears(model: nn.Module, name: str, head: nn.Module | None = None) -> int:
-    """Replace every linear layer below `model` by a `QuantisedLinear`; give how many. The `head` has weights of `head_format`."""
+    """Replace every linear layer below `model` by a `QuantisedLinear`; give how many. The `head`
+    has weights of `head_format`."""
     replaced = 0
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):

@@ -1,5 +1,6 @@
-"""`FusedLlama` for models that are larger than the memory they may take: some of the weights stay in memory, the others are read from disk
-in every pass, each part while those before it compute. Every number is that of the same model in memory.
+"""`FusedLlama` for models that are larger than the memory they may take: some of the weights stay
+in memory, the others are read from disk in every pass, each part while those before it compute.
+Every number is that of the same model in memory.
 """
 
 from __future__ import annotations
@@ -36,16 +37,28 @@ PROBED = 2  # segments of the head that `shallow` passes read
 class StreamedLlama(FusedLlama):
     """The same with weights from a file. `model`: on the meta device but for norms and biases.
 
-    Of `source.memory`, `BUFFERS` segments are for reading. The rest holds segments that are not read again, spread evenly over the pass, so
-    that reading goes on while they compute. To hold them saves their reading in every pass; the same memory as further buffers would save
-    it only in passes before which a drafter takes long enough.
+    Of `source.memory`, `BUFFERS` segments are for reading. The rest holds segments that are not
+    read again, spread evenly over the pass, so that reading goes on while they compute. To hold
+    them saves their reading in every pass; the same memory as further buffers would save it only in
+    passes before which a drafter takes long enough.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], pages: PagePool, name: str, source: Source) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: dict[int, Layer],
+        pages: PagePool,
+        name: str,
+        source: Source,
+    ) -> None:
         base: Any = model.model
         source.fill(model)
         self._kernels, self._shapes, self._offsets = pages.kernels, pages.shapes, pages.offsets
-        self._norm, self._epsilon, self._rotary = base.norm.weight, float(base.norm.variance_epsilon), base.rotary_emb
+        self._norm, self._epsilon, self._rotary = (
+            base.norm.weight,
+            float(base.norm.variance_epsilon),
+            base.rotary_emb,
+        )
         self.heads = base.layers[0].self_attn.q_proj.out_features // self._shapes[0].key_dim
         self._source, self._name, self._rows = source, name, EmbeddingRows(source.path, source.plan)
         numbers = iter(range(len(source.plan.weights)))
@@ -54,7 +67,9 @@ class StreamedLlama(FusedLlama):
             number = next(numbers)
             return Weight(number, linears, source.plan.weights[number])
 
-        self.layers = [FusedLayer(base.layers[i], layers[i], place) for i in range(len(base.layers))]
+        self.layers = [
+            FusedLayer(base.layers[i], layers[i], place) for i in range(len(base.layers))
+        ]
         self.vocab = model.lm_head.out_features
         self._output: Weight = place((model.lm_head,))
         self._depth = len(self.layers)  # of a pass
@@ -76,9 +91,17 @@ class StreamedLlama(FusedLlama):
         """As many segments as there is room for, read once."""
         segments = self._source.plan.segments
         count = min(len(segments), max(0, room) // self._source.plan.piece)
-        chosen = [i for i in range(len(segments)) if (i + 1) * count // len(segments) > i * count // len(segments)]
+        chosen = [
+            i
+            for i in range(len(segments))
+            if (i + 1) * count // len(segments) > i * count // len(segments)
+        ]
         file = File(self._source.path)
-        memory, held, used = aligned(sum(segments[i].size for i in chosen)), dict[int, torch.Tensor](), 0
+        memory, held, used = (
+            aligned(sum(segments[i].size for i in chosen)),
+            dict[int, torch.Tensor](),
+            0,
+        )
         for i in chosen:
             held[i] = memory[used : used + segments[i].size]
             file.read(ALIGNED + segments[i].offset, held[i].numpy().data)
@@ -91,7 +114,12 @@ class StreamedLlama(FusedLlama):
         base: Any = model.model
         groups = [found for layer in base.layers for found in FusedLlama._linears(layer)]
         shapes = [
-            WeightShape(linears[0].in_features, linears[0].out_features if gated else sum(one.out_features for one in linears), gated, name)
+            WeightShape(
+                linears[0].in_features,
+                linears[0].out_features if gated else sum(one.out_features for one in linears),
+                gated,
+                name,
+            )
             for linears, gated in groups
         ]
         head: Any = model.lm_head
@@ -106,7 +134,15 @@ class StreamedLlama(FusedLlama):
     def _embed(self, program: Program, target: Buffer) -> None:
         program.copy(program.given("embedded", self._rows.width), target)
 
-    def _linear(self, program: Program, weight: Any, source: Buffer, target: Buffer, epilogue: int = library.STORE, **more: Any) -> None:
+    def _linear(
+        self,
+        program: Program,
+        weight: Any,
+        source: Buffer,
+        target: Buffer,
+        epilogue: int = library.STORE,
+        **more: Any,
+    ) -> None:
         parts = self._parts[weight.number]
         if weight is self._output and self._depth < len(self.layers):
             parts = parts[:PROBED]
@@ -129,7 +165,9 @@ class StreamedLlama(FusedLlama):
     def _pass(self) -> StreamedPass:
         if self._depth not in self._passes:
             self._uses = []
-            self._passes[self._depth] = StreamedPass(self._make(), self._uses, self._source, self._resident, self._buffers)
+            self._passes[self._depth] = StreamedPass(
+                self._make(), self._uses, self._source, self._resident, self._buffers
+            )
         return self._passes[self._depth]
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
@@ -149,7 +187,11 @@ class StreamedLlama(FusedLlama):
         self._uses = []
         whole = self._make()
         program, kept = whole.subset(kinds), whole.places(kinds)
-        uses = [use._replace(operation=kept[use.operation]) for use in self._uses if use.operation in kept]
+        uses = [
+            use._replace(operation=kept[use.operation])
+            for use in self._uses
+            if use.operation in kept
+        ]
         made = StreamedPass(program, uses, self._source, self._resident, self._buffers)
 
         def run(rows: Rows, last_position: int) -> None:
@@ -159,7 +201,8 @@ class StreamedLlama(FusedLlama):
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
-        """Passes of one layer and a part of the head meanwhile: to look at the kernels without reading all weights."""
+        """Passes of one layer and a part of the head meanwhile: to look at the kernels without
+        reading all weights."""
         self._depth = 1
         try:
             yield
@@ -199,7 +242,10 @@ class StreamedLlama(FusedLlama):
     def in_words(self) -> str:
         """How much of the weights is read from disk, and how fast."""
         rate = 0.0 if self.stream is None else self.stream.rate / 1e9
-        return f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from disk at {rate:.2f} GB/s, {peak_memory()}"
+        return (
+            f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from "
+            f"disk at {rate:.2f} GB/s, {peak_memory()}"
+        )
 
     def record(self) -> dict[str, float | int | None]:
         """The same in numbers: bytes, and bytes a second."""
@@ -216,7 +262,10 @@ class StreamedLlama(FusedLlama):
     @property
     def shared_in_words(self) -> str:
         """What a feature drafter's copies take."""
-        return f"they take {(self._source.plan.embedding_bytes + self._head_bytes) / 1e6:.0f} MB beside --memory"
+        return (
+            f"they take {(self._source.plan.embedding_bytes + self._head_bytes) / 1e6:.0f} MB "
+            "beside --memory"
+        )
 
     # --- what a feature drafter shares with the model, in memory of its own ---
 
@@ -231,7 +280,9 @@ class StreamedLlama(FusedLlama):
     @property
     def _shared(self) -> tuple[nn.Embedding, NativeLinear]:
         if self._own is None:
-            embedding = nn.Embedding(*self._source.plan.embedding, dtype=torch.bfloat16, device="meta")
+            embedding = nn.Embedding(
+                *self._source.plan.embedding, dtype=torch.bfloat16, device="meta"
+            )
             embedding.weight = nn.Parameter(self._rows.all(), requires_grad=False)
             self._own = embedding, NativeLinear(self._kernels, self._read_head())
         return self._own
@@ -248,14 +299,17 @@ class StreamedLlama(FusedLlama):
         for i, part in self._parts[self._output.number]:
             segment, room = plan.segments[i], aligned(plan.segments[i].size)
             file.read(ALIGNED + segment.offset, room.numpy().data)
-            data[part.first * block : (part.first + part.blocks) * block] = room[part.offset : part.offset + part.blocks * block]
+            data[part.first * block : (part.first + part.blocks) * block] = room[
+                part.offset : part.offset + part.blocks * block
+            ]
         packer = Packer(self._kernels, shape.name)
         weight = torch.empty(shape.rows, shape.inputs, device="meta")
         return packer.pack([weight], self._output.bias, place=data.view(packer.dtype), filled=True)
 
 
 def likeliest(logits: torch.Tensor) -> list[int]:
-    """The place of each row's largest, the first of equals; -1 where a number is NaN or the largest infinite."""
+    """The place of each row's largest, the first of equals; -1 where a number is NaN or the largest
+    infinite."""
     if not len(logits):
         return []
     rows = logits.numpy()
@@ -266,9 +320,12 @@ def likeliest(logits: torch.Tensor) -> list[int]:
 def refuse_unfit_to_stream(model: PreTrainedModel, found: Kernels | None, reason: str) -> None:
     """Raise `InvalidInput` for a model whose passes are not wholly those of the native kernels."""
     if found is None:
-        raise InvalidInput(f"memory needs the native kernels, and there are none here: {reason}; leave memory out")
+        raise InvalidInput(
+            f"memory needs the native kernels, and there are none here: {reason}; leave memory out"
+        )
     if not FusedLlama.fits(model):
         raise InvalidInput(
-            f"memory is for models of Llama's layout that the native kernels run in one call, not for this {type(model).__name__}; "
+            "memory is for models of Llama's layout that the native kernels run in one call, not "
+            f"for this {type(model).__name__}; "
             "leave memory out"
         )

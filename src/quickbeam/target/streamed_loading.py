@@ -1,4 +1,5 @@
-"""A model for `StreamedLlama` from a folder: its outline, and the file of packed weights, made once and kept in the cache folder."""
+"""A model for `StreamedLlama` from a folder: its outline, and the file of packed weights, made once
+and kept in the cache folder."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.fused_llama import FusedLlama
 from quickbeam.target.loading import hold_angles
 from quickbeam.target.native import library
-from quickbeam.target.outline import Tensors, check_tensors, fill_small, local_folder, outline, small_parameters
+from quickbeam.target.outline import (
+    Tensors,
+    check_tensors,
+    fill_small,
+    local_folder,
+    outline,
+    small_parameters,
+)
 from quickbeam.target.packed_file import Plan, make
 from quickbeam.target.quantised import refuse_place
 from quickbeam.target.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit_to_stream
@@ -25,27 +33,41 @@ LAYOUT = 1  # of the file; another number, another file
 
 
 class Streamed(NamedTuple):
-    """What `Model` takes: a model on the meta device but for norms and biases, and where the rest is read from."""
+    """What `Model` takes: a model on the meta device but for norms and biases, and where the rest
+    is read from."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     source: Source
 
 
-def refuse_memory(fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any) -> None:
+def refuse_memory(
+    fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any
+) -> None:
     """Raise `InvalidInput` where weights can't be brought while computing, whatever the model."""
     if device_map is not None:
         raise InvalidInput("memory and device_map don't go together: leave one of them out")
     if device.type == "cuda":
         return
     if device.type != "cpu":
-        raise InvalidInput(f"memory is for a CPU or CUDA, not for {device.type}: leave memory out, or take device='cpu'")
+        raise InvalidInput(
+            f"memory is for a CPU or CUDA, not for {device.type}: leave memory out, "
+            "or take device='cpu'"
+        )
     if dtype not in (torch.bfloat16, None):
-        raise InvalidInput(f"memory goes with bfloat16, not {str(dtype).removeprefix('torch.')}: leave dtype out, or memory")
+        raise InvalidInput(
+            f"memory goes with bfloat16, not {str(dtype).removeprefix('torch.')}: "
+            "leave dtype out, or memory"
+        )
     if not fast:
-        raise InvalidInput("memory needs the native kernels, which the plain path does without: leave memory out")
+        raise InvalidInput(
+            "memory needs the native kernels, which the plain path does without: leave memory out"
+        )
     if library.kernels() is None:
-        raise InvalidInput(f"memory needs the native kernels, and {library.describe()} are used here; leave memory out")
+        raise InvalidInput(
+            f"memory needs the native kernels, and {library.describe()} are used "
+            "here; leave memory out"
+        )
 
 
 def open_streamed(
@@ -57,11 +79,13 @@ def open_streamed(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Streamed | None:
-    """A model that takes at most `memory` bytes for its weights; None where all of them fit. Without a limit all but the embedding are held
-    in memory, and loading takes no more than that: from the second time on, the checkpoint's own are not read.
+    """A model that takes at most `memory` bytes for its weights; None where all of them fit.
+    Without a limit all but the embedding are held in memory, and loading takes no more than that:
+    from the second time on, the checkpoint's own are not read.
 
-    The first time its weights are packed into a file in the cache folder, segment by segment. Raises `InvalidInput` for models that can't
-    be run so and for too small a memory, `QuickbeamError` where the disk has no room.
+    The first time its weights are packed into a file in the cache folder, segment by segment.
+    Raises `InvalidInput` for models that can't be run so and for too small a memory,
+    `QuickbeamError` where the disk has no room.
     """
     report = progress or (lambda stage, fraction: None)
     refuse_place(weights, torch.device("cpu"), torch.bfloat16)
@@ -75,7 +99,9 @@ def open_streamed(
         check_tensors(made, tensors, tied)
     except InvalidInput as error:
         raise InvalidInput(f"can't load {model!r}: {error}") from error
-    groups = [linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)] + [(made.lm_head,)]
+    groups = [
+        linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)
+    ] + [(made.lm_head,)]
     embedding: Any = made.get_input_embeddings()
     plan = Plan(found, StreamedLlama.shapes(made, weights), tuple(embedding.weight.shape))
     small = small_parameters(made, [linear for linears in groups for linear in linears])
@@ -84,21 +110,40 @@ def open_streamed(
     few = sum(2 * parameter.numel() for parameter in small.values())
     limited = memory is not None
     memory = few + (len(plan.segments) + BUFFERS) * plan.piece if memory is None else memory
-    source = Source(path, plan, memory, few, partial(fill_small, tensors=tensors, names=list(small)))
+    source = Source(
+        path, plan, memory, few, partial(fill_small, tensors=tensors, names=list(small))
+    )
     if limited and memory >= source.whole:
         return None
     if memory < source.least:
-        raise InvalidInput(f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB to be read while computing")
+        raise InvalidInput(
+            f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB "
+            "to be read while computing"
+        )
     names = {id(module): name for name, module in made.named_modules()}
     table = f"{names[id(embedding)]}.weight"
-    stored = [[table if tied and one is made.lm_head else f"{names[id(one)]}.weight" for one in group] for group in groups]
-    rows = [_Weight(tensors, group, shape.gated) for group, shape in zip(stored, plan.weights, strict=True)]
-    make(path, plan, rows, _Weight(tensors, [table], False), report, f"packing {weights} weights of {model}, once")
+    stored = [
+        [table if tied and one is made.lm_head else f"{names[id(one)]}.weight" for one in group]
+        for group in groups
+    ]
+    rows = [
+        _Weight(tensors, group, shape.gated)
+        for group, shape in zip(stored, plan.weights, strict=True)
+    ]
+    make(
+        path,
+        plan,
+        rows,
+        _Weight(tensors, [table], False),
+        report,
+        f"packing {weights} weights of {model}, once",
+    )
     return Streamed(made, tokenizer, source)
 
 
 class _Weight:
-    """Rows of a weight that is several tensors: halves of a gated one, or tensors one below the other."""
+    """Rows of a weight that is several tensors: halves of a gated one, or tensors one below the
+    other."""
 
     def __init__(self, tensors: Tensors, names: Sequence[str], gated: bool) -> None:
         self._tensors, self._names, self._gated = tensors, names, gated
@@ -110,6 +155,8 @@ class _Weight:
         found, begin = list[torch.Tensor](), 0
         for name, rows in zip(self._names, self._counts, strict=True):
             if first < begin + rows and last > begin:
-                found.append(self._tensors.rows(name, max(0, first - begin), min(rows, last - begin)))
+                found.append(
+                    self._tensors.rows(name, max(0, first - begin), min(rows, last - begin))
+                )
             begin += rows
         return [torch.cat(found)]

@@ -1,4 +1,5 @@
-"""A pass of the native kernels whose weights are partly read from a file: each operation waits for its part, and frees it for the next."""
+"""A pass of the native kernels whose weights are partly read from a file: each operation waits for
+its part, and frees it for the next."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ from quickbeam.target.weight_stream import WeightStream
 
 
 class Source(NamedTuple):
-    """Where a model's weights are read from. `memory`: bytes that they may take; `small`: of these, what is in memory in any case;
-    `fill` reads that into a model on the meta device."""
+    """Where a model's weights are read from. `memory`: bytes that they may take; `small`: of these,
+    what is in memory in any case; `fill` reads that into a model on the meta device."""
 
     path: Path
     plan: Plan
@@ -48,7 +49,11 @@ class Weight:
         self.format = library.FORMATS.index(shape.name)
         bias = bias_of(linears)
         if bias is not None:
-            bias = gated_bias(bias, shape.rows, shape.blocks) if shape.gated else bias.detach().float().contiguous()
+            bias = (
+                gated_bias(bias, shape.rows, shape.blocks)
+                if shape.gated
+                else bias.detach().float().contiguous()
+            )
         self.bias = bias
 
 
@@ -74,8 +79,16 @@ class Use(NamedTuple):
 class StreamedPass:
     """A program whose weights are partly on disk."""
 
-    def __init__(self, program: Program, uses: Sequence[Use], source: Source, resident: dict[int, torch.Tensor], buffers: int) -> None:
-        self._program, self._steps = program, list[tuple[int, int, int, list[Use]]]()  # first operation, the one after the last, segment
+    def __init__(
+        self,
+        program: Program,
+        uses: Sequence[Use],
+        source: Source,
+        resident: dict[int, torch.Tensor],
+        buffers: int,
+    ) -> None:
+        # first operation, the one after the last, segment
+        self._program, self._steps = program, list[tuple[int, int, int, list[Use]]]()
         for use in uses:
             if use.segment in resident:
                 program.set(use.operation, weight=resident[use.segment].data_ptr() + use.offset)
@@ -87,9 +100,13 @@ class StreamedPass:
         segments = [source.plan.segments[segment] for _, _, segment, _ in self._steps]
         self.stream: WeightStream | None = None
         if segments:
-            self.stream = WeightStream(source.path, [(ALIGNED + one.offset, one.size) for one in segments], buffers)
+            self.stream = WeightStream(
+                source.path, [(ALIGNED + one.offset, one.size) for one in segments], buffers
+            )
 
-    def run(self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def run(
+        self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
         """One pass. Raises `QuickbeamError` naming the file where it can't be read."""
         program, stream, done = self._program, self.stream, 0
         call = program.prepare(rows, given, angles)

@@ -1,4 +1,5 @@
-"""One sequence on a model: what measures and tests look at. Answers go through the engine, which runs many."""
+"""One sequence on a model: what measures and tests look at. Answers go through the engine, which
+runs many."""
 
 from __future__ import annotations
 
@@ -15,14 +16,24 @@ from quickbeam.tree import TokenTree
 
 
 class Target:
-    """A model's committed tokens `ids`, and the logits after any tree of tokens behind them. `model`: a `Model`, or what makes one (`fast`,
-    `exact` and `chunk` as there)."""
+    """A model's committed tokens `ids`, and the logits after any tree of tokens behind them.
+    `model`: a `Model`, or what makes one (`fast`, `exact` and `chunk` as there)."""
 
-    def __init__(self, model: Model | PreTrainedModel, *, fast: bool = True, exact: bool | None = None, chunk: int = CHUNK) -> None:
-        self.model = model if isinstance(model, Model) else Model(model, fast=fast, exact=exact, chunk=chunk)
+    def __init__(
+        self,
+        model: Model | PreTrainedModel,
+        *,
+        fast: bool = True,
+        exact: bool | None = None,
+        chunk: int = CHUNK,
+    ) -> None:
+        self.model = (
+            model if isinstance(model, Model) else Model(model, fast=fast, exact=exact, chunk=chunk)
+        )
         self.store = self.model.pool.new()
         self.ids: list[int] = []
-        self.best: list[int] | None = None  # the likeliest tokens after the nodes verified last, where the kernels tell; -1: not finite
+        # the likeliest tokens after the nodes verified last, where the kernels tell; -1: not finite
+        self.best: list[int] | None = None
         self._held: list[torch.Tensor] = []  # hidden states of committed tokens
         self._drafted: torch.Tensor | None = None  # those of the tree verified last
 
@@ -32,7 +43,8 @@ class Target:
         return len(self.ids) - sum(len(hidden) for hidden in self._held)
 
     def take_hidden(self) -> torch.Tensor:
-        """`[k, len(layers) * d]`: hidden states of the last k committed tokens, those computed since the last call."""
+        """`[k, len(layers) * d]`: hidden states of the last k committed tokens, those computed
+        since the last call."""
         hidden, self._held = self._held, []
         return torch.cat(hidden) if hidden else torch.empty(0)
 
@@ -51,8 +63,8 @@ class Target:
         return self.model.depth_limit(self.store)
 
     def prefill(self, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
-        """Make `ids` the committed tokens, in chunks; give the `[vocab]` logits after the last. The first `keep` of them, which must be
-        there already, are not computed again."""
+        """Make `ids` the committed tokens, in chunks; give the `[vocab]` logits after the last. The
+        first `keep` of them, which must be there already, are not computed again."""
         self.model.check_prompt(ids)
         if keep and self.ids[:keep] != list(ids[:keep]):
             raise ValueError(f"the first {keep} tokens are not the committed ones")
@@ -69,18 +81,25 @@ class Target:
         return logits[-1].clone()
 
     def verify(self, tree: TokenTree, base: int = 0) -> torch.Tensor:
-        """Logits `[n, vocab]` after every node of a tree whose root follows the committed tokens. `commit` keeps a path of it.
+        """Logits `[n, vocab]` after every node of a tree whose root follows the committed tokens.
+        `commit` keeps a path of it.
 
-        `base`: the tree's first nodes that an earlier call has run since the last commit; logits `[n - base, vocab]` are of the rest.
+        `base`: the tree's first nodes that an earlier call has run since the last commit; logits
+        `[n - base, vocab]` are of the rest.
         """
         (passed,) = self.model.forward(Batch([Draft(self.store, tree, base)]))
         self.best = passed.best
         if passed.hidden is not None:
-            self._drafted = torch.cat([self._drafted[:base], passed.hidden]) if base and self._drafted is not None else passed.hidden
+            self._drafted = (
+                torch.cat([self._drafted[:base], passed.hidden])
+                if base and self._drafted is not None
+                else passed.hidden
+            )
         return passed.logits
 
     def rehearse(self, tree: TokenTree, context: int) -> torch.Tensor:
-        """`verify` behind at least `context` tokens, whatever they are, for its time alone: nothing that is committed changes."""
+        """`verify` behind at least `context` tokens, whatever they are, for its time alone: nothing
+        that is committed changes."""
         committed = self.store.length
         self.store.reserve(context + len(tree) + 2)
         self.store.length = max(context, committed)
@@ -91,7 +110,11 @@ class Target:
 
     def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
         """Make the nodes of `path` (root first, parents before children) committed."""
-        if not path or path[0] != 0 or any(tree.parent[child] != parent for parent, child in pairwise(path)):
+        if (
+            not path
+            or path[0] != 0
+            or any(tree.parent[child] != parent for parent, child in pairwise(path))
+        ):
             raise QuickbeamError(f"not a path from the root: {list(path)}")
         with torch.inference_mode():
             self.store.commit(path)

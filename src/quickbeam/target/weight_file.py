@@ -1,4 +1,5 @@
-"""Quantised weights on disk, so that the next load need not quantise again. Knows nothing of what the bytes mean."""
+"""Quantised weights on disk, so that the next load need not quantise again. Knows nothing of what
+the bytes mean."""
 
 from __future__ import annotations
 
@@ -18,27 +19,46 @@ from quickbeam.target.native import build
 logger = logging.getLogger(__name__)
 
 NAME = "weights"
-CHECKPOINT = ("*.json", "*.safetensors", "*.bin")  # files of a model's folder that its weights depend on
-LAYOUT = ("quantised.h", "bytes.h", "quantised.py")  # sources that say what the bytes mean, and how weights are rounded
+# files of a model's folder that its weights depend on
+CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
+# sources that say what the bytes mean, and how weights are rounded
+LAYOUT = ("quantised.h", "bytes.h", "quantised.py")
 
 
 class WeightFile:
-    """One model's weights of one kind. `path`: None keeps nothing. `progress(stage, fraction)` hears of quantising."""
+    """One model's weights of one kind. `path`: None keeps nothing. `progress(stage, fraction)`
+    hears of quantising."""
 
-    def __init__(self, path: Path | None, progress: Callable[[str, float | None], None] | None = None) -> None:
+    def __init__(
+        self, path: Path | None, progress: Callable[[str, float | None], None] | None = None
+    ) -> None:
         self.path = path
         self.progress = progress or (lambda stage, fraction: None)
 
     @classmethod
-    def of(cls, folder: str, commit: str | None, weights: str, progress: Callable[[str, float | None], None] | None) -> WeightFile:
-        """That of a checkpoint: a folder, known by its files' sizes and times, or a Hugging Face id at a commit. Another checkpoint, or
-        another version of the layout, has another file. None is kept of an adapter, whose model may change elsewhere."""
+    def of(
+        cls,
+        folder: str,
+        commit: str | None,
+        weights: str,
+        progress: Callable[[str, float | None], None] | None,
+    ) -> WeightFile:
+        """That of a checkpoint: a folder, known by its files' sizes and times, or a Hugging Face id
+        at a commit. Another checkpoint, or another version of the layout, has another file. None is
+        kept of an adapter, whose model may change elsewhere."""
         place = Path(folder)
         if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
-        name = "".join(letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name)
+        name = "".join(
+            letter if letter.isalnum() or letter in "-._" else "-" for letter in place.name
+        )
         checkpoint = _digest([folder, str(commit), *_state(place)])
-        return cls(cache_folder() / "weights" / f"{name}-{weights}-{checkpoint}-{_digest(_layout())}.safetensors", progress)
+        return cls(
+            cache_folder()
+            / "weights"
+            / f"{name}-{weights}-{checkpoint}-{_digest(_layout())}.safetensors",
+            progress,
+        )
 
     def read(self, size: int) -> torch.Tensor | None:
         """So many bytes; None where there is no file, or none of that size."""
@@ -48,13 +68,17 @@ class WeightFile:
             with safe_open(self.path, "pt") as file:
                 found = file.get_tensor(NAME)
                 if found.dtype is torch.uint8 and found.numel() == size:
-                    return torch.empty(size, dtype=torch.uint8).copy_(found)  # memory of our own, which the system can keep in huge pages
+                    # memory of our own, which the system can keep in huge pages
+                    return torch.empty(size, dtype=torch.uint8).copy_(found)
         except (OSError, SafetensorError) as error:
-            logger.warning("quantised weights in %s can't be read (%s): quantising again", self.path, error)
+            logger.warning(
+                "quantised weights in %s can't be read (%s): quantising again", self.path, error
+            )
         return None
 
     def write(self, weights: torch.Tensor) -> None:
-        """Keep them; in one rename, so that no reader finds a part. Where that fails, a warning says so."""
+        """Keep them; in one rename, so that no reader finds a part. Where that fails, a warning
+        says so."""
         if self.path is None:
             return
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
@@ -64,12 +88,15 @@ class WeightFile:
             with open(part, "rb+") as handle:
                 os.fsync(handle.fileno())
             os.replace(part, self.path)
-            for other in self.path.parent.glob(f"{self.path.stem.rpartition('-')[0]}-*.safetensors"):
+            for other in self.path.parent.glob(
+                f"{self.path.stem.rpartition('-')[0]}-*.safetensors"
+            ):
                 if other != self.path:  # of an earlier layout
                     other.unlink(missing_ok=True)
         except (OSError, SafetensorError) as error:
             logger.warning(
-                "quantised weights (%.0f MB) can't be kept in %s (%s): the next load quantises again; "
+                "quantised weights (%.0f MB) can't be kept in %s (%s): the next load quantises "
+                "again; "
                 "free some space there, or set QUICKBEAM_CACHE to another folder",
                 weights.nbytes / 1e6,
                 self.path.parent,
@@ -84,7 +111,11 @@ def _digest(parts: Iterable[str]) -> str:
 
 
 def _state(folder: Path) -> Iterator[str]:
-    for path in sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)}) if folder.is_dir() else ():
+    for path in (
+        sorted({path for pattern in CHECKPOINT for path in folder.glob(pattern)})
+        if folder.is_dir()
+        else ()
+    ):
         seen = path.stat()
         yield f"{path.resolve()} {seen.st_size} {seen.st_mtime_ns}"
 

@@ -1,6 +1,8 @@
-"""Segments of a file, read over and over in their order, ahead of who uses them, into a few buffers that are used again.
+"""Segments of a file, read over and over in their order, ahead of who uses them, into a few buffers
+that are used again.
 
-The page cache is passed by (`O_DIRECT`), or where the file system refuses that, told to forget what was read.
+The page cache is passed by (`O_DIRECT`), or where the file system refuses that, told to forget what
+was read.
 """
 
 from __future__ import annotations
@@ -67,9 +69,14 @@ class File:
             try:
                 count = os.preadv(self.fd, [buffer[done:]], offset + done)
             except OSError as error:
-                raise QuickbeamError(f"reading {self.path} at byte {offset + done} failed: {error.strerror or error}") from error
+                raise QuickbeamError(
+                    f"reading {self.path} at byte {offset + done} failed: {error.strerror or error}"
+                ) from error
             if count == 0:
-                raise QuickbeamError(f"{self.path} ends at byte {offset + done}: it was cut while in use; load the model again")
+                raise QuickbeamError(
+                    f"{self.path} ends at byte {offset + done}: it was cut while "
+                    "in use; load the model again"
+                )
             done += count
         if not self.direct and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.fd, offset, len(buffer), os.POSIX_FADV_DONTNEED)
@@ -85,7 +92,11 @@ def _direct(path: Path) -> bool:
         os.preadv(fd, [aligned(ALIGNED).numpy().data], 0)
     except OSError as error:
         if error.errno in _REFUSED:
-            logger.warning("%s can't be read past the page cache (%s): it is read through it", path, error.strerror)
+            logger.warning(
+                "%s can't be read past the page cache (%s): it is read through it",
+                path,
+                error.strerror,
+            )
             return False
         raise
     finally:
@@ -98,12 +109,16 @@ _REFUSED = (22, 95)  # EINVAL, EOPNOTSUPP
 
 
 class _Work:
-    """What the reading threads share with the stream; they don't hold the stream itself, so that it can go."""
+    """What the reading threads share with the stream; they don't hold the stream itself, so that it
+    can go."""
 
-    def __init__(self, file: File, segments: Sequence[tuple[int, int]], buffers: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, file: File, segments: Sequence[tuple[int, int]], buffers: Sequence[torch.Tensor]
+    ) -> None:
         self.file, self.segments, self.buffers = file, segments, buffers
         self.changed = threading.Condition()
-        self.next = self.released = 0  # turns: a segment's number plus that of all segments for each time around
+        # turns: a segment's number plus that of all segments for each time around
+        self.next = self.released = 0
         self.ready = set[int]()
         self.failed: Exception | None = None
         self.stopped = False
@@ -117,7 +132,9 @@ class _Work:
     def run(self) -> None:
         while True:
             with self.changed:
-                while not self.stopped and (self.failed is not None or self.next >= self.released + len(self.buffers)):
+                while not self.stopped and (
+                    self.failed is not None or self.next >= self.released + len(self.buffers)
+                ):
                     self.changed.wait()
                 if self.stopped:
                     return
@@ -144,11 +161,12 @@ class _Work:
 
 
 class WeightStream:
-    """`take` each segment in its order, again and again, and `release` it before the next. Buffers that are free are filled meanwhile,
-    those of the next time around included.
+    """`take` each segment in its order, again and again, and `release` it before the next. Buffers
+    that are free are filled meanwhile, those of the next time around included.
 
-    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many, each as large as the largest segment. Threads
-    start with the first use, and after `close` or in a forked process again.
+    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many, each as
+    large as the largest segment. Threads start with the first use, and after `close` or in a forked
+    process again.
     """
 
     def __init__(self, path: Path, segments: Sequence[tuple[int, int]], buffers: int) -> None:
@@ -179,14 +197,19 @@ class WeightStream:
         if work is not None:
             with work.changed:
                 done += work.bytes
-                seconds += work.seconds + (time.perf_counter() - work.since if work.reading else 0.0)
+                seconds += work.seconds + (
+                    time.perf_counter() - work.since if work.reading else 0.0
+                )
         return done / seconds if seconds else 0.0
 
     def begin(self) -> None:
-        """A pass begins: the first segment is next, whatever became of the pass before. Raises `QuickbeamError` for a file that changed."""
+        """A pass begins: the first segment is next, whatever became of the pass before. Raises
+        `QuickbeamError` for a file that changed."""
         self.file.check()
         work = self._work
-        broken_off = work is not None and (self._taken % len(self._segments) > 0 or work.released != self._taken)
+        broken_off = work is not None and (
+            self._taken % len(self._segments) > 0 or work.released != self._taken
+        )
         if work is None or self._pid != os.getpid() or work.failed is not None or broken_off:
             self.close()
             self._start()
@@ -196,7 +219,8 @@ class WeightStream:
         self.file.check()
 
     def take(self, number: int) -> int:
-        """The address of a segment's bytes, once they are there. Raises `QuickbeamError` naming the file where they can't be read."""
+        """The address of a segment's bytes, once they are there. Raises `QuickbeamError` naming the
+        file where they can't be read."""
         work, turn = self._work, self._taken
         assert work is not None and turn % len(self._segments) == number
         began = time.perf_counter()
@@ -228,8 +252,15 @@ class WeightStream:
         self._bytes, self._seconds = self._bytes + work.bytes, self._seconds + work.seconds
 
     def _start(self) -> None:
-        self._work, self._pid, self._taken = _Work(self.file, self._segments, self._room), os.getpid(), 0
+        self._work, self._pid, self._taken = (
+            _Work(self.file, self._segments, self._room),
+            os.getpid(),
+            0,
+        )
         self._stop = weakref.finalize(self, self._work.stop)
-        self._threads = [threading.Thread(target=self._work.run, name="weights", daemon=True) for _ in range(READERS)]
+        self._threads = [
+            threading.Thread(target=self._work.run, name="weights", daemon=True)
+            for _ in range(READERS)
+        ]
         for thread in self._threads:
             thread.start()

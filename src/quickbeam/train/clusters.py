@@ -1,4 +1,5 @@
-"""The order of a vocabulary for a shortlisted head: frequent tokens, then clusters of equal size whose rows of the head are alike."""
+"""The order of a vocabulary for a shortlisted head: frequent tokens, then clusters of equal size
+whose rows of the head are alike."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from quickbeam.shortlist.layout import Layout
 
 ITERATIONS = 20  # of k-means
 SAMPLE = 256  # rows a cluster that k-means looks at
-ROUNDS = 20  # see `make_layout`: clusters that k-means finds in a head are far from equal, and the first balance tears them up
+# see `make_layout`: clusters that k-means finds in a head are far from equal, and the first balance
+# tears them up
+ROUNDS = 20
 CHUNK = 8192  # rows a product
 
 
@@ -22,28 +25,44 @@ def ranking(counts: torch.Tensor) -> torch.Tensor:
     return counts.argsort(descending=True, stable=True).cpu()
 
 
-def make_layout(weight: torch.Tensor, counts: torch.Tensor, frequent: int, size: int, seed: int, rounds: int = ROUNDS) -> Layout:
-    """The `frequent` tokens of the highest counts, then the rest in clusters of `size` whose rows of the head point the same way (DynaSpec,
-    2510.13847: spherical k-means), balanced, the last one being what is left over.
+def make_layout(
+    weight: torch.Tensor,
+    counts: torch.Tensor,
+    frequent: int,
+    size: int,
+    seed: int,
+    rounds: int = ROUNDS,
+) -> Layout:
+    """The `frequent` tokens of the highest counts, then the rest in clusters of `size` whose rows
+    of the head point the same way (DynaSpec, 2510.13847: spherical k-means), balanced, the last one
+    being what is left over.
 
-    `weight` `[vocab, d]`: the head; `counts` `[vocab]`. The same seed gives the same layout on the same machine.
-    `rounds`: of centroids from the balanced clusters, each followed by a balanced assignment to those.
+    `weight` `[vocab, d]`: the head; `counts` `[vocab]`. The same seed gives the same layout on the
+    same machine. `rounds`: of centroids from the balanced clusters, each followed by a balanced
+    assignment to those.
 
     Raises `InvalidInput` for sizes that leave nothing to cluster, and where faiss is missing.
     """
     vocab = len(weight)
     if not 1 <= frequent < vocab:
-        raise InvalidInput(f"--frequent {frequent}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} tokens")
+        raise InvalidInput(
+            f"--frequent {frequent}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} tokens"
+        )
     if size < 1:
         raise InvalidInput(f"--size {size}: must be at least 1")
     ranked = ranking(counts)
     rest = ranked[frequent:].sort().values
     cluster = partition(weight, rest, size, seed, rounds)
-    return Layout(torch.cat([ranked[:frequent], rest[cluster.argsort(stable=True)]]), frequent, size, vocab)
+    return Layout(
+        torch.cat([ranked[:frequent], rest[cluster.argsort(stable=True)]]), frequent, size, vocab
+    )
 
 
-def partition(weight: torch.Tensor, tokens: torch.Tensor, size: int, seed: int, rounds: int = ROUNDS) -> torch.Tensor:
-    """`[n]` int64: the cluster of each of `tokens` `[n]`, `size` a cluster, the last one what is left over.
+def partition(
+    weight: torch.Tensor, tokens: torch.Tensor, size: int, seed: int, rounds: int = ROUNDS
+) -> torch.Tensor:
+    """`[n]` int64: the cluster of each of `tokens` `[n]`, `size` a cluster, the last one what is
+    left over.
 
     Takes `4 * n / size` bytes of memory a token, and the rows that k-means looks at in float32.
     """
@@ -56,7 +75,10 @@ def partition(weight: torch.Tensor, tokens: torch.Tensor, size: int, seed: int, 
         centroids.zero_()
         for part in torch.split(torch.arange(len(tokens)), CHUNK):
             centroids.index_add_(0, cluster[part], directions(weight, tokens[part]))
-        before, cluster = cluster, balance(similarity(weight, tokens, F.normalize(centroids, dim=1)), size)
+        before, cluster = (
+            cluster,
+            balance(similarity(weight, tokens, F.normalize(centroids, dim=1)), size),
+        )
         if torch.equal(before, cluster):
             break
     return cluster
@@ -68,7 +90,8 @@ def directions(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def similarity(weight: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """`[n, clusters]` float32 cosines, the column that the fewest rows like best moved to the end: the last cluster may be a short one."""
+    """`[n, clusters]` float32 cosines, the column that the fewest rows like best moved to the end:
+    the last cluster may be a short one."""
     scores = torch.empty(len(tokens), len(centroids))
     for part in torch.split(torch.arange(len(tokens)), CHUNK):
         scores[part[0] : part[-1] + 1] = directions(weight, tokens[part]) @ centroids.T
@@ -80,11 +103,13 @@ def similarity(weight: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tens
 
 
 def balance(scores: torch.Tensor, size: int) -> torch.Tensor:
-    """`[n]` int64: a cluster for every row of `scores` `[n, clusters]`, which is used up; `size` rows each, the last one what is left over.
+    """`[n]` int64: a cluster for every row of `scores` `[n, clusters]`, which is used up; `size`
+    rows each, the last one what is left over.
 
-    In rounds: every row without a cluster asks for the one with room that it likes best, and a cluster asked by more than it has room for
-    takes those that would lose the most by their next best; the others ask again. A round fills a cluster or is the last, so there are at
-    most as many rounds as clusters.
+    In rounds: every row without a cluster asks for the one with room that it likes best, and a
+    cluster asked by more than it has room for takes those that would lose the most by their next
+    best; the others ask again. A round fills a cluster or is the last, so there are at most as many
+    rounds as clusters.
     """
     n, count = scores.shape
     room = torch.full((count,), size)
@@ -116,9 +141,13 @@ def _wishes(scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def _kmeans(weight: torch.Tensor, tokens: torch.Tensor, count: int, seed: int) -> torch.Tensor:
     """`[count, d]` centroids of length 1."""
-    drawn = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[: count * SAMPLE]
+    drawn = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[
+        : count * SAMPLE
+    ]
     rows = directions(weight, tokens[drawn])
-    kmeans = _faiss().Kmeans(rows.shape[1], count, niter=ITERATIONS, spherical=True, seed=seed, min_points_per_centroid=1)
+    kmeans = _faiss().Kmeans(
+        rows.shape[1], count, niter=ITERATIONS, spherical=True, seed=seed, min_points_per_centroid=1
+    )
     kmeans.train(rows.numpy())
     return torch.from_numpy(kmeans.centroids).clone()
 
@@ -129,5 +158,7 @@ def _faiss() -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # of its bindings, at import
             import faiss
     except ImportError as error:
-        raise InvalidInput(f"clusters need faiss ({error}): pip install 'quickbeam[train]'") from error
+        raise InvalidInput(
+            f"clusters need faiss ({error}): pip install 'quickbeam[train]'"
+        ) from error
     return faiss

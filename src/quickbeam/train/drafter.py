@@ -1,4 +1,5 @@
-"""What a feature drafter is trained for: the target's own law of the next tokens, several drafts deep."""
+"""What a feature drafter is trained for: the target's own law of the next tokens, several drafts
+deep."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ HELD_OUT = 50  # one conversation in so many is never trained on
 class Recipe:
     """How a drafter is trained.
 
-    Steps of about `batch` tokens, padding counted; up to `depths` passes of training-time test (`ahead`), each later one weighs `decay` of
-    the one before.
-    The learning rate rises over `warmup` steps, stays, and falls to zero over the last `cooldown` of the run. The loss is the cross-entropy
-    with the target's law over `loss_vocab` tokens (`LossVocabulary`), plus `regression` times the smooth L1 distance to the target's hidden
-    state, which leads the way while the law is still far off: its weight falls to zero over the first `lead` of the run. In the first
-    `whole` of the run every token counts, what users say too: text is dear, and theirs teaches what answers don't hold. Then answers only.
+    Steps of about `batch` tokens, padding counted; up to `depths` passes of training-time test
+    (`ahead`), each later one weighs `decay` of the one before. The learning rate rises over
+    `warmup` steps, stays, and falls to zero over the last `cooldown` of the run. The loss is the
+    cross-entropy with the target's law over `loss_vocab` tokens (`LossVocabulary`), plus
+    `regression` times the smooth L1 distance to the target's hidden state, which leads the way
+    while the law is still far off: its weight falls to zero over the first `lead` of the run. In
+    the first `whole` of the run every token counts, what users say too: text is dear, and theirs
+    teaches what answers don't hold. Then answers only.
     """
 
     epochs: float = 6
@@ -47,36 +50,57 @@ class Recipe:
     seed: int = 0
 
     def ahead(self, done: float) -> int:
-        """Passes of a step, `done` (0 to 1) of the run being behind it: one in the first half, as a step of three takes three times as long
-        and what it learns first is the first; then one more every fifth of the run."""
+        """Passes of a step, `done` (0 to 1) of the run being behind it: one in the first half, as a
+        step of three takes three times as long and what it learns first is the first; then one more
+        every fifth of the run."""
         return min(self.depths, 1 if done < 0.5 else 2 + int((done - 0.5) * 5))
 
     def rate(self, step: int, done: float) -> float:
         """The learning rate of a step, `done` (0 to 1) of the run being behind it."""
-        return self.lr * min(1.0, (step + 1) / self.warmup) * min(1.0, max(0.0, 1 - done) / max(self.cooldown, 1e-9))
+        return (
+            self.lr
+            * min(1.0, (step + 1) / self.warmup)
+            * min(1.0, max(0.0, 1 - done) / max(self.cooldown, 1e-9))
+        )
 
 
 def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
-    """A network to be trained, with small random weights and no head. Its last norm begins as the target's, if that is of its kind."""
+    """A network to be trained, with small random weights and no head. Its last norm begins as the
+    target's, if that is of its kind."""
     network = EagleHead(config, model.get_input_embeddings())  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, weight in network.named_parameters():
             if weight.dim() == 2:
-                weight.normal_(0, 0.01 if name.startswith(("out.", "down.")) else 0.02, generator=generator)
+                weight.normal_(
+                    0, 0.01 if name.startswith(("out.", "down.")) else 0.02, generator=generator
+                )
         last = getattr(model.base_model, "norm", None)
         kind = type(last).__name__  # Gemma's norms keep their weight less one
-        if last is not None and kind.endswith("RMSNorm") and "Gemma" not in kind and last.weight.shape == network.norm.weight.shape:
+        if (
+            last is not None
+            and kind.endswith("RMSNorm")
+            and "Gemma" not in kind
+            and last.weight.shape == network.norm.weight.shape
+        ):
             network.norm.weight.copy_(last.weight)
     return network
 
 
 def begun(model: nn.Module, config: EagleConfig, folder: Path) -> EagleHead:
-    """A network that was trained before, to be trained on. Raises `InvalidInput` for one of another shape than `config`."""
+    """A network that was trained before, to be trained on. Raises `InvalidInput` for one of another
+    shape than `config`."""
     network = EagleHead.load(folder, model.get_input_embeddings())  # type: ignore[operator]
     there, wanted = asdict(network.config), asdict(config)
-    if others := [f"{name} {there[name]!r} instead of {wanted[name]!r}" for name in wanted if there[name] != wanted[name]]:
-        raise InvalidInput(f"--start {folder}: of another shape than what is trained for this model: {'; '.join(others)}")
+    if others := [
+        f"{name} {there[name]!r} instead of {wanted[name]!r}"
+        for name in wanted
+        if there[name] != wanted[name]
+    ]:
+        raise InvalidInput(
+            f"--start {folder}: of another shape than what is trained for this "
+            f"model: {'; '.join(others)}"
+        )
     return network.float()
 
 
@@ -86,10 +110,12 @@ def head_of(model: nn.Module) -> torch.Tensor:
 
 
 class LossVocabulary:
-    """The tokens that a step's loss is taken over: the most frequent ones, those of the batch, and random ones for the rest.
+    """The tokens that a step's loss is taken over: the most frequent ones, those of the batch, and
+    random ones for the rest.
 
-    The softmax over a whole vocabulary costs more than the network. Each random token stands for its share of those left out: the
-    logarithm of their number is added to its logit, so that the sum over the sample estimates the sum over the vocabulary.
+    The softmax over a whole vocabulary costs more than the network. Each random token stands for
+    its share of those left out: the logarithm of their number is added to its logit, so that the
+    sum over the sample estimates the sum over the vocabulary.
     """
 
     def __init__(self, counts: torch.Tensor, size: int, seed: int) -> None:
@@ -119,44 +145,66 @@ class Objective(nn.Module):
         super().__init__()
         self.network, self.recipe = network, recipe
 
-    def forward(self, batch: Batch, head: torch.Tensor, shift: torch.Tensor, done: float = 1.0) -> torch.Tensor:
-        """Cross-entropy in nats, summed over depths by weight. `head` `[s, d]`: the head's rows of the loss's tokens, without a gradient;
-        `shift` `[s]`; `done`: how much of the run is over."""
+    def forward(
+        self, batch: Batch, head: torch.Tensor, shift: torch.Tensor, done: float = 1.0
+    ) -> torch.Tensor:
+        """Cross-entropy in nats, summed over depths by weight. `head` `[s, d]`: the head's rows of
+        the loss's tokens, without a gradient; `shift` `[s]`; `done`: how much of the run is
+        over."""
         distance = self.recipe.regression * max(0.0, 1 - done / max(self.recipe.lead, 1e-9))
         total = torch.zeros((), device=batch.tokens.device)
         batch = batch.whole() if done < self.recipe.whole else batch
         with autocast(batch.tokens.device):
-            for depth, (out, target) in enumerate(unroll(self.network, batch, self.recipe.ahead(done))):
+            for depth, (out, target) in enumerate(
+                unroll(self.network, batch, self.recipe.ahead(done))
+            ):
                 if depth == 0:
                     with torch.no_grad():
-                        laws = F.linear(target.to(head.dtype), head, shift.to(head.dtype)).float().softmax(-1)
+                        laws = (
+                            F.linear(target.to(head.dtype), head, shift.to(head.dtype))
+                            .float()
+                            .softmax(-1)
+                        )
                         rows, offsets = mean_rows(laws, head, shift)
                 row, offset = (kept(known, batch, depth) for known in (rows, offsets))
                 feature = self.network.feature(out)
-                each: torch.Tensor = CrossEntropy.apply(feature.to(head.dtype), head, shift, row, offset)  # type: ignore[no-untyped-call]
+                each: torch.Tensor = CrossEntropy.apply(
+                    feature.to(head.dtype), head, shift, row, offset
+                )  # type: ignore[no-untyped-call]
                 if distance:
-                    each = each + distance * F.smooth_l1_loss(feature.float(), target.float(), reduction="none").mean(-1)
+                    each = each + distance * F.smooth_l1_loss(
+                        feature.float(), target.float(), reduction="none"
+                    ).mean(-1)
                 total = total + self.recipe.decay**depth * each.sum() / max(len(each), 1)
         return total
 
 
-def mean_rows(laws: torch.Tensor, head: torch.Tensor, shift: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `laws` `[m, s]`, all that a cross-entropy with them needs: the means of the rows of `head` `[s, d]`, `[m, d]` float32, and of
-    `shift` `[s]`, `[m]`."""
+def mean_rows(
+    laws: torch.Tensor, head: torch.Tensor, shift: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `laws` `[m, s]`, all that a cross-entropy with them needs: the means of the rows of `head`
+    `[s, d]`, `[m, d]` float32, and of `shift` `[s]`, `[m]`."""
     return (laws.to(head.dtype) @ head).float(), laws @ shift
 
 
 class CrossEntropy(torch.autograd.Function):
-    """`[m]`, nats: between laws p and the softmax q of the scores z = `features @ head.T + shift` `[m, s]`.
+    """`[m]`, nats: between laws p and the softmax q of the scores z = `features @ head.T + shift`
+    `[m, s]`.
 
-    -sum(p log q) is log(sum(exp z)) less the mean of z under p, and that mean needs no more than the `mean_rows` of p, which are the same
-    at every depth. The gradient is the mean row under q less that under p. So `[m, s]` is gone through a few times only, of which a
-    training on a CPU mostly consists, and nothing of it is kept. Only `features` have a gradient.
+    -sum(p log q) is log(sum(exp z)) less the mean of z under p, and that mean needs no more than
+    the `mean_rows` of p, which are the same at every depth. The gradient is the mean row under q
+    less that under p. So `[m, s]` is gone through a few times only, of which a training on a CPU
+    mostly consists, and nothing of it is kept. Only `features` have a gradient.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, features: torch.Tensor, head: torch.Tensor, shift: torch.Tensor, row: torch.Tensor, offset: torch.Tensor
+        ctx: Any,
+        features: torch.Tensor,
+        head: torch.Tensor,
+        shift: torch.Tensor,
+        row: torch.Tensor,
+        offset: torch.Tensor,
     ) -> torch.Tensor:
         scores = F.linear(features, head, shift.to(head.dtype))
         law = scores.softmax(-1)
@@ -172,14 +220,16 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def kept(known: torch.Tensor, batch: Batch, depth: int) -> torch.Tensor:
-    """Of what is known of the tokens at the rows of the first pass, that at the rows of the pass at `depth`: they are the same tokens."""
+    """Of what is known of the tokens at the rows of the first pass, that at the rows of the pass at
+    `depth`: they are the same tokens."""
     rows = lasting(batch.answer, depth)
     return known if bool(rows.all()) else known[rows]
 
 
 class Held(NamedTuple):
-    """On held-out answers, by depth: `agreement`, how often the drafter's likeliest token is the target's; `overlap`, the mean of
-    Σ min(p, q), how often a drawn token is accepted at temperature 1. `loss`: cross-entropy in nats at depth 1."""
+    """On held-out answers, by depth: `agreement`, how often the drafter's likeliest token is the
+    target's; `overlap`, the mean of Σ min(p, q), how often a drawn token is accepted at temperature
+    1. `loss`: cross-entropy in nats at depth 1."""
 
     agreement: list[float]
     overlap: list[float]
@@ -187,7 +237,9 @@ class Held(NamedTuple):
 
 
 @torch.no_grad()
-def hold_out(network: EagleHead, shards: Shards, chosen: Sequence[int], head: torch.Tensor, depths: int) -> Held:
+def hold_out(
+    network: EagleHead, shards: Shards, chosen: Sequence[int], head: torch.Tensor, depths: int
+) -> Held:
     """How well the drafter does on conversations it was not trained on. `head`: `[vocab, d]`."""
     agree, overlap = [0.0] * depths, [0.0] * depths
     count, loss = [0] * depths, 0.0
@@ -217,4 +269,8 @@ def split(shards: Shards) -> tuple[list[int], list[int]]:
 
 def autocast(device: torch.device) -> torch.autocast:
     """bfloat16 products where the device has them; parameters and sums stay float32."""
-    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return torch.autocast(
+        device.type,
+        torch.bfloat16,
+        enabled=device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
+    )

@@ -1,4 +1,5 @@
-"""What a router learns from: rows that go into the drafter's layer, and which clusters hold the mass of the law that follows."""
+"""What a router learns from: rows that go into the drafter's layer, and which clusters hold the
+mass of the law that follows."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ from quickbeam.train.unroll import Batch, ahead, collate, unroll
 CANDIDATES = 10  # of the drafter, that labels take in
 FLOATS = 2**24  # of laws at once
 BATCH_TOKENS = 1024  # of conversations that the drafter runs at once
-LEAST_SHARE = 0.25  # of the rows of a conversation: fewer would be better spread over the text, and cost more passes of the drafter
+# of the rows of a conversation: fewer would be better spread over the text, and cost more passes of
+# the drafter
+LEAST_SHARE = 0.25
 
 
 class Inputs(NamedTuple):
-    """One depth of the unrolling, at the rows that count: what goes into the drafter's layer, `hidden` `[m, hidden_size]` and the
-    embedding of `tokens` `[m]`; `out` and `target` as in `unroll`'s `Pass`."""
+    """One depth of the unrolling, at the rows that count: what goes into the drafter's layer,
+    `hidden` `[m, hidden_size]` and the embedding of `tokens` `[m]`; `out` and `target` as in
+    `unroll`'s `Pass`."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -45,8 +49,9 @@ def inputs(network: EagleHead, batch: Batch, depths: int) -> Iterator[Inputs]:
 
 
 class Labels(NamedTuple):
-    """`masses` `[n, clusters]` of the law to be covered; of the target's law, `common` `[n]`, the mass of the frequent block, and `best`
-    `[n]`, the cluster of its likeliest token (`FREQUENT`, `ABSENT` where it is in none)."""
+    """`masses` `[n, clusters]` of the law to be covered; of the target's law, `common` `[n]`, the
+    mass of the frequent block, and `best` `[n]`, the cluster of its likeliest token (`FREQUENT`,
+    `ABSENT` where it is in none)."""
 
     masses: torch.Tensor
     common: torch.Tensor
@@ -54,10 +59,12 @@ class Labels(NamedTuple):
 
 
 class Labeller:
-    """Makes labels for a layout. `head` `[vocab, d]` is copied in the layout's order, in which a cluster is a slice.
+    """Makes labels for a layout. `head` `[vocab, d]` is copied in the layout's order, in which a
+    cluster is a slice.
 
-    `mix`: the law to be covered is `(1 - mix) * p + mix * q`, p being the target's law and q the drafter's cut to its `CANDIDATES`
-    likeliest tokens and renormalised (a stand-in for DynaSpec's labels, which are not published).
+    `mix`: the law to be covered is `(1 - mix) * p + mix * q`, p being the target's law and q the
+    drafter's cut to its `CANDIDATES` likeliest tokens and renormalised (a stand-in for DynaSpec's
+    labels, which are not published).
     """
 
     def __init__(self, head: torch.Tensor, layout: Layout, mix: float) -> None:
@@ -69,11 +76,16 @@ class Labeller:
 
     @torch.no_grad()
     def __call__(self, feature: torch.Tensor, target: torch.Tensor) -> Labels:
-        """Of rows where the drafter's head reads `feature` and the target's `target`, both `[m, d]`."""
+        """Of rows where the drafter's head reads `feature` and the target's `target`, both `[m,
+        d]`."""
         law = self._logits(target).softmax(-1)
         first, last = self.layout.frequent, len(self.layout.order)
         missing = self.layout.clusters * self.layout.size - (last - first)
-        masses = F.pad(law[:, first:last], (0, missing)).view(len(law), self.layout.clusters, self.layout.size).sum(-1)
+        masses = (
+            F.pad(law[:, first:last], (0, missing))
+            .view(len(law), self.layout.clusters, self.layout.size)
+            .sum(-1)
+        )
         if self.mix:
             masses = (1 - self.mix) * masses + self.mix * self._candidates(feature)
         return Labels(masses, law[:, :first].sum(-1), self._cluster[law.argmax(-1)])
@@ -82,7 +94,9 @@ class Labeller:
         top = self._logits(feature).topk(min(CANDIDATES, self.vocab), -1)
         cluster = self._cluster[top.indices]
         law = top.values.softmax(-1) * (cluster >= 0)
-        return law.new_zeros(len(law), self.layout.clusters).scatter_add_(1, cluster.clamp(min=0), law)
+        return law.new_zeros(len(law), self.layout.clusters).scatter_add_(
+            1, cluster.clamp(min=0), law
+        )
 
     def _logits(self, feature: torch.Tensor) -> torch.Tensor:
         with autocast(feature.device):
@@ -90,8 +104,9 @@ class Labeller:
 
 
 class Rows(NamedTuple):
-    """Rows with their labels, on the CPU: `hidden` `[n, hidden_size]` bfloat16, `tokens` `[n]` int32, `depth` `[n]` uint8, `masses`
-    `[n, clusters]` float16, `common` `[n]` float32, `best` `[n]` int32."""
+    """Rows with their labels, on the CPU: `hidden` `[n, hidden_size]` bfloat16, `tokens` `[n]`
+    int32, `depth` `[n]` uint8, `masses` `[n, clusters]` float16, `common` `[n]` float32, `best`
+    `[n]` int32."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -130,7 +145,8 @@ def collect(
     seed: int,
     report: Callable[[float], None] = lambda done: None,
 ) -> Rows:
-    """At most `count` rows of the answers in the `chosen` conversations, drawn at random, at depths 0 to `depths` - 1, with labels.
+    """At most `count` rows of the answers in the `chosen` conversations, drawn at random, at depths
+    0 to `depths` - 1, with labels.
 
     `report(done)`: 0 to 1. Raises `InvalidInput` where no row counts.
     """
@@ -143,11 +159,18 @@ def collect(
     found = 0
     for group in spread_lengths(lengths, BATCH_TOKENS, generator) if lengths else ():
         batch = collate([shards[chosen[i]] for i in group]).to(device)
-        columns = [column[: count - found] for column in _drawn(network, batch, depths, share, generator)]
-        for part in zip(*(torch.split(column, max(1, FLOATS // labeller.vocab)) for column in columns), strict=True):
+        columns = [
+            column[: count - found] for column in _drawn(network, batch, depths, share, generator)
+        ]
+        for part in zip(
+            *(torch.split(column, max(1, FLOATS // labeller.vocab)) for column in columns),
+            strict=True,
+        ):
             hidden, tokens, depth, feature, target = part
             into = rows.take(slice(found, found + len(tokens)))
-            for column, values in zip(into, (hidden, tokens, depth, *labeller(feature, target)), strict=True):
+            for column, values in zip(
+                into, (hidden, tokens, depth, *labeller(feature, target)), strict=True
+            ):
                 column.copy_(values)
             found += len(tokens)
         report(min(1.0, found / min(count, max(1.0, share * there))))
@@ -159,12 +182,21 @@ def collect(
     return rows.take(slice(found))
 
 
-def _drawn(network: EagleHead, batch: Batch, depths: int, share: float, generator: torch.Generator) -> list[torch.Tensor]:
-    """A share of the rows of all depths: hidden states, tokens, depths, and what the drafter's and the target's head read."""
+def _drawn(
+    network: EagleHead, batch: Batch, depths: int, share: float, generator: torch.Generator
+) -> list[torch.Tensor]:
+    """A share of the rows of all depths: hidden states, tokens, depths, and what the drafter's and
+    the target's head read."""
     parts = []
     with autocast(batch.tokens.device):
         for depth, row in enumerate(inputs(network, batch, depths)):
-            kept = (torch.rand(len(row.tokens), generator=generator) < share).nonzero()[:, 0].to(row.tokens.device)
+            kept = (
+                (torch.rand(len(row.tokens), generator=generator) < share)
+                .nonzero()[:, 0]
+                .to(row.tokens.device)
+            )
             hidden, tokens, out, target = (column[kept] for column in row)
-            parts.append((hidden, tokens, torch.full_like(tokens, depth), network.feature(out), target))
+            parts.append(
+                (hidden, tokens, torch.full_like(tokens, depth), network.feature(out), target)
+            )
     return [torch.cat(column) for column in zip(*parts, strict=True)]

@@ -1,4 +1,5 @@
-"""Places of text where a drafter is asked for a token: what goes into it, what is wanted, and what of that the context holds."""
+"""Places of text where a drafter is asked for a token: what goes into it, what is wanted, and what
+of that the context holds."""
 
 from __future__ import annotations
 
@@ -16,16 +17,19 @@ from quickbeam.train.shards import Shards, spread_lengths
 from quickbeam.train.unroll import Batch, ahead, collate
 
 LIKELY = 48  # of the target's likeliest tokens that are kept
-STEP = 3  # tokens that a step of decoding is assumed to emit: so often are the last logits' likeliest tokens read
+# tokens that a step of decoding is assumed to emit: so often are the last logits' likeliest tokens
+# read
+STEP = 3
 FLOATS = 2**25  # logits at once
 
 
 class Places(NamedTuple):
-    """Rows of the drafter, on the CPU. `hidden` `[n, d]` bfloat16 and `tokens` `[n]` int32: what goes into its layer; `depth` `[n]` uint8;
-    `root` `[n]` int64: alike for the rows of one tree;
-    `likely` `[n, LIKELY]` int32: the target's likeliest tokens there, the likeliest first, `mass` (float32) their probabilities, `near`
-    (bool) whether the context of the tree holds them; `feature` `[n, d]` bfloat16: what the drafter's head reads, and `drafted` `[n]` int32
-    its likeliest token of the whole vocabulary (empty where they were not asked for)."""
+    """Rows of the drafter, on the CPU. `hidden` `[n, d]` bfloat16 and `tokens` `[n]` int32: what
+    goes into its layer; `depth` `[n]` uint8; `root` `[n]` int64: alike for the rows of one tree;
+    `likely` `[n, LIKELY]` int32: the target's likeliest tokens there, the likeliest first, `mass`
+    (float32) their probabilities, `near` (bool) whether the context of the tree holds them;
+    `feature` `[n, d]` bfloat16: what the drafter's head reads, and `drafted` `[n]` int32 its
+    likeliest token of the whole vocabulary (empty where they were not asked for)."""
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -63,8 +67,9 @@ def collect_places(
     drafted: bool,
     report: Callable[[float], None] = lambda done: None,
 ) -> Places:
-    """At most about `count` rows of the answers in the `chosen` conversations, at depths 0 to `depths` - 1. `head`: `[vocab, d]`, the
-    target's; `drafted`: ask the drafter's head, too. `report(done)`: 0 to 1. Raises `InvalidInput` where no row counts."""
+    """At most about `count` rows of the answers in the `chosen` conversations, at depths 0 to
+    `depths` - 1. `head`: `[vocab, d]`, the target's; `drafted`: ask the drafter's head, too.
+    `report(done)`: 0 to 1. Raises `InvalidInput` where no row counts."""
     generator = torch.Generator().manual_seed(seed)
     lengths = [shards.length(i) for i in chosen]
     parts, found, trees = list[Places](), 0, 0
@@ -83,7 +88,9 @@ def collect_places(
     return Places(*(torch.cat(column)[:count] for column in zip(*parts, strict=True)))
 
 
-def _of(network: EagleHead, head: torch.Tensor, batch: Batch, depths: int, drafted: bool, first: int) -> Places:
+def _of(
+    network: EagleHead, head: torch.Tensor, batch: Batch, depths: int, drafted: bool, first: int
+) -> Places:
     """`first`: a number above those of the trees before."""
     b, n = batch.tokens.shape
     last = batch.hidden[..., -head.shape[1] :]
@@ -93,18 +100,25 @@ def _of(network: EagleHead, head: torch.Tensor, batch: Batch, depths: int, draft
     values, tokens = _likeliest(last[there], head)
     likely[there.cpu()], mass[there.cpu()] = tokens.int().cpu(), values.cpu()
     first_read, first_told = _first(batch, likely, len(head))
-    conversation, place = (index.expand(b, n) for index in (torch.arange(b)[:, None], torch.arange(n)))
+    conversation, place = (
+        index.expand(b, n) for index in (torch.arange(b)[:, None], torch.arange(n))
+    )
     parts = []
     for depth, row in enumerate(inputs(network, batch, depths)):
         counts = ahead(batch.answer, depth + 2).cpu()
-        one, at = conversation[counts], place[counts]  # hidden states up to `at`, so that the root is the token after it
+        # hidden states up to `at`, so that the root is the token after it
+        one, at = conversation[counts], place[counts]
         wanted = likely[one, at + 1 + depth]
         near = first_read[one[:, None], wanted.long()] <= at[:, None] + 1
         near |= first_told[one[:, None], wanted.long()] <= at[:, None]
         near |= (wanted[:, :, None] == likely[one, at][:, None, :OFFERED]).any(2)
         feature = network.feature(row.out).to(head.dtype)
         best = _best(feature, head).int().cpu() if drafted else torch.empty(0, dtype=torch.int32)
-        kept = feature.to("cpu", torch.bfloat16) if drafted else torch.empty(0, feature.shape[1], dtype=torch.bfloat16)
+        kept = (
+            feature.to("cpu", torch.bfloat16)
+            if drafted
+            else torch.empty(0, feature.shape[1], dtype=torch.bfloat16)
+        )
         parts.append(
             Places(
                 row.hidden.to("cpu", torch.bfloat16),
@@ -122,8 +136,8 @@ def _of(network: EagleHead, head: torch.Tensor, batch: Batch, depths: int, draft
 
 
 def _first(batch: Batch, likely: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[b, vocab]` twice: the first place at which a conversation has each token, and at which a step of decoding is told that it is one
-    of the `OFFERED` likeliest."""
+    """`[b, vocab]` twice: the first place at which a conversation has each token, and at which a
+    step of decoding is told that it is one of the `OFFERED` likeliest."""
     b, n = batch.tokens.shape
     places = torch.arange(n).expand(b, n)
     never = n + 1
@@ -132,11 +146,16 @@ def _first(batch: Batch, likely: torch.Tensor, vocab: int) -> tuple[torch.Tensor
     asked = (ahead(batch.answer, 1).cpu() & (places % STEP == 0))[..., None].expand(-1, -1, OFFERED)
     told = likely[..., :OFFERED].long()
     when = torch.where(asked, places[..., None], never)
-    return read, torch.full((b, vocab), never).scatter_reduce_(1, told.flatten(1), when.flatten(1), "amin")
+    return read, torch.full((b, vocab), never).scatter_reduce_(
+        1, told.flatten(1), when.flatten(1), "amin"
+    )
 
 
 def _likeliest(rows: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    found = [(part.to(head.dtype) @ head.T).float().softmax(-1).topk(LIKELY) for part in _split(rows, head)]
+    found = [
+        (part.to(head.dtype) @ head.T).float().softmax(-1).topk(LIKELY)
+        for part in _split(rows, head)
+    ]
     return torch.cat([one.values for one in found]), torch.cat([one.indices for one in found])
 
 

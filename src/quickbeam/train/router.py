@@ -1,4 +1,5 @@
-"""Training a router: which clusters of the vocabulary a row of the drafter calls for, told before its layer has run."""
+"""Training a router: which clusters of the vocabulary a row of the drafter calls for, told before
+its layer has run."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RouterRecipe:
-    """How a router is trained: on `rows` rows at `depths` drafts ahead, `epochs` times in steps of `batch` rows, by AdamW with a learning
-    rate that falls from `lr` to zero as a cosine. `width`: of the router's hidden layer. `mix`: see `Labeller`.
+    """How a router is trained: on `rows` rows at `depths` drafts ahead, `epochs` times in steps of
+    `batch` rows, by AdamW with a learning rate that falls from `lr` to zero as a cosine. `width`:
+    of the router's hidden layer. `mix`: see `Labeller`.
 
     Raises `InvalidInput` for what is no such thing.
     """
@@ -45,7 +47,10 @@ class RouterRecipe:
             if getattr(self, name) < 1:
                 raise InvalidInput(f"--{name} {getattr(self, name)}: must be at least 1")
         if not (0 <= self.mix <= 1 and self.lr > 0 and self.weight_decay >= 0):
-            raise InvalidInput(f"mix {self.mix}, lr {self.lr}, weight decay {self.weight_decay}: want 0 to 1, above 0, at least 0")
+            raise InvalidInput(
+                f"mix {self.mix}, lr {self.lr}, weight decay {self.weight_decay}: "
+                "want 0 to 1, above 0, at least 0"
+            )
 
     def rate(self, done: float) -> float:
         """The learning rate where `done` (0 to 1) of the run is over."""
@@ -53,9 +58,10 @@ class RouterRecipe:
 
 
 class RouterReport(NamedTuple):
-    """On held-out answers, by depth and then by number of clusters called for (`choices`; 0: the frequent block alone): `recall`, how often
-    the target's likeliest token is among what is scored; `covered`, how much of the target's law is. `rows`: by depth. `loss`: see
-    `loss_of`, all depths together."""
+    """On held-out answers, by depth and then by number of clusters called for (`choices`; 0: the
+    frequent block alone): `recall`, how often the target's likeliest token is among what is scored;
+    `covered`, how much of the target's law is. `rows`: by depth. `loss`: see `loss_of`, all depths
+    together."""
 
     choices: list[int]
     recall: list[list[float]]
@@ -65,7 +71,8 @@ class RouterReport(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """`router`: the best so far, a copy; `better`: it is of this epoch. `loss`: mean over the epoch; `held`: after it."""
+    """`router`: the best so far, a copy; `better`: it is of this epoch. `loss`: mean over the
+    epoch; `held`: after it."""
 
     number: int
     loss: float
@@ -75,29 +82,45 @@ class Epoch(NamedTuple):
 
 
 def loss_of(logits: torch.Tensor, masses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy, in nats, of softmax(`logits`) with the normalised `masses`, both `[n, clusters]`, each row weighted by its mass:
-    the sum over rows, and the sum of the weights."""
+    """The cross-entropy, in nats, of softmax(`logits`) with the normalised `masses`, both `[n,
+    clusters]`, each row weighted by its mass: the sum over rows, and the sum of the weights."""
     return -(masses * logits.log_softmax(-1)).sum(), masses.sum()
 
 
-def train_router(embed: Embed, rows: Rows, held: Rows, recipe: RouterRecipe, device: torch.device) -> Iterator[Epoch]:
-    """Train on `rows`, one item an epoch; the router that is kept is the one with the least loss on `held`, whose labels are the target's
-    law alone. Raises `QuickbeamError` for a loss that is not finite."""
+def train_router(
+    embed: Embed, rows: Rows, held: Rows, recipe: RouterRecipe, device: torch.device
+) -> Iterator[Epoch]:
+    """Train on `rows`, one item an epoch; the router that is kept is the one with the least loss on
+    `held`, whose labels are the target's law alone. Raises `QuickbeamError` for a loss that is not
+    finite."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
-        clusters, embed_size = rows.masses.shape[1], embed(rows.tokens[:1].long().to(device)).shape[1]
-        router = Router(RouterConfig(rows.hidden.shape[1], embed_size, recipe.width, clusters)).to(device)
+        clusters, embed_size = (
+            rows.masses.shape[1],
+            embed(rows.tokens[:1].long().to(device)).shape[1],
+        )
+        router = Router(RouterConfig(rows.hidden.shape[1], embed_size, recipe.width, clusters)).to(
+            device
+        )
     generator = torch.Generator().manual_seed(recipe.seed)
-    optimizer = torch.optim.AdamW(router.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay)
+    optimizer = torch.optim.AdamW(
+        router.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay
+    )
     best, least = router, float("inf")
     steps = -(-len(rows.tokens) // recipe.batch)
     for epoch in range(recipe.epochs):
         router.train()
         total = weight = 0.0
-        for i, part in enumerate(torch.split(torch.randperm(len(rows.tokens), generator=generator), recipe.batch)):
-            optimizer.param_groups[0]["lr"] = recipe.rate((epoch * steps + i) / (recipe.epochs * steps))
+        for i, part in enumerate(
+            torch.split(torch.randperm(len(rows.tokens), generator=generator), recipe.batch)
+        ):
+            optimizer.param_groups[0]["lr"] = recipe.rate(
+                (epoch * steps + i) / (recipe.epochs * steps)
+            )
             chosen = rows.take(part)
-            loss, mass = loss_of(_scores(router, embed, chosen, device), chosen.masses.to(device).float())
+            loss, mass = loss_of(
+                _scores(router, embed, chosen, device), chosen.masses.to(device).float()
+            )
             (loss / mass.clamp(min=1e-6)).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
             optimizer.zero_grad()
@@ -105,7 +128,8 @@ def train_router(embed: Embed, rows: Rows, held: Rows, recipe: RouterRecipe, dev
         found = evaluate(router, embed, held, recipe.depths, device)
         if not math.isfinite(total + found.loss):
             raise QuickbeamError(
-                f"the router's loss is {total} in epoch {epoch + 1}: the text's hidden states or the drafter are not finite"
+                f"the router's loss is {total} in epoch {epoch + 1}: the text's hidden states or "
+                "the drafter are not finite"
             )
         if better := found.loss < least:
             best, least = copy.deepcopy(router).eval(), found.loss
@@ -113,7 +137,9 @@ def train_router(embed: Embed, rows: Rows, held: Rows, recipe: RouterRecipe, dev
 
 
 @torch.no_grad()
-def evaluate(router: Router, embed: Embed, rows: Rows, depths: int, device: torch.device) -> RouterReport:
+def evaluate(
+    router: Router, embed: Embed, rows: Rows, depths: int, device: torch.device
+) -> RouterReport:
     """What the router finds. `rows`: with labels of the target's law alone."""
     clusters = rows.masses.shape[1]
     choices = [k for k in CHOICES if k <= clusters]
@@ -128,15 +154,20 @@ def evaluate(router: Router, embed: Embed, rows: Rows, depths: int, device: torc
         loss, weight = loss + float(step), weight + float(mass)
         order = scores.argsort(-1, descending=True)
         held = torch.cat([chosen.common[:, None], masses.gather(1, order)], 1).cumsum(1)[:, choices]
-        rank = (order == chosen.best[:, None]).int().argmax(1) + 1  # of the cluster that holds the likeliest token
+        # of the cluster that holds the likeliest token
+        rank = (order == chosen.best[:, None]).int().argmax(1) + 1
         known = chosen.best >= 0
-        found = (chosen.best == FREQUENT)[:, None] | (known[:, None] & (rank[:, None] <= torch.tensor(choices)))
+        found = (chosen.best == FREQUENT)[:, None] | (
+            known[:, None] & (rank[:, None] <= torch.tensor(choices))
+        )
         depth = chosen.depth.long()
         recall.index_add_(0, depth, found.float())
         covered.index_add_(0, depth, held)
         count += torch.bincount(depth, minlength=depths)
     recall, covered = (total / count.clamp(min=1)[:, None] for total in (recall, covered))
-    return RouterReport(choices, recall.tolist(), covered.tolist(), count.int().tolist(), loss / max(weight, 1e-6))
+    return RouterReport(
+        choices, recall.tolist(), covered.tolist(), count.int().tolist(), loss / max(weight, 1e-6)
+    )
 
 
 def _scores(router: Router, embed: Embed, rows: Rows, device: torch.device) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Conversations with the target's hidden states, on disk: written in shards, read one conversation at a time."""
+"""Conversations with the target's hidden states, on disk: written in shards, read one conversation
+at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ SHARD = 40_000  # tokens
 
 
 class Conversation(NamedTuple):
-    """`tokens` `[n]` int32; `answer` `[n]` bool: which of them the model says as an answer (a drafter is wanted for those);
-    `hidden` `[n, L * d]`: its hidden states where it has read the token. `temperature`: of the answer."""
+    """`tokens` `[n]` int32; `answer` `[n]` bool: which of them the model says as an answer (a
+    drafter is wanted for those); `hidden` `[n, L * d]`: its hidden states where it has read the
+    token. `temperature`: of the answer."""
 
     tokens: torch.Tensor
     answer: torch.Tensor
@@ -28,8 +30,9 @@ class Conversation(NamedTuple):
 
 
 class ShardWriter:
-    """Collects conversations and writes a file for every `SHARD` tokens, named `prefix-00000.safetensors` and on. Files that are there
-    stay: a second run adds to them. A file is complete or absent."""
+    """Collects conversations and writes a file for every `SHARD` tokens, named
+    `prefix-00000.safetensors` and on. Files that are there stay: a second run adds to them. A file
+    is complete or absent."""
 
     def __init__(self, folder: Path, prefix: str = "text") -> None:
         self.folder, self.prefix = folder, prefix
@@ -53,7 +56,8 @@ class ShardWriter:
             "length": torch.tensor([len(c.tokens) for c in self._held]),
             "temperature": torch.tensor([c.temperature for c in self._held]),
         }
-        while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():  # where one was deleted
+        # where one was deleted
+        while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():
             self.files += 1
         part = path.with_suffix(".part")
         save_file(tensors, part)
@@ -63,17 +67,24 @@ class ShardWriter:
 
 
 class Shards:
-    """The conversations of a folder, in order. Nothing but their places is kept in memory: files are mapped and read piece by piece."""
+    """The conversations of a folder, in order. Nothing but their places is kept in memory: files
+    are mapped and read piece by piece."""
 
     def __init__(self, folder: Path) -> None:
         self._files: list[Any] = []
-        self._places: list[tuple[int, int, int, float]] = []  # file, first token, one past the last, temperature
+        # file, first token, one past the last, temperature
+        self._places: list[tuple[int, int, int, float]] = []
         self.answered: list[int] = []  # tokens of answers, by conversation
         for path in sorted(folder.glob("*.safetensors")):
             try:
                 file: Any = safe_open(path, "pt")
-                lengths, temperatures = file.get_tensor("length").tolist(), file.get_tensor("temperature").tolist()
-                self.answered += [int(answer.sum()) for answer in file.get_tensor("answer").split(lengths)]
+                lengths, temperatures = (
+                    file.get_tensor("length").tolist(),
+                    file.get_tensor("temperature").tolist(),
+                )
+                self.answered += [
+                    int(answer.sum()) for answer in file.get_tensor("answer").split(lengths)
+                ]
             except Exception as error:  # safetensors raises its own kinds
                 raise InvalidInput(f"{path} is not a shard of text ({error}): delete it") from error
             begin = 0
@@ -110,7 +121,9 @@ class Shards:
 
     def __getitem__(self, i: int) -> Conversation:
         file, begin, end, temperature = self._places[i]
-        tokens, answer, hidden = (self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer", "hidden"))
+        tokens, answer, hidden = (
+            self._files[file].get_slice(name)[begin:end] for name in ("tokens", "answer", "hidden")
+        )
         return Conversation(tokens, answer, hidden, temperature)
 
     def __iter__(self) -> Iterator[Conversation]:
@@ -118,8 +131,9 @@ class Shards:
 
 
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
-    """Conversations to answer, one JSON object a line: `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns; the first is taken) or
-    `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput` naming the line."""
+    """Conversations to answer, one JSON object a line: `{"prompt": "…"}`, `{"turns": ["…", …]}`
+    (user turns; the first is taken) or `{"messages": [{"role": …, "content": …}, …]}`. Raises
+    `InvalidInput` naming the line."""
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -131,12 +145,18 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
         try:
             record = json.loads(line)
             if "messages" in record:
-                messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+                messages = [
+                    {"role": str(m["role"]), "content": str(m["content"])}
+                    for m in record["messages"]
+                ]
             else:
                 first = record["prompt"] if "prompt" in record else record["turns"][0]
                 messages = [{"role": "user", "content": str(first)}]
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise InvalidInput(f'--prompts {path}, line {number}: want {{"prompt": …}}, {{"turns": […]}} or {{"messages": […]}}') from error
+            raise InvalidInput(
+                f'--prompts {path}, line {number}: want {{"prompt": …}}, {{"turns": '
+                f'[…]}} or {{"messages": […]}}'
+            ) from error
         if messages:
             found.append(messages)
     if not found:
@@ -144,8 +164,11 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     return found
 
 
-def spread_lengths(lengths: Sequence[int], batch: int, generator: torch.Generator) -> list[list[int]]:
-    """Batches of indices of about `batch` tokens, padding counted: neighbours in length together, the batches in random order."""
+def spread_lengths(
+    lengths: Sequence[int], batch: int, generator: torch.Generator
+) -> list[list[int]]:
+    """Batches of indices of about `batch` tokens, padding counted: neighbours in length together,
+    the batches in random order."""
     noise = torch.rand(len(lengths), generator=generator).tolist()
     order = sorted(range(len(lengths)), key=lambda i: lengths[i] * (0.9 + 0.2 * noise[i]))
     batches: list[list[int]] = [[]]
@@ -159,11 +182,15 @@ def spread_lengths(lengths: Sequence[int], batch: int, generator: torch.Generato
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
-def side_by_side(batches: Sequence[list[int]], weights: Sequence[int], count: int, generator: torch.Generator) -> list[list[int]]:
-    """The batches in a new random order in which each `count` in a row weigh about the same, as so many processes wait for one another.
-    `weights`: by index; a batch weighs as much as its indices together."""
+def side_by_side(
+    batches: Sequence[list[int]], weights: Sequence[int], count: int, generator: torch.Generator
+) -> list[list[int]]:
+    """The batches in a new random order in which each `count` in a row weigh about the same, as so
+    many processes wait for one another. `weights`: by index; a batch weighs as much as its indices
+    together."""
     order = sorted(batches, key=lambda batch: sum(weights[i] for i in batch))
-    first = len(order) % count  # a group of fewer would shift all that follow: the lightest stand last
+    # a group of fewer would shift all that follow: the lightest stand last
+    first = len(order) % count
     groups = [order[i : i + count] for i in range(first, len(order), count)]
     shuffled = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]
     return [batch for group in shuffled for batch in group] + order[:first]

@@ -27,7 +27,9 @@ from quickbeam.train.router import Epoch, RouterRecipe, RouterReport, train_rout
 from quickbeam.train.shards import Shards
 
 GIB = 2**30
-SIZE = 512  # tokens a cluster at most: a product on one costs about as much as starting it, so fewer are no cheaper
+# tokens a cluster at most: a product on one costs about as much as starting it, so fewer are no
+# cheaper
+SIZE = 512
 FREQUENT_SHARE = 12  # one token in so many is always scored
 HELD_ROWS = 20_000  # that the figures are taken over, at most
 OPTIONS = ("rows", "epochs", "width", "depths", "seed")  # of the command line
@@ -46,19 +48,27 @@ def default_size(vocab: int) -> int:
 
 
 class DrafterFolder:
-    """What both stages read: the text of `out`, its drafter, and embedding and head of the target. `model`: None is the embedded default.
+    """What both stages read: the text of `out`, its drafter, and embedding and head of the target.
+    `model`: None is the embedded default.
 
-    Raises `InvalidInput` where the folder lacks one of them or they don't fit one another, before the model is loaded if it can.
+    Raises `InvalidInput` where the folder lacks one of them or they don't fit one another, before
+    the model is loaded if it can.
     """
 
     def __init__(self, model: str | None, out: Path) -> None:
         self.model, self.out = model, out
         if not any((out / "text").glob("*.safetensors")):
-            raise InvalidInput(f"{out} holds no text: make a drafter there first, quickbeam train drafter --out {out}")
+            raise InvalidInput(
+                f"{out} holds no text: make a drafter there first, quickbeam train "
+                f"drafter --out {out}"
+            )
         self.shards = Shards(out / "text")
         config = EagleHead.load(out).config
         if config.own_head:
-            raise InvalidInput(f"{out}: this drafter has a vocabulary of its own, of {config.draft_vocab_size:,} tokens: a fixed shortlist")
+            raise InvalidInput(
+                f"{out}: this drafter has a vocabulary of its own, of "
+                f"{config.draft_vocab_size:,} tokens: a fixed shortlist"
+            )
         self.device = pick_device(None)
         target, _ = load_model(hub.resolve(model), torch.bfloat16, self.device)
         self.head = head_of(target)
@@ -72,16 +82,20 @@ class DrafterFolder:
         name = self.model or hub.DEFAULT
         if (config.vocab_size, config.target_size) != tuple(self.head.shape):
             raise InvalidInput(
-                f"{self.out} drafts for a model with {config.vocab_size:,} tokens and hidden states of {config.target_size}, {name} has "
-                f"{self.head.shape[0]:,} and {self.head.shape[1]}: give the --model that it was trained for"
+                f"{self.out} drafts for a model with {config.vocab_size:,} tokens and hidden "
+                f"states of {config.target_size}, {name} has "
+                f"{self.head.shape[0]:,} and {self.head.shape[1]}: give the --model that it was "
+                "trained for"
             )
         if (width := self.shards[0].hidden.shape[1]) != len(config.layers) * config.target_size:
             raise InvalidInput(
-                f"{self.out}: the text holds hidden states of {width}, the drafter reads {len(config.layers)} times {config.target_size}"
+                f"{self.out}: the text holds hidden states of {width}, the drafter reads "
+                f"{len(config.layers)} times {config.target_size}"
             )
 
     def counts(self) -> torch.Tensor:
-        """`[vocab]` int64: how often each token occurs in the text, held-out conversations left out."""
+        """`[vocab]` int64: how often each token occurs in the text, held-out conversations left
+        out."""
         found = self.shards.counts(len(self.head))
         for i in split(self.shards)[1]:
             found -= torch.bincount(self.shards[i].tokens.long(), minlength=len(found))
@@ -89,7 +103,8 @@ class DrafterFolder:
 
 
 class Clustered(NamedTuple):
-    """`share`: how much of the text the frequent tokens are. `dropped`: there was a router over the clusters before, which is gone."""
+    """`share`: how much of the text the frequent tokens are. `dropped`: there was a router over the
+    clusters before, which is gone."""
 
     artefact: Artefact
     share: float
@@ -97,10 +112,17 @@ class Clustered(NamedTuple):
 
 
 class ClusterTraining(DrafterFolder):
-    """Makes the clusters of a drafter's vocabulary. `frequent`: tokens always scored, None for a twelfth; `size`: tokens a cluster,
-    None for `default_size`."""
+    """Makes the clusters of a drafter's vocabulary. `frequent`: tokens always scored, None for a
+    twelfth; `size`: tokens a cluster, None for `default_size`."""
 
-    def __init__(self, model: str | None, out: Path, frequent: int | None = None, size: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        out: Path,
+        frequent: int | None = None,
+        size: int | None = None,
+        seed: int = 0,
+    ) -> None:
         super().__init__(model, out)
         self.frequent = default_frequent(len(self.head)) if frequent is None else frequent
         self.size, self.seed = default_size(len(self.head)) if size is None else size, seed
@@ -117,7 +139,11 @@ class ClusterTraining(DrafterFolder):
         artefact.save(self.out)
         for name in (CARD, FIGURES):
             (self.out / name).unlink(missing_ok=True)
-        return Clustered(artefact, float(counts[layout.order[: layout.frequent]].sum() / counts.sum().clamp(min=1)), dropped)
+        return Clustered(
+            artefact,
+            float(counts[layout.order[: layout.frequent]].sum() / counts.sum().clamp(min=1)),
+            dropped,
+        )
 
 
 class RouterTraining(DrafterFolder):
@@ -125,24 +151,35 @@ class RouterTraining(DrafterFolder):
 
     def __init__(self, model: str | None, out: Path, recipe: RouterRecipe) -> None:
         if not Artefact.there(out):
-            raise InvalidInput(f"{out} holds no clusters: make them first, quickbeam train clusters --out {out}")
+            raise InvalidInput(
+                f"{out} holds no clusters: make them first, quickbeam train clusters --out {out}"
+            )
         self.artefact, self.recipe = Artefact.load(out), recipe
         super().__init__(model, out)
         if (vocab := self.artefact.layout.vocab) != len(self.head):
             raise InvalidInput(
-                f"{out}: the clusters are of {vocab:,} tokens, the model has {len(self.head):,}: run quickbeam train clusters again"
+                f"{out}: the clusters are of {vocab:,} tokens, the model has {len(self.head):,}: "
+                "run quickbeam train clusters again"
             )
         if not self.artefact.layout.clusters:
             raise InvalidInput(
-                f"{out}: the shortlist has no clusters to choose from: run quickbeam train clusters with a smaller --frequent"
+                f"{out}: the shortlist has no clusters to choose from: run quickbeam train "
+                "clusters with a smaller --frequent"
             )
 
     def memory(self) -> int:
-        """Bytes that it will take beside what is loaded, an upper estimate: rows, the head in the layout's order, laws, a pass."""
+        """Bytes that it will take beside what is loaded, an upper estimate: rows, the head in the
+        layout's order, laws, a pass."""
         config, layout, device = self.network.config, self.artefact.layout, self.device
-        rows = Rows.memory(self.recipe.rows + self._held_rows(), config.hidden_size, layout.clusters)
+        rows = Rows.memory(
+            self.recipe.rows + self._held_rows(), config.hidden_size, layout.clusters
+        )
         longest = max(BATCH_TOKENS, max(self.shards.length(i) for i in range(len(self.shards))))
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate_size + 12 * config.hidden_size
+        width = (
+            (config.heads + 2 * config.kv_heads) * config.head_dim
+            + 3 * config.intermediate_size
+            + 12 * config.hidden_size
+        )
         laws = 6 * 4 * max(FLOATS, layout.vocab)
         if device.type == "cuda":
             return rows
@@ -150,30 +187,43 @@ class RouterTraining(DrafterFolder):
             rows
             + self.head.numel() * self.head.element_size()
             + laws
-            + longest * 4 * (self.recipe.depths * width + 4 * len(config.layers) * config.target_size)
+            + longest
+            * 4
+            * (self.recipe.depths * width + 4 * len(config.layers) * config.target_size)
         )
 
     def check_memory(self) -> None:
         """Raise `InvalidInput` where the system says that there is less."""
         free = available_memory()
         if free is not None and (wanted := self.memory()) > free:
-            raise InvalidInput(f"{free / GIB:.1f} GiB of memory are free, {wanted / GIB:.1f} are needed: ask for fewer --rows")
+            raise InvalidInput(
+                f"{free / GIB:.1f} GiB of memory are free, {wanted / GIB:.1f} are "
+                "needed: ask for fewer --rows"
+            )
 
     def _held_rows(self) -> int:
         return min(HELD_ROWS, self.recipe.rows)
 
-    def run(self, labelled: Callable[[float], None], trained: Callable[[Epoch], None]) -> RouterReport:
-        """Train, and write the artefact and its card whenever an epoch was the best so far: whatever ends it early leaves that one.
+    def run(
+        self, labelled: Callable[[float], None], trained: Callable[[Epoch], None]
+    ) -> RouterReport:
+        """Train, and write the artefact and its card whenever an epoch was the best so far:
+        whatever ends it early leaves that one.
 
-        `labelled(done)`: 0 to 1, of the first part, in which the drafter and the heads run; `trained`: after every epoch. The figures are
-        those of the router that was written.
+        `labelled(done)`: 0 to 1, of the first part, in which the drafter and the heads run;
+        `trained`: after every epoch. The figures are those of the router that was written.
         """
         began = time.perf_counter()
         train, held = split(self.shards)
         count = self._held_rows()
         share = count / (count + self.recipe.rows)
         check = self._collect(held, count, 0.0, lambda done: labelled(share * done))
-        rows = self._collect(train, self.recipe.rows, self.recipe.mix, lambda done: labelled(share + (1 - share) * done))
+        rows = self._collect(
+            train,
+            self.recipe.rows,
+            self.recipe.mix,
+            lambda done: labelled(share + (1 - share) * done),
+        )
         labelling = time.perf_counter() - began
         best: RouterReport | None = None
         for epoch in train_router(self.network.embed, rows, check, self.recipe, self.device):
@@ -184,9 +234,20 @@ class RouterTraining(DrafterFolder):
         assert best is not None, "there is at least one epoch, and its loss is finite"
         return best
 
-    def _collect(self, chosen: list[int], count: int, mix: float, report: Callable[[float], None]) -> Rows:
+    def _collect(
+        self, chosen: list[int], count: int, mix: float, report: Callable[[float], None]
+    ) -> Rows:
         labeller = Labeller(self.head, self.artefact.layout, mix)
-        return collect(self.network, self.shards, chosen, labeller, self.recipe.depths, count, self.recipe.seed, report)
+        return collect(
+            self.network,
+            self.shards,
+            chosen,
+            labeller,
+            self.recipe.depths,
+            count,
+            self.recipe.seed,
+            report,
+        )
 
     def _write(self, epoch: Epoch, rows: int, labelling: float, seconds: float) -> None:
         layout = self.artefact.layout
@@ -221,23 +282,27 @@ class RouterTraining(DrafterFolder):
         name = self.model or hub.DEFAULT
         return f"""# A shortlist for the drafter of {name}
 
-{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and {layout.clusters} clusters of {layout.size} tokens
-whose rows of the head are alike; a router of {parameters / 1e6:.2f} M parameters says which clusters a row of the drafter calls for.
-Made with
+{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and
+{layout.clusters} clusters of {layout.size} tokens whose rows of the head are alike; a router of
+{parameters / 1e6:.2f} M parameters says which clusters a row of the drafter calls for. Made with
 
     {self.command()}
 
-`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores the frequent tokens and those of the context, and no router:
-with the context beside both, one of this kind found no more for the default model than a list of the same length. `quickbeam train
-shortlist` makes one that does (docs/vocabulary.md).
+`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores the frequent tokens
+and those of the context, and no router: with the context beside both, one of this kind found no
+more for the default model than a list of the same length. `quickbeam train shortlist` makes one
+that does (docs/vocabulary.md).
 
-- **Data:** {rows:,} rows at up to {recipe.depths} drafts ahead, of {self.shards.tokens:,} tokens of text that the model wrote itself.
-  One conversation in {HELD_OUT} was held out.
-- **Training:** {epoch.number} of {recipe.epochs} epochs (the best on what was held out), {timedelta(seconds=round(seconds))}
-  on {machine(self.device)}, of which {timedelta(seconds=round(labelling))} went into labels.
-- **Size:** {sum((self.out / file).stat().st_size for file in (TENSORS, FIELDS)) / 1e6:.2f} MB (`{TENSORS}`, `{FIELDS}`).
+- **Data:** {rows:,} rows at up to {recipe.depths} drafts ahead, of {self.shards.tokens:,} tokens of
+  text that the model wrote itself. One conversation in {HELD_OUT} was held out.
+- **Training:** {epoch.number} of {recipe.epochs} epochs (the best on what was held out),
+  {timedelta(seconds=round(seconds))} on {machine(self.device)}, of which
+  {timedelta(seconds=round(labelling))} went into labels.
+- **Size:** {sum((self.out / file).stat().st_size for file in (TENSORS, FIELDS)) / 1e6:.2f} MB
+  (`{TENSORS}`, `{FIELDS}`).
 
-On {sum(held.rows):,} held-out rows, by depth (how many tokens are drafted ahead) and by number of clusters called for:
+On {sum(held.rows):,} held-out rows, by depth (how many tokens are drafted ahead) and by number of
+clusters called for:
 
 **Recall**, how often the model's likeliest token is scored
 
@@ -253,7 +318,10 @@ def table(choices: list[int], shares: list[list[float]]) -> str:
     """A row a depth, a column a number of clusters."""
     lines = ["| depth | " + " | ".join(str(k) if k else "frequent alone" for k in choices) + " |"]
     lines.append("| --- |" + " --- |" * len(choices))
-    lines += [f"| {depth} | " + " | ".join(f"{share:.4f}" for share in row) + " |" for depth, row in enumerate(shares, 1)]
+    lines += [
+        f"| {depth} | " + " | ".join(f"{share:.4f}" for share in row) + " |"
+        for depth, row in enumerate(shares, 1)
+    ]
     return "\n".join(lines)
 
 
@@ -270,8 +338,14 @@ def available_memory() -> int | None:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:
         return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    return next(
+        (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None
+    )
 
 
 def machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )

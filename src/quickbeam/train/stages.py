@@ -1,4 +1,5 @@
-"""From a model to a drafter: write text, train, describe. Each stage takes up what an earlier run left."""
+"""From a model to a drafter: write text, train, describe. Each stage takes up what an earlier run
+left."""
 
 from __future__ import annotations
 
@@ -30,8 +31,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of at most `length`, `slots` at a time, a
-    share `quote` of which are about a longer text. `start`: a drafter whose weights are the first."""
+    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of
+    at most `length`, `slots` at a time, a share `quote` of which are about a longer text. `start`:
+    a drafter whose weights are the first."""
 
     model: str | None
     out: Path
@@ -58,7 +60,8 @@ class Needs:
 
 
 class DrafterTraining:
-    """Makes a drafter for a model: `write_text`, then `train`. `accelerator`: where, and with how many processes."""
+    """Makes a drafter for a model: `write_text`, then `train`. `accelerator`: where, and with how
+    many processes."""
 
     def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
         self.plan = plan
@@ -69,8 +72,13 @@ class DrafterTraining:
         config = self.model.config.get_text_config()
         self.head = drafter.head_of(self.model)  # before anything is packed
         count = config.num_hidden_layers
-        self.layers = tuple(sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1}))
-        heads, kv_heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.layers = tuple(
+            sorted({max(1, count // 6), max(1, count // 2), max(1, count * 5 // 6), count + 1})
+        )
+        heads, kv_heads = (
+            config.num_attention_heads,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        )
         rope = {"max_position_embeddings": config.max_position_embeddings}
         if parameters := getattr(config, "rope_parameters", None):
             rope["rope_parameters"] = dict(parameters)
@@ -97,28 +105,45 @@ class DrafterTraining:
         logits = plan.slots * config.vocab_size * 4
         base = GIB  # the interpreter and the libraries
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        pool = KVPool([shape] * self.model.config.get_text_config().num_hidden_layers, self.model.dtype, self.device)
-        longest = plan.length * 5 // 4 + 256  # a sequence's keys and values grow by a quarter, in blocks
+        pool = KVPool(
+            [shape] * self.model.config.get_text_config().num_hidden_layers,
+            self.model.dtype,
+            self.device,
+        )
+        # a sequence's keys and values grow by a quarter, in blocks
+        longest = plan.length * 5 // 4 + 256
         cache = plan.slots * -(-longest // pool.page) * pool.page_bytes
         text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
-        width = (config.heads + 2 * config.kv_heads) * config.head_dim + 3 * config.intermediate_size + 12 * config.hidden_size
-        parameters = config.hidden_size * (len(config.layers) * config.target_size + width + 2 * config.hidden_size)
+        width = (
+            (config.heads + 2 * config.kv_heads) * config.head_dim
+            + 3 * config.intermediate_size
+            + 12 * config.hidden_size
+        )
+        parameters = config.hidden_size * (
+            len(config.layers) * config.target_size + width + 2 * config.hidden_size
+        )
         longest = max(recipe.batch, plan.length)
-        activations = longest * recipe.depths * (6 * width + 3 * recipe.loss_vocab) * 4 + longest * row * 4
+        activations = (
+            longest * recipe.depths * (6 * width + 3 * recipe.loss_vocab) * 4 + longest * row * 4
+        )
         scores = 4 * config.heads * longest * (plan.length + recipe.depths) * (recipe.depths + 2)
         check = 6 * plan.length * config.vocab_size * 4
         train_memory = base + 2 * weights + 24 * parameters + activations + scores + check
         return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
 
     def check(self) -> None:
-        """Raise `InvalidInput` where the disk has no room for what is still to be written, or `start` is of another shape."""
+        """Raise `InvalidInput` where the disk has no room for what is still to be written, or
+        `start` is of another shape."""
         if self.plan.start is not None:
             self.network()
         self.plan.out.mkdir(parents=True, exist_ok=True)
         there = sum(f.stat().st_size for f in self.plan.out.rglob("*") if f.is_file())
         free = shutil.disk_usage(self.plan.out).free
         if (wanted := self.needs().disk - there) > free:
-            raise InvalidInput(f"{self.plan.out} has {free / GIB:.1f} GiB free, {wanted / GIB:.1f} are needed: ask for fewer --tokens")
+            raise InvalidInput(
+                f"{self.plan.out} has {free / GIB:.1f} GiB free, {wanted / GIB:.1f} "
+                "are needed: ask for fewer --tokens"
+            )
 
     def written(self) -> int:
         """Tokens of text there are."""
@@ -130,22 +155,41 @@ class DrafterTraining:
             return 0
 
     def write_text(self, report: Callable[[int, float], None]) -> None:
-        """Write conversations until there are `tokens`; `report(tokens, tokens a second)`. What is written stays when it is interrupted."""
-        plan, rank, processes = self.plan, self.accelerator.process_index, self.accelerator.num_processes
+        """Write conversations until there are `tokens`; `report(tokens, tokens a second)`. What is
+        written stays when it is interrupted."""
+        plan, rank, processes = (
+            self.plan,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
         there = self.written()
         self.accelerator.wait_for_everyone()
         if there >= plan.tokens:
             return
         stops = eos_ids(self.model, self.tokenizer)
         template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
-        prompts = None if plan.prompts is None else [self._encode(messages) for messages in read_prompts(plan.prompts)][rank::processes]
+        prompts = (
+            None
+            if plan.prompts is None
+            else [self._encode(messages) for messages in read_prompts(plan.prompts)][
+                rank::processes
+            ]
+        )
         shards = ShardWriter(plan.text, f"text{rank}")
         question = min(text.Recipe.question, plan.length // 3)
         seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
         recipe = text.Recipe(length=plan.length, question=question, quote=plan.quote, seed=seed)
         model = Model(self.model, exact=False, gathered=True)
         model.watch(self.layers)
-        writer = text.Writer(model, plan.slots, self._ids, template, template.stops if template else frozenset(stops), recipe, prompts)
+        writer = text.Writer(
+            model,
+            plan.slots,
+            self._ids,
+            template,
+            template.stops if template else frozenset(stops),
+            recipe,
+            prompts,
+        )
         began, fresh = time.perf_counter(), 0
         try:
             for conversation in writer:
@@ -155,22 +199,33 @@ class DrafterTraining:
                 if there + fresh * processes >= plan.tokens:
                     break
         except OSError as error:
-            raise QuickbeamError(f"{plan.text}: not written ({error.strerror}); what is there stays: make room and run again") from error
+            raise QuickbeamError(
+                f"{plan.text}: not written ({error.strerror}); what is there "
+                "stays: make room and run again"
+            ) from error
         finally:
             shards.flush()
         self.accelerator.wait_for_everyone()
 
     def _ids(self, words: str) -> list[int]:
-        return [int(token) for token in self.tokenizer(words, add_special_tokens=False)["input_ids"]]
+        return [
+            int(token) for token in self.tokenizer(words, add_special_tokens=False)["input_ids"]
+        ]
 
     def _encode(self, messages: list[dict[str, str]]) -> list[int]:
         if not getattr(self.tokenizer, "chat_template", None):
-            return [int(token) for token in self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"]]
-        ids = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            return [
+                int(token)
+                for token in self.tokenizer("\n".join(m["content"] for m in messages))["input_ids"]
+            ]
+        ids = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        )
         return [int(token) for token in ids]
 
     def train(self, report: Callable[[Report], None]) -> drafter.Held:
-        """Train on the text there is, and write the drafter and its card. Gives the model up: nothing else can follow."""
+        """Train on the text there is, and write the drafter and its card. Gives the model up:
+        nothing else can follow."""
         plan = self.plan
         shards = Shards(plan.text)
         network = self.network()
@@ -209,23 +264,32 @@ class DrafterTraining:
     def card(self, shards: Shards, trainer: Trainer, held: drafter.Held) -> str:
         """A model card: what it is, how it was made, how good it is."""
         name = self.plan.model or hub.DEFAULT
-        rows = "\n".join(f"| {i} | {a:.3f} | {o:.3f} |" for i, (a, o) in enumerate(zip(held.agreement, held.overlap, strict=True), 1))
+        rows = "\n".join(
+            f"| {i} | {a:.3f} | {o:.3f} |"
+            for i, (a, o) in enumerate(zip(held.agreement, held.overlap, strict=True), 1)
+        )
         parameters = sum(p.numel() for p in trainer.network.parameters()) / 1e6
-        source = f"answers to the prompts of {self.plan.prompts.name}" if self.plan.prompts else "questions, answers and documents"
+        source = (
+            f"answers to the prompts of {self.plan.prompts.name}"
+            if self.plan.prompts
+            else "questions, answers and documents"
+        )
         return f"""# A feature drafter for {name}
 
 One decoder layer of {parameters:.1f} M parameters that reads hidden states of {name} (after layers
-{", ".join(map(str, self.layers))}) and drafts its next tokens, with its embedding and head. Made with
+{", ".join(map(str, self.layers))}) and drafts its next tokens, with its embedding and head. Made
+with
 
     {self.command()}
 
-- **Data:** {source} written by the model itself, {shards.tokens:,} tokens in {len(shards):,} conversations
-  ({shards.answers:,} tokens of answers). No other text was used. One conversation in {drafter.HELD_OUT} was held out.
-- **Training:** {trainer.seen:,} tokens ({trainer.seen / shards.tokens:.1f} times the text) in {trainer.step:,} steps,
-  {timedelta(seconds=round(trainer.seconds))} on {_machine(self.device)}.
-- **Held-out acceptance**, by depth (how many tokens it drafts ahead, its own drafts having been right): how often its likeliest
-  token is the model's, and the mean overlap Σ min(p, q) of the two laws, which is how often a drawn token is accepted at
-  temperature 1.
+- **Data:** {source} written by the model itself, {shards.tokens:,} tokens in {len(shards):,}
+  conversations ({shards.answers:,} tokens of answers). No other text was used. One conversation in
+  {drafter.HELD_OUT} was held out.
+- **Training:** {trainer.seen:,} tokens ({trainer.seen / shards.tokens:.1f} times the text) in
+  {trainer.step:,} steps, {timedelta(seconds=round(trainer.seconds))} on {_machine(self.device)}.
+- **Held-out acceptance**, by depth (how many tokens it drafts ahead, its own drafts having been
+  right): how often its likeliest token is the model's, and the mean overlap Σ min(p, q) of the two
+  laws, which is how often a drawn token is accepted at temperature 1.
 
 | depth | agreement | overlap |
 | --- | --- | --- |
@@ -234,4 +298,8 @@ One decoder layer of {parameters:.1f} M parameters that reads hidden states of {
 
 
 def _machine(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{torch.get_num_threads()} CPU threads"
+    )

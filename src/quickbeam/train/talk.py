@@ -1,6 +1,8 @@
-"""One conversation on its way through the engine, as a single request in which a user, the model and the template take turns.
+"""One conversation on its way through the engine, as a single request in which a user, the model
+and the template take turns.
 
-What the template says between turns is drafted: it is certain, so that one pass runs all of it and no token is computed twice.
+What the template says between turns is drafted: it is certain, so that one pass runs all of it and
+no token is computed twice.
 """
 
 from __future__ import annotations
@@ -20,11 +22,13 @@ from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Undrafted
 
-MIXED = SamplingParams(temperature=1.0)  # while words are known, laws decide, and not the likeliest token that a pass may tell
+# while words are known, laws decide, and not the likeliest token that a pass may tell
+MIXED = SamplingParams(temperature=1.0)
 
 
 class Circles:
-    """Tells when a text goes in circles, as small models' answers do: what repeats itself is soon drafted right and teaches no more."""
+    """Tells when a text goes in circles, as small models' answers do: what repeats itself is soon
+    drafted right and teaches no more."""
 
     def __init__(self) -> None:
         self.run = 0  # the last so many tokens each ended three that had stood in a row before
@@ -39,12 +43,21 @@ class Circles:
 
 
 class Talk:
-    """One conversation in the making. `temperature`: of its answers. `document`: all of it but how it begins is an answer, to nothing.
+    """One conversation in the making. `temperature`: of its answers. `document`: all of it but how
+    it begins is an answer, to nothing.
 
-    It begins with `tokens`, and the one who speaks then goes on: the model if `answering`, else a user.
+    It begins with `tokens`, and the one who speaks then goes on: the model if `answering`, else a
+    user.
     """
 
-    def __init__(self, tokens: Sequence[int], temperature: float, *, answering: bool = False, document: bool = False) -> None:
+    def __init__(
+        self,
+        tokens: Sequence[int],
+        temperature: float,
+        *,
+        answering: bool = False,
+        document: bool = False,
+    ) -> None:
         self.tokens, self.answer = list(tokens), [False] * len(tokens)
         self.temperature, self.answering, self.document = temperature, answering, document
         self.known: list[int] = []  # what comes next, whoever speaks afterwards
@@ -75,23 +88,41 @@ class Talk:
         tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
         return Conversation(tokens, answer, torch.cat(self.heard).cpu(), self.temperature)
 
-    def request(self, turn: Callable[[Talk], None], length: int, user_temperature: float, seed: int, vocab_size: int) -> Request:
-        """What the engine is asked for: at most `length` tokens, and one more that nobody reads, so that the last one is run.
+    def request(
+        self,
+        turn: Callable[[Talk], None],
+        length: int,
+        user_temperature: float,
+        seed: int,
+        vocab_size: int,
+    ) -> Request:
+        """What the engine is asked for: at most `length` tokens, and one more that nobody reads, so
+        that the last one is run.
 
-        `turn` is called after every token: it lets another one speak, or says that the conversation is over.
+        `turn` is called after every token: it lets another one speak, or says that the conversation
+        is over.
         """
-        params = SamplingParams(max_tokens=length + 1 - len(self.tokens), seed=seed, ignore_eos=True)
+        params = SamplingParams(
+            max_tokens=length + 1 - len(self.tokens), seed=seed, ignore_eos=True
+        )
         voice = _Voice(self, turn, user_temperature, vocab_size)
-        return Request(self.tokens, params, _Template(self), Output(_Silent(), params), voice, budget=length)
+        return Request(
+            self.tokens, params, _Template(self), Output(_Silent(), params), voice, budget=length
+        )
 
 
 class _Voice(Sampler):
-    """The law of a conversation: certain where words are known, else the model's at the temperature of who speaks."""
+    """The law of a conversation: certain where words are known, else the model's at the temperature
+    of who speaks."""
 
-    def __init__(self, talk: Talk, turn: Callable[[Talk], None], user_temperature: float, vocab_size: int) -> None:
+    def __init__(
+        self, talk: Talk, turn: Callable[[Talk], None], user_temperature: float, vocab_size: int
+    ) -> None:
         self._talk, self._turn = talk, turn
         heats = user_temperature, talk.temperature
-        self._speakers = [Sampler(SamplingParams(temperature=heat), (), vocab_size) for heat in heats]
+        self._speakers = [
+            Sampler(SamplingParams(temperature=heat), (), vocab_size) for heat in heats
+        ]
         super().__init__(self._speakers[talk.answering].params, (), vocab_size)
 
     def extend(self, tokens: Sequence[int]) -> None:

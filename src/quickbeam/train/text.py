@@ -1,7 +1,9 @@
-"""Text to train on, written by the target itself: user turns sampled from the chat template, then answered.
+"""Text to train on, written by the target itself: user turns sampled from the chat template, then
+answered.
 
-The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model writes what a user would ask. Some users
-bring a longer text along (`QUOTES`), which is made of earlier answers.
+The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model
+writes what a user would ask. Some users bring a longer text along (`QUOTES`), which is made of
+earlier answers.
 """
 
 from __future__ import annotations
@@ -21,62 +23,90 @@ from quickbeam.train.talk import Talk
 
 Message = dict[str, str]
 
-# How half of the questions begin, so that the text covers what users ask for and not only what the model likes to ask. Ours: whoever
-# adds one sees to it that no benchmark that we measure with words its questions so.
+# How half of the questions begin, so that the text covers what users ask for and not only what the
+# model likes to ask. Ours: whoever adds one sees to it that no benchmark that we measure with words
+# its questions so.
 OPENERS = (
-    "Write a", "Write a short story about", "Write an email", "Write a Python function", "Write a program that", "Explain", "Explain how",
-    "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did", "Where is", "Which", "Can you", "Give me",
-    "List", "Name three", "Describe", "Compare", "Translate to English:", "Translate the following sentence from Spanish to English:",
-    "Translate to French:", "Summarize the following article:\n\n", "Sum up what follows.\n\n", "Give a summary of this text:\n\n",
+    "Write a", "Write a short story about", "Write an email", "Write a Python function",
+    "Write a program that", "Explain", "Explain how",
+    "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did",
+    "Where is", "Which", "Can you", "Give me",
+    "List", "Name three", "Describe", "Compare", "Translate to English:",
+    "Translate the following sentence from Spanish to English:",
+    "Translate to French:", "Summarize the following article:\n\n", "Sum up what follows.\n\n",
+    "Give a summary of this text:\n\n",
     "Rewrite",
-    "Correct the mistakes in this text:", "Continue this story:", "Answer the question using the text below.\n\n", "Passage:", "Document:",
-    "Read the text and answer the question.\n\n", "Solve", "Calculate", "If a", "A train", "There are", "John has", "Maria buys",
-    "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract", "Imagine you are", "You are", "Pretend",
-    "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it", "Should I", "I want to", "I have a",
-    "Here is a", "Given the", "Complete this function:\n\ndef ", "def ", "What does this code do?\n\n", "Fix this code:\n\n", "In the",
+    "Correct the mistakes in this text:", "Continue this story:",
+    "Answer the question using the text below.\n\n", "Passage:", "Document:",
+    "Read the text and answer the question.\n\n", "Solve", "Calculate", "If a", "A train",
+    "There are", "John has", "Maria buys",
+    "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract",
+    "Imagine you are", "You are", "Pretend",
+    "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it",
+    "Should I", "I want to", "I have a",
+    "Here is a", "Given the", "Complete this function:\n\ndef ", "def ",
+    "What does this code do?\n\n", "Fix this code:\n\n", "In the",
     "Translate into English: Die", "Translate this to English: Er",
-    "What does this mean in English: Ich", "Translate into English: Il", "Translate this to English: El", "Translate English to German:",
+    "What does this mean in English: Ich", "Translate into English: Il",
+    "Translate this to English: El", "Translate English to German:",
     "How would you say in French:",
 )  # fmt: skip
 
 # How documents begin. Ours.
 DOCUMENTS = (
-    "LONDON --", "NEW YORK --", "By Sarah", "By James", "The mayor of", "Police said", "A man was", "A woman from", "Scientists at",
-    "In 19", "On Monday,", "According to", "The company", "The president", "Once upon a time", "Chapter 1\n\n", "Dear", "Abstract:",
-    "The history of", "He was born in", "She is a", "Located in", "The film", "The team", "Researchers", "How to", "The average",
-    "There are several", "When I", "For many years", "Officials in", "The river", "The band", "Doctors", "The court", "Parents of",
+    "LONDON --", "NEW YORK --", "By Sarah", "By James", "The mayor of", "Police said", "A man was",
+    "A woman from", "Scientists at",
+    "In 19", "On Monday,", "According to", "The company", "The president", "Once upon a time",
+    "Chapter 1\n\n", "Dear", "Abstract:",
+    "The history of", "He was born in", "She is a", "Located in", "The film", "The team",
+    "Researchers", "How to", "The average",
+    "There are several", "When I", "For many years", "Officials in", "The river", "The band",
+    "Doctors", "The court", "Parents of",
     "The novel", "During the war", "Der", "Die",
 )  # fmt: skip
 
 
 class Quote(NamedTuple):
-    """What a user says around a text of several sentences. `open`: and then something more, which the model writes."""
+    """What a user says around a text of several sentences. `open`: and then something more, which
+    the model writes."""
 
     before: str
     after: str = ""
     open: bool = False
 
 
-# What users do with a text at hand: the answer says again much of what stands far before it, which no short question teaches. Ours.
+# What users do with a text at hand: the answer says again much of what stands far before it, which
+# no short question teaches. Ours.
 QUOTES = (
-    Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "), Quote("", "\n\nTL;DR"),
-    Quote("", "\n\nWrite a summary of the text above."), Quote("List the main points of this text.\n\n"), Quote("Shorten this:\n\n"),
-    Quote("Rewrite the following text in simpler words.\n\n"), Quote("Correct the mistakes in this text:\n\n"),
-    Quote("Make this more formal:\n\n"), Quote("Translate to French:\n\n"), Quote("Translate the following text to German.\n\n"),
-    Quote("Continue this text:\n\n"), Quote("Extract all names and numbers from this text:\n\n"), Quote("Give this text a title:\n\n"),
-    Quote("Read the text and answer the question.\n\n", "\n\nQuestion:", True), Quote("Context:\n", "\n\nQuestion:", True),
-    Quote("Answer by the documents below.\n\n", "\n\nQ:", True), Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
-    Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True), Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
+    Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "),
+    Quote("", "\n\nTL;DR"),
+    Quote("", "\n\nWrite a summary of the text above."),
+    Quote("List the main points of this text.\n\n"), Quote("Shorten this:\n\n"),
+    Quote("Rewrite the following text in simpler words.\n\n"),
+    Quote("Correct the mistakes in this text:\n\n"),
+    Quote("Make this more formal:\n\n"), Quote("Translate to French:\n\n"),
+    Quote("Translate the following text to German.\n\n"),
+    Quote("Continue this text:\n\n"), Quote("Extract all names and numbers from this text:\n\n"),
+    Quote("Give this text a title:\n\n"),
+    Quote("Read the text and answer the question.\n\n", "\n\nQuestion:", True),
+    Quote("Context:\n", "\n\nQuestion:", True),
+    Quote("Answer by the documents below.\n\n", "\n\nQ:", True),
+    Quote("Here is a draft of mine:\n\n", "\n\nPlease", True),
+    Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True),
+    Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
 )  # fmt: skip
-REMEMBERED, LEAST = 256, 32  # how many answers may be quoted, and documents, of more than so many tokens
+# how many answers may be quoted, and documents, of more than so many tokens
+REMEMBERED, LEAST = 256, 32
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text is written. A conversation holds at most `length` tokens, a user turn at most `question` beside what it quotes. Half of the
-    answers are greedy, the others sampled at a temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
-    there. `quote`: the share of conversations that begin with a text, made of earlier answers or documents, that fills up to two thirds of
-    `length`; half as many documents are written, of at most `document` tokens, which are both quoted and trained on.
+    """How text is written. A conversation holds at most `length` tokens, a user turn at most
+    `question` beside what it quotes. Half of the answers are greedy, the others sampled at a
+    temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
+    there. `quote`: the share of conversations that begin with a text, made of earlier answers or
+    documents, that fills up to two thirds of `length`; half as many documents are written, of at
+    most `document` tokens, which are both quoted and trained on.
     """
 
     length: int = 512
@@ -94,7 +124,8 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template in token ids: what stands before a user turn, between it and the answer, and between an answer and the next turn."""
+    """A chat template in token ids: what stands before a user turn, between it and the answer, and
+    between an answer and the next turn."""
 
     begin: list[int]
     reply: list[int]
@@ -104,29 +135,43 @@ class Template:
 
     @staticmethod
     def of(tokenizer: Any, eos_ids: set[int]) -> Template:
-        """Read off a tokenizer. Raises `InvalidInput` for one without a chat template, or whose template hides what was said."""
+        """Read off a tokenizer. Raises `InvalidInput` for one without a chat template, or whose
+        template hides what was said."""
         if not getattr(tokenizer, "chat_template", None):
-            raise InvalidInput("the model has no chat template to write questions from: give --prompts FILE.jsonl")
+            raise InvalidInput(
+                "the model has no chat template to write questions from: give --prompts FILE.jsonl"
+            )
         marks = "⟦user⟧", "⟦answer⟧", "⟦more⟧"
-        turns = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), marks, strict=True)]
+        turns = [
+            {"role": role, "content": mark}
+            for role, mark in zip(("user", "assistant", "user"), marks, strict=True)
+        ]
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         pieces = []
         for mark in marks:
             before, found, text = text.partition(mark)
             if not found:
-                raise InvalidInput("the model's chat template changes what users say: give --prompts FILE.jsonl")
+                raise InvalidInput(
+                    "the model's chat template changes what users say: give --prompts FILE.jsonl"
+                )
             pieces.append(tokenizer(before, add_special_tokens=False)["input_ids"])
         begin, reply, again = pieces
         if not begin or not reply:
-            raise InvalidInput("the model's chat template says nothing before or after what users say: give --prompts FILE.jsonl")
-        return Template(begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"]))
+            raise InvalidInput(
+                "the model's chat template says nothing before or after what users "
+                "say: give --prompts FILE.jsonl"
+            )
+        return Template(
+            begin, reply, again, frozenset({*eos_ids, reply[0]}), list(tokenizer("")["input_ids"])
+        )
 
 
 class Writer:
-    """Writes conversations, `slots` of them side by side: iterate for them, without end (with `prompts`: until all are answered).
+    """Writes conversations, `slots` of them side by side: iterate for them, without end (with
+    `prompts`: until all are answered).
 
-    `model` gives the hidden states that they hold (`Model.watch`). `prompts`: conversations whose last turn is the user's, in token ids,
-    instead of own questions.
+    `model` gives the hidden states that they hold (`Model.watch`). `prompts`: conversations whose
+    last turn is the user's, in token ids, instead of own questions.
 
     Raises `InvalidInput` where the template or all prompts are longer than a conversation may be.
     """
@@ -143,25 +188,40 @@ class Writer:
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
-        if (limit := model.context_length) is not None:  # a token follows the last one, though nobody reads it
+        # a token follows the last one, though nobody reads it
+        if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit - 1))
-        if prompts is None and template is not None and len(template.begin) + len(template.reply) >= recipe.length:
-            raise InvalidInput(f"the chat template alone fills {recipe.length} tokens: raise --length")
+        if (
+            prompts is None
+            and template is not None
+            and len(template.begin) + len(template.reply) >= recipe.length
+        ):
+            raise InvalidInput(
+                f"the chat template alone fills {recipe.length} tokens: raise --length"
+            )
         self._model, self._slots = model, slots
         self._template, self._stops, self._recipe = template, stops, recipe
         self._openers = [encode(opener) for opener in recipe.openers]
-        self._quotes = [(encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes]
+        self._quotes = [
+            (encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes
+        ]
         self._between = encode("\n\n")  # passages
         self._documents = [encode(words) for words in recipe.documents]
-        self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))  # `_written`: documents
-        self._prompts = None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
+        # `_written`: documents
+        self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
+        self._prompts = (
+            None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
+        )
         if self._prompts is not None and not self._prompts:
-            raise InvalidInput(f"every prompt is longer than {recipe.length} tokens: raise --length")
+            raise InvalidInput(
+                f"every prompt is longer than {recipe.length} tokens: raise --length"
+            )
         self._random = random.Random(recipe.seed)
         self._next = 0
 
     def __iter__(self) -> Iterator[Conversation]:
-        engine = Engine(self._model, most=self._slots, share=False)  # conversations have little more in common than the template
+        # conversations have little more in common than the template
+        engine = Engine(self._model, most=self._slots, share=False)
         running = dict[Talk, SequenceState]()
         try:
             self._fill(engine, running)
@@ -185,7 +245,9 @@ class Writer:
         while len(running) < self._slots and (talk := self._fresh()) is not None:
             if len(talk.tokens) < recipe.length:
                 seed = self._random.getrandbits(63)
-                request = talk.request(self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size)
+                request = talk.request(
+                    self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size
+                )
                 running[talk] = engine.add(request)
 
     def _fresh(self) -> Talk | None:
@@ -208,7 +270,8 @@ class Writer:
         return Talk(self._template.begin + self._opener(), temperature)
 
     def _quote(self) -> tuple[list[int], bool]:
-        """Words around a text, which is one earlier answer or document, or several; whether nothing follows them."""
+        """Words around a text, which is one earlier answer or document, or several; whether nothing
+        follows them."""
         before, after, open_end = self._random.choice(self._quotes)
         passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
         texts = self._written if self._written and self._random.random() < 2 / 3 else self._answers
@@ -218,7 +281,11 @@ class Writer:
         return before + passage[:room] + after, not open_end
 
     def _opener(self) -> list[int]:
-        return self._random.choice(self._openers) if self._openers and self._random.random() < 0.5 else []
+        return (
+            self._random.choice(self._openers)
+            if self._openers and self._random.random() < 0.5
+            else []
+        )
 
     def _turn(self, talk: Talk) -> None:
         """Let the other one speak where a turn has ended, or end the conversation."""
@@ -232,7 +299,11 @@ class Writer:
         if talk.document:
             talk.over = ended or circling or talk.spoken >= recipe.document
             if talk.over and talk.spoken > LEAST:
-                self._written.append(talk.tokens[len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended])
+                self._written.append(
+                    talk.tokens[
+                        len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended
+                    ]
+                )
         elif talk.answering:
             if circling or not ended:
                 talk.over = circling
@@ -240,7 +311,11 @@ class Writer:
             if talk.spoken > LEAST:
                 self._answers.append(talk.tokens[-talk.spoken : -1])
             # Half of the conversations that have room go on.
-            if self._template is None or len(talk.tokens) > recipe.length * 0.6 or self._random.random() < 0.5:
+            if (
+                self._template is None
+                or len(talk.tokens) > recipe.length * 0.6
+                or self._random.random() < 0.5
+            ):
                 talk.over = True
                 return
             self._hand_over(talk, self._template.again, self._opener())
@@ -249,7 +324,8 @@ class Writer:
             self._hand_over(talk, self._template.reply)
 
     def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
-        """The other one's turn, which begins with `words`. The template says `between`, whose first token may have been said already."""
+        """The other one's turn, which begins with `words`. The template says `between`, whose first
+        token may have been said already."""
         said = between[:1] == talk.tokens[-1:]
         talk.known = [*between[said:], *words][: self._recipe.length - len(talk.tokens)]
         talk.answering, talk.spoken = not talk.answering, 0

@@ -29,7 +29,8 @@ class _Diverged(QuickbeamError):
 
 
 class Report(NamedTuple):
-    """Where a training stands. `done`: 0 to 1; `loss`: mean since the last report; `rate`: tokens a second."""
+    """Where a training stands. `done`: 0 to 1; `loss`: mean since the last report; `rate`: tokens a
+    second."""
 
     step: int
     done: float
@@ -43,8 +44,9 @@ class Report(NamedTuple):
 class Trainer:
     """Trains `network` on the text of `shards`; `head` is the target's, `[vocab, d]`.
 
-    `folder` gets `checkpoint.pt` (what a next run resumes from), `log.jsonl` (a line a report) and the network itself at every checkpoint,
-    so that an interrupted training leaves a drafter that can be used.
+    `folder` gets `checkpoint.pt` (what a next run resumes from), `log.jsonl` (a line a report) and
+    the network itself at every checkpoint, so that an interrupted training leaves a drafter that
+    can be used.
     """
 
     def __init__(
@@ -57,18 +59,33 @@ class Trainer:
         accelerator: Accelerator,
         every: float = 180.0,
     ) -> None:
-        self.network, self.shards, self.recipe, self.folder, self.every = network, shards, recipe, folder, every
+        self.network, self.shards, self.recipe, self.folder, self.every = (
+            network,
+            shards,
+            recipe,
+            folder,
+            every,
+        )
         self._accelerator = accelerator
         self._device = accelerator.device
         self._head = head.to(self._device)
         self._train, self._held = split(shards)
-        self._lengths, self._answered = [shards.length(i) for i in self._train], [shards.answered[i] for i in self._train]
+        self._lengths, self._answered = (
+            [shards.length(i) for i in self._train],
+            [shards.answered[i] for i in self._train],
+        )
         self._total = max(1, int(sum(self._lengths) * recipe.epochs))  # tokens of the run
-        self._vocabulary = LossVocabulary(shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index)
+        self._vocabulary = LossVocabulary(
+            shards.counts(len(head)), recipe.loss_vocab, recipe.seed + accelerator.process_index
+        )
         self.step = self.seen = self.round = 0
         self.seconds = 0.0
-        optimizer = torch.optim.AdamW(network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-        self._objective, self._optimizer = accelerator.prepare(Objective(network.to(self._device), recipe), optimizer)
+        optimizer = torch.optim.AdamW(
+            network.parameters(), lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        )
+        self._objective, self._optimizer = accelerator.prepare(
+            Objective(network.to(self._device), recipe), optimizer
+        )
         self._resume()
 
     @property
@@ -82,10 +99,25 @@ class Trainer:
             state = torch.load(self.checkpoint, map_location="cpu", weights_only=True)
             self.network.load_state_dict(state["network"])
             self._optimizer.load_state_dict(state["optimizer"])
-            self.step, self.seen, self.round, self.seconds = state["step"], state["seen"], state["round"] + 1, state["seconds"]
-        except (OSError, RuntimeError, KeyError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            self.step, self.seen, self.round, self.seconds = (
+                state["step"],
+                state["seen"],
+                state["round"] + 1,
+                state["seconds"],
+            )
+        except (
+            OSError,
+            RuntimeError,
+            KeyError,
+            ValueError,
+            EOFError,
+            pickle.UnpicklingError,
+        ) as error:
             reason = str(error).splitlines()[0]
-            raise InvalidInput(f"{self.checkpoint} is not of this training ({reason}): take another --out, or delete it") from error
+            raise InvalidInput(
+                f"{self.checkpoint} is not of this training ({reason}): take "
+                "another --out, or delete it"
+            ) from error
 
     def save(self) -> None:
         """Write the checkpoint and the network, each complete or not at all."""
@@ -105,11 +137,15 @@ class Trainer:
             torch.save(state, part)
             os.replace(part, self.checkpoint)
             self.network.save(self.folder)
-        except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-            raise QuickbeamError(f"{self.folder}: the checkpoint can't be written ({error}); the last one stands") from error
+        # torch's writer turns a full disk into a RuntimeError
+        except (OSError, RuntimeError) as error:
+            raise QuickbeamError(
+                f"{self.folder}: the checkpoint can't be written ({error}); the last one stands"
+            ) from error
 
     def _batches(self) -> Iterator[tuple[Batch, int]]:
-        """This process's share, in a new random order each round, and how many tokens all processes have in that step."""
+        """This process's share, in a new random order each round, and how many tokens all processes
+        have in that step."""
         rank, count = self._accelerator.process_index, self._accelerator.num_processes
         for number in itertools.count(self.round):
             self.round = number
@@ -123,8 +159,9 @@ class Trainer:
                 yield collate([self.shards[self._train[i]] for i in step[rank]]), tokens
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train to the end of the recipe; the held-out figures of the result. Whatever ends it early leaves a checkpoint of the last step,
-        but for a loss that is not finite, which leaves the one before (`QuickbeamError`)."""
+        """Train to the end of the recipe; the held-out figures of the result. Whatever ends it
+        early leaves a checkpoint of the last step, but for a loss that is not finite, which leaves
+        the one before (`QuickbeamError`)."""
         if self.seen >= self._total:
             return self._check(None)
         batches = self._batches()
@@ -143,7 +180,18 @@ class Trainer:
                 rate = (self.seen - fresh) / (now - began)
                 left = (self._total - self.seen) / rate
                 mean = sum(losses) / len(losses)
-                self._tell(Report(self.step, self.seen / self._total, mean, rate, self.seconds, left, self._check(CHECK_TOKENS)), report)
+                self._tell(
+                    Report(
+                        self.step,
+                        self.seen / self._total,
+                        mean,
+                        rate,
+                        self.seconds,
+                        left,
+                        self._check(CHECK_TOKENS),
+                    ),
+                    report,
+                )
                 reported, losses = time.perf_counter(), []
         except _Diverged:
             raise  # what made the loss infinite is in the weights by now
@@ -156,10 +204,15 @@ class Trainer:
     def _step(self, batch: Batch) -> float:
         tokens, shift = self._vocabulary.choose(batch)
         rows = self._head[tokens.to(self._device)]
-        loss = self._objective(batch.to(self._device), rows, shift.to(self._device), self.seen / self._total)
+        loss = self._objective(
+            batch.to(self._device), rows, shift.to(self._device), self.seen / self._total
+        )
         value = float(loss.detach())
         if not value < float("inf"):
-            raise _Diverged(f"the loss of step {self.step} is {value}: take a smaller --lr; the last checkpoint stands")
+            raise _Diverged(
+                f"the loss of step {self.step} is {value}: take a smaller --lr; the "
+                "last checkpoint stands"
+            )
         self._accelerator.backward(loss)
         self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
         for group in self._optimizer.param_groups:

@@ -1,4 +1,5 @@
-"""Training-time test (EAGLE-3, 2503.01840, §3.2): the drafter is unrolled over its own outputs, as it will be used."""
+"""Training-time test (EAGLE-3, 2503.01840, §3.2): the drafter is unrolled over its own outputs, as
+it will be used."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from quickbeam.train.shards import Conversation
 
 
 class Batch(NamedTuple):
-    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]` bool, `hidden` `[b, n, L * d]`, `lengths`
-    `[b]` int64 without the padding."""
+    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]`
+    bool, `hidden` `[b, n, L * d]`, `lengths` `[b]` int64 without the padding."""
 
     tokens: torch.Tensor
     answer: torch.Tensor
@@ -34,14 +35,26 @@ def collate(conversations: Sequence[Conversation]) -> Batch:
     """Pad to the longest."""
     longest = max(len(c.tokens) for c in conversations)
     tokens, answer, hidden = (
-        torch.stack([F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, longest - len(tensor))) for tensor in column])
-        for column in ([c.tokens for c in conversations], [c.answer for c in conversations], [c.hidden for c in conversations])
+        torch.stack(
+            [
+                F.pad(tensor, (*[0, 0] * (tensor.dim() - 1), 0, longest - len(tensor)))
+                for tensor in column
+            ]
+        )
+        for column in (
+            [c.tokens for c in conversations],
+            [c.answer for c in conversations],
+            [c.hidden for c in conversations],
+        )
     )
-    return Batch(tokens.long(), answer, hidden, torch.tensor([len(c.tokens) for c in conversations]))
+    return Batch(
+        tokens.long(), answer, hidden, torch.tensor([len(c.tokens) for c in conversations])
+    )
 
 
 class _Unrolled:
-    """Attention of training-time test: a row sees the first pass's keys of all rows up to it and, of later passes, its own only."""
+    """Attention of training-time test: a row sees the first pass's keys of all rows up to it and,
+    of later passes, its own only."""
 
     def __init__(self) -> None:
         self._keys: list[torch.Tensor] = []
@@ -53,21 +66,26 @@ class _Unrolled:
         self._keys.append(key.repeat_interleave(shared, 1))
         self._values.append(value.repeat_interleave(shared, 1))
         if len(self._keys) == 1:
-            out = F.scaled_dot_product_attention(query, self._keys[0], self._values[0], is_causal=True)
+            out = F.scaled_dot_product_attention(
+                query, self._keys[0], self._values[0], is_causal=True
+            )
         else:
             out = self._later(query)
         return out.transpose(1, 2).flatten(2)
 
     def _later(self, query: torch.Tensor) -> torch.Tensor:
-        """`[b, heads, n, head_dim]` of queries of a later pass. By hand: a mask over the keys of all passes has almost nothing to show of
-        each later one, and a kernel that reads it takes as long for them as for the first."""
+        """`[b, heads, n, head_dim]` of queries of a later pass. By hand: a mask over the keys of
+        all passes has almost nothing to show of each later one, and a kernel that reads it takes as
+        long for them as for the first."""
         n = query.shape[2]
         with torch.autocast(query.device.type, enabled=False):
             query = query.float() * query.shape[-1] ** -0.5
             first, *later = (key.float() for key in self._keys)
             causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
             scores = (query @ first.transpose(2, 3)).masked_fill(~causal, float("-inf"))
-            law = torch.cat([scores, *[(query * key).sum(-1, keepdim=True) for key in later]], -1).softmax(-1)
+            law = torch.cat(
+                [scores, *[(query * key).sum(-1, keepdim=True) for key in later]], -1
+            ).softmax(-1)
             first, *later = (value.float() for value in self._values)
             out = law[..., :n] @ first
             for i, value in enumerate(later, n):
@@ -76,21 +94,22 @@ class _Unrolled:
 
 
 def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
-    """`[b, n, …]` moved `by` places forward in time: row i holds what was row i + by; the end is zero."""
+    """`[b, n, …]` moved `by` places forward in time: row i holds what was row i + by; the end is
+    zero."""
     return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
 
 
 class Pass(NamedTuple):
-    """One depth of the unrolling. `out` `[m, d]`: the network's outputs at the rows that count; `target` `[m, target_size]`: the target's
-    last hidden state, after the final norm, there."""
+    """One depth of the unrolling. `out` `[m, d]`: the network's outputs at the rows that count;
+    `target` `[m, target_size]`: the target's last hidden state, after the final norm, there."""
 
     out: torch.Tensor
     target: torch.Tensor
 
 
 def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
-    """Run `depths` passes. In pass k, row i stands for the draft of the token at i + k + 2 from hidden states up to i: counted where that
-    token belongs to an answer."""
+    """Run `depths` passes. In pass k, row i stands for the draft of the token at i + k + 2 from
+    hidden states up to i: counted where that token belongs to an answer."""
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     with torch.no_grad():
@@ -105,7 +124,8 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
 
 
 def lasting(answer: torch.Tensor, depth: int) -> torch.Tensor:
-    """Which rows of `unroll`'s first pass the pass at `depth` has too, in the same order and for the same tokens: `[m]` bool. All of them,
-    but where an answer begins with a conversation. `answer`: the batch's."""
+    """Which rows of `unroll`'s first pass the pass at `depth` has too, in the same order and for
+    the same tokens: `[m]` bool. All of them, but where an answer begins with a conversation.
+    `answer`: the batch's."""
     place = torch.arange(2, answer.shape[1], device=answer.device).expand(len(answer), -1)
     return place[answer[:, 2:]] >= depth + 2

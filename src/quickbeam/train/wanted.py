@@ -1,8 +1,10 @@
-"""A shortlist made for what the context lacks: clusters of tokens that are wanted in the same places, and a router taught to find them.
+"""A shortlist made for what the context lacks: clusters of tokens that are wanted in the same
+places, and a router taught to find them.
 
-Nothing is decoded. At each place (`places.py`) the wanted token, the target's likeliest, is known, and so is whether the context holds it;
-a way to choose a part of the vocabulary says whether it would be scored. All ways are held against each other at the same number of rows,
-the context's not counted.
+Nothing is decoded. At each place (`places.py`) the wanted token, the target's likeliest, is known,
+and so is whether the context holds it; a way to choose a part of the vocabulary says whether it
+would be scored. All ways are held against each other at the same number of rows, the context's not
+counted.
 """
 
 from __future__ import annotations
@@ -32,15 +34,17 @@ CHUNK = 1024  # rows at once
 LISTED_SHARE = 48  # one token in so many is always scored
 DEEPEST = 5  # nodes that lie deeper are not routed
 SHARES = (0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
-LEAST, ROUNDS, WIDE = 8, 4, 192  # tokens of the smallest clusters; rounds of 2-means; numbers that tell of a token
+# tokens of the smallest clusters; rounds of 2-means; numbers that tell of a token
+LEAST, ROUNDS, WIDE = 8, 4, 192
 TAUGHT = 8  # of a place's likeliest tokens, that features of tokens are made of
 LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
 
 
 class Found(NamedTuple):
-    """Of held-out places: `recall`, the share at which the wanted token is scored, with the context beside it and `alone` without; `rare`,
-    the share of those at which it is neither in the list of the same size nor in the context, and `rare_recall`, of these; `right`: of
-    those at which the drafter's likeliest token of the whole vocabulary is the wanted one, with the context."""
+    """Of held-out places: `recall`, the share at which the wanted token is scored, with the context
+    beside it and `alone` without; `rare`, the share of those at which it is neither in the list of
+    the same size nor in the context, and `rare_recall`, of these; `right`: of those at which the
+    drafter's likeliest token of the whole vocabulary is the wanted one, with the context."""
 
     recall: float
     alone: float
@@ -50,14 +54,21 @@ class Found(NamedTuple):
 
 
 def score(held: Places, scored: torch.Tensor, listed: torch.Tensor) -> Found:
-    """`scored` `[n]` bool: whether a way to choose has the wanted token; `listed`: whether the most frequent ones, as many, have."""
+    """`scored` `[n]` bool: whether a way to choose has the wanted token; `listed`: whether the most
+    frequent ones, as many, have."""
     both, right, rare = scored | held.known, held.drafted == held.wanted, ~(listed | held.known)
-    return Found(*(float(x.float().mean()) if len(x) else 0.0 for x in (both, scored, rare, both[rare], both[right])))
+    return Found(
+        *(
+            float(x.float().mean()) if len(x) else 0.0
+            for x in (both, scored, rare, both[rare], both[right])
+        )
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """`of` `[vocab]` int64: the cluster of each token, -1 for those of the list; `size` tokens each, or fewer."""
+    """`of` `[vocab]` int64: the cluster of each token, -1 for those of the list; `size` tokens
+    each, or fewer."""
 
     of: torch.Tensor
     size: int
@@ -69,13 +80,16 @@ class Clusters:
     @staticmethod
     def cut(order: torch.Tensor, size: int, vocab: int) -> Clusters:
         """`order`: tokens, neighbours alike."""
-        return Clusters(torch.full((vocab,), -1).index_copy_(0, order, torch.arange(len(order)) // size), size)
+        return Clusters(
+            torch.full((vocab,), -1).index_copy_(0, order, torch.arange(len(order)) // size), size
+        )
 
 
 @torch.no_grad()
 def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.Tensor:
-    """`[n]`: an order of the rows of `features` `[n, d]`, neighbours alike: halved by balanced spherical 2-means again and again
-    (Parabel, XR-Transformer), down to `least` rows, so that cut into parts of any power of two from there on it gives clusters."""
+    """`[n]`: an order of the rows of `features` `[n, d]`, neighbours alike: halved by balanced
+    spherical 2-means again and again (Parabel, XR-Transformer), down to `least` rows, so that cut
+    into parts of any power of two from there on it gives clusters."""
     generator = torch.Generator().manual_seed(seed)
     x = F.normalize(features.float(), dim=1)
     done, left = list[torch.Tensor](), [torch.arange(len(x))]
@@ -90,17 +104,22 @@ def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.T
         pair = rows[torch.randperm(len(part), generator=generator)[:2]]
         for _ in range(ROUNDS):
             order = (rows @ (pair[0] - pair[1])).argsort(descending=True, stable=True)
-            pair = F.normalize(torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1)
+            pair = F.normalize(
+                torch.stack([rows[order[:first]].sum(0), rows[order[first:]].sum(0)]), dim=1
+            )
         left += [part[order[first:]], part[order[:first]]]
     return torch.cat(done)
 
 
 @torch.no_grad()
 def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
-    """`[vocab, WIDE]`: of each token the mean of the router's inputs over the places where it is wanted, by mass, projected (PIFA);
-    tokens that never are have what a linear map from their row of the head to the others' says."""
+    """`[vocab, WIDE]`: of each token the mean of the router's inputs over the places where it is
+    wanted, by mass, projected (PIFA); tokens that never are have what a linear map from their row
+    of the head to the others' says."""
     total, weight = torch.zeros(len(head), WIDE), torch.zeros(len(head))
-    onto = torch.randn(2 * head.shape[1], WIDE, generator=torch.Generator().manual_seed(0)) / WIDE**0.5
+    onto = (
+        torch.randn(2 * head.shape[1], WIDE, generator=torch.Generator().manual_seed(0)) / WIDE**0.5
+    )
     for rows in torch.split(torch.arange(len(places.tokens)), CHUNK):
         x = F.normalize(router_inputs(network, places.take(rows)), dim=1) @ onto
         tokens, mass = places.likely[rows].long(), places.mass[rows].float()
@@ -110,7 +129,9 @@ def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> to
     seen, rows_of = weight > 0.05, F.normalize(head.float(), dim=1)
     features = F.normalize(total, dim=1)
     a = rows_of[seen]
-    fit = torch.linalg.solve(a.T @ a + 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1]), a.T @ features[seen])
+    fit = torch.linalg.solve(
+        a.T @ a + 0.1 * len(a) / a.shape[1] * torch.eye(a.shape[1]), a.T @ features[seen]
+    )
     features[~seen] = F.normalize(rows_of[~seen] @ fit, dim=1)
     return features
 
@@ -122,8 +143,9 @@ def router_inputs(network: EagleHead, places: Places) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Teaching:
-    """How a router is taught. `residual`: only what is neither in the list nor in the context, all that is not in the list otherwise.
-    `rest`: what is not to be found is a class of its own, so that probabilities compare between places."""
+    """How a router is taught. `residual`: only what is neither in the list nor in the context, all
+    that is not in the list otherwise. `rest`: what is not to be found is a class of its own, so
+    that probabilities compare between places."""
 
     residual: bool = True
     rest: bool = False
@@ -133,8 +155,15 @@ class Teaching:
     batch: int = 512
 
 
-def teach(network: EagleHead, places: Places, clusters: Clusters, how: Teaching, start: torch.Tensor | None = None) -> Router:
-    """A router over `clusters`, as `train_router` makes them, as `how` says. `start` `[clusters, width]`: its last layer at first."""
+def teach(
+    network: EagleHead,
+    places: Places,
+    clusters: Clusters,
+    how: Teaching,
+    start: torch.Tensor | None = None,
+) -> Router:
+    """A router over `clusters`, as `train_router` makes them, as `how` says. `start` `[clusters,
+    width]`: its last layer at first."""
     torch.manual_seed(0)
     size, count = places.hidden.shape[1], clusters.count
     router = Router(RouterConfig(size, size, how.width, count + how.rest))
@@ -151,7 +180,9 @@ def teach(network: EagleHead, places: Places, clusters: Clusters, how: Teaching,
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     generator = torch.Generator().manual_seed(0)
     for _ in range(how.epochs):
-        for part in torch.split(useful[torch.randperm(len(useful), generator=generator)], how.batch):
+        for part in torch.split(
+            useful[torch.randperm(len(useful), generator=generator)], how.batch
+        ):
             rows = places.take(part)
             with torch.no_grad():
                 embedded = network.embed(rows.tokens.long())
@@ -182,13 +213,20 @@ def of_router(network: EagleHead, router: Router, held: Places) -> Scores:
 
 def roots(held: Places) -> torch.Tensor:
     """`[n]`: of each place, that of its tree's root (itself where that is not there)."""
-    where = {int(root): i for i, (root, depth) in enumerate(zip(held.root.tolist(), held.depth.tolist(), strict=True)) if not depth}
+    where = {
+        int(root): i
+        for i, (root, depth) in enumerate(zip(held.root.tolist(), held.depth.tolist(), strict=True))
+        if not depth
+    }
     return torch.tensor([where.get(root, i) for i, root in enumerate(held.root.tolist())])
 
 
 @torch.no_grad()
-def routed(held: Places, clusters: Clusters, scores: Scores, count: int, asked: torch.Tensor | None = None) -> torch.Tensor:
-    """`[n]` bool: whether the wanted token is in one of the `count` best clusters. `asked`: whose scores count, its own where None."""
+def routed(
+    held: Places, clusters: Clusters, scores: Scores, count: int, asked: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`[n]` bool: whether the wanted token is in one of the `count` best clusters. `asked`: whose
+    scores count, its own where None."""
     found = torch.zeros(len(held.tokens), dtype=torch.bool)
     wanted = clusters.of[held.wanted]
     for rows in torch.split((wanted >= 0).nonzero()[:, 0], CHUNK):
@@ -200,9 +238,15 @@ def routed(held: Places, clusters: Clusters, scores: Scores, count: int, asked: 
 
 @torch.no_grad()
 def routed_by_chance(
-    held: Places, clusters: Clusters, scores: Scores, count: int, cap: int, asked: torch.Tensor | None = None
+    held: Places,
+    clusters: Clusters,
+    scores: Scores,
+    count: int,
+    cap: int,
+    asked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[n]` bool: as `routed`, with as many clusters as have a probability above one and the same, at most `cap`, `count` on average."""
+    """`[n]` bool: as `routed`, with as many clusters as have a probability above one and the same,
+    at most `cap`, `count` on average."""
     n = len(held.tokens)
     best = torch.empty(n, cap)
     wanted, own, place = clusters.of[held.wanted], torch.zeros(n), torch.zeros(n, dtype=torch.int64)
@@ -216,21 +260,35 @@ def routed_by_chance(
 
 
 class WantedTraining(DrafterFolder):
-    """Makes a drafter's shortlist in one go: `listed` frequent tokens, clusters of `size` tokens that are wanted in the same places, and a
-    router taught on `rows` places what neither the list nor the context has. Every call of the drafter asks it."""
+    """Makes a drafter's shortlist in one go: `listed` frequent tokens, clusters of `size` tokens
+    that are wanted in the same places, and a router taught on `rows` places what neither the list
+    nor the context has. Every call of the drafter asks it."""
 
-    def __init__(self, model: str | None, out: Path, listed: int | None, size: int, rows: int, how: Teaching, depths: int) -> None:
+    def __init__(
+        self,
+        model: str | None,
+        out: Path,
+        listed: int | None,
+        size: int,
+        rows: int,
+        how: Teaching,
+        depths: int,
+    ) -> None:
         super().__init__(model, out)
         vocab = len(self.head)
         self.listed = max(1, vocab // LISTED_SHARE) if listed is None else listed
         if not 1 <= self.listed < vocab:
-            raise InvalidInput(f"--listed {self.listed}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} tokens")
+            raise InvalidInput(
+                f"--listed {self.listed}: must be 1 to {vocab - 1}, as the "
+                f"vocabulary has {vocab} tokens"
+            )
         if size < 1 or size % LEAST:
             raise InvalidInput(f"--size {size}: must be a multiple of {LEAST}")
         self.size, self.rows, self.how, self.depths = size, rows, how, depths
 
     def run(self, report: Callable[[str, float | None], None]) -> dict[int, tuple[Found, Found]]:
-        """Write the artefact and its card. Gives by number of rows what the list finds and what the router does, on held-out text."""
+        """Write the artefact and its card. Gives by number of rows what the list finds and what the
+        router does, on held-out text."""
         train, held = split(self.shards)
         taught = self._collect(train, self.rows, False, partial(report, "places"))
         counted = self._collect(held, HELD_ROWS, True, partial(report, "held-out places"))
@@ -241,48 +299,86 @@ class WantedTraining(DrafterFolder):
         clusters = Clusters.cut(order, self.size, len(self.head))
         report("router", None)
         router = teach(self.network, taught, clusters, self.how)
-        layout = Layout(torch.cat([ranked[: self.listed], order]), self.listed, self.size, len(self.head))
+        layout = Layout(
+            torch.cat([ranked[: self.listed], order]), self.listed, self.size, len(self.head)
+        )
         Artefact(layout, ranked, router, DEEPEST).save(self.out)
-        found, rank = {}, torch.empty_like(ranked).index_copy_(0, ranked, torch.arange(len(ranked)))[counted.wanted]
+        found, rank = (
+            {},
+            torch.empty_like(ranked).index_copy_(0, ranked, torch.arange(len(ranked)))[
+                counted.wanted
+            ],
+        )
         scores = of_router(self.network, router, counted)
         for share in SHARES:
             rows = round(len(self.head) * share)
             if (count := (rows - self.listed) // self.size) > 0:
                 chosen = routed(counted, clusters, scores, count) | (rank < self.listed)
-                found[rows] = score(counted, rank < rows, rank < rows), score(counted, chosen, rank < rows)
-        held_out = {rows: {"list": plain._asdict(), "router": one._asdict()} for rows, (plain, one) in found.items()}
-        record = {"listed": self.listed, "size": self.size, "taught": len(taught.tokens), "held_out": held_out}
+                found[rows] = (
+                    score(counted, rank < rows, rank < rows),
+                    score(counted, chosen, rank < rows),
+                )
+        held_out = {
+            rows: {"list": plain._asdict(), "router": one._asdict()}
+            for rows, (plain, one) in found.items()
+        }
+        record = {
+            "listed": self.listed,
+            "size": self.size,
+            "taught": len(taught.tokens),
+            "held_out": held_out,
+        }
         replace(self.out / FIGURES, json.dumps(record, indent=2) + "\n")
-        replace(self.out / CARD, self.card(layout, router, len(taught.tokens), len(counted.tokens), found))
+        replace(
+            self.out / CARD,
+            self.card(layout, router, len(taught.tokens), len(counted.tokens), found),
+        )
         return found
 
-    def _collect(self, chosen: list[int], count: int, drafted: bool, report: Callable[[float], None]) -> Places:
-        return collect_places(self.network, self.head, self.shards, chosen, self.depths, count, 0, drafted, report)
+    def _collect(
+        self, chosen: list[int], count: int, drafted: bool, report: Callable[[float], None]
+    ) -> Places:
+        return collect_places(
+            self.network, self.head, self.shards, chosen, self.depths, count, 0, drafted, report
+        )
 
-    def card(self, layout: Layout, router: Router, rows: int, held: int, found: dict[int, tuple[Found, Found]]) -> str:
+    def card(
+        self,
+        layout: Layout,
+        router: Router,
+        rows: int,
+        held: int,
+        found: dict[int, tuple[Found, Found]],
+    ) -> str:
         """What the shortlist is, how it was made, what it finds."""
         parameters = sum(p.numel() for p in router.parameters()) / 1e6
-        command = f"quickbeam train shortlist --rows {self.rows} --listed {self.listed} --size {self.size} --depths {self.depths}"
+        command = (
+            f"quickbeam train shortlist --rows {self.rows} --listed {self.listed} --size "
+            f"{self.size} --depths {self.depths}"
+        )
         lines = [
-            f"| {rows:,} | {listed.recall:.4f} | {one.recall:.4f} | {listed.alone:.4f} | {one.alone:.4f} | {one.rare_recall:.3f} |"
+            f"| {rows:,} | {listed.recall:.4f} | {one.recall:.4f} | {listed.alone:.4f} | "
+            f"{one.alone:.4f} | {one.rare_recall:.3f} |"
             for rows, (listed, one) in found.items()
         ]
         table = "\n".join(lines)
         return f"""# A shortlist for the drafter of {self.model or hub.DEFAULT}
 
-{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and {layout.clusters:,} clusters of {layout.size}
-tokens that are wanted in the same places; a router of {parameters:.2f} M parameters, taught to find what neither the list nor the context
-has. Made with
+{layout.frequent:,} frequent tokens of {layout.vocab:,}, which are always scored, and
+{layout.clusters:,} clusters of {layout.size} tokens that are wanted in the same places; a router of
+{parameters:.2f} M parameters, taught to find what neither the list nor the context has. Made with
 
     {command} --epochs {self.how.epochs} --width {self.how.width}
 
-`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores frequent tokens and those of the context, and no router.
+`--vocab clusters` and `--vocab router` ask it. Without them a drafter scores frequent tokens and
+those of the context, and no router.
 
-- **Data:** {rows:,} places of {self.shards.tokens:,} tokens of text that the model wrote itself, up to {self.depths} drafts ahead. One
-  conversation in {HELD_OUT} was held out.
+- **Data:** {rows:,} places of {self.shards.tokens:,} tokens of text that the model wrote itself, up
+  to {self.depths} drafts ahead. One conversation in {HELD_OUT} was held out.
 
-On {held:,} held-out places, how often the model's likeliest token is scored, by the number of rows that list and clusters have together;
-"of rare": where it is neither among as many frequent tokens nor in the context:
+On {held:,} held-out places, how often the model's likeliest token is scored, by the number of rows
+that list and clusters have together; "of rare": where it is neither among as many frequent tokens
+nor in the context:
 
 | rows | list + context | router + context | list | clusters | router, of rare |
 | --- | --- | --- | --- | --- | --- |

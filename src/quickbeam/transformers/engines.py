@@ -1,4 +1,5 @@
-"""An engine of a model that is loaded already, kept with it for the next call. The model itself is left as it is."""
+"""An engine of a model that is loaded already, kept with it for the next call. The model itself is
+left as it is."""
 
 from __future__ import annotations
 
@@ -28,16 +29,23 @@ class Options(NamedTuple):
 
 
 class Loaded(LLM):
-    """An `LLM` around a model that is loaded already, which stays as it is: `model` is a copy of it that shares its weights."""
+    """An `LLM` around a model that is loaded already, which stays as it is: `model` is a copy of it
+    that shares its weights."""
 
     def __init__(self, model: PreTrainedModel, options: Options, tokenizer: Any) -> None:
         if options.fast and model.device.type == "cpu" and model.dtype is torch.bfloat16:
             library.prepare(lambda stage: None)
         self.folder = self.name = model.name_or_path or type(model).__name__
         self.method, self.budget, self.vocab, self.shortlist = "auto", None, None, None
-        self._progress, self._trusted, self._kv_memory, self._draft_weights = None, False, None, BFLOAT16
+        self._progress, self._trusted, self._kv_memory, self._draft_weights = (
+            None,
+            False,
+            None,
+            BFLOAT16,
+        )
         engine = Engine(Model(model, fast=options.fast, exact=options.exact))
-        self._take(engine, tokenizer, set(), options.drafter, options.fast)  # the call says what ends an answer
+        # the call says what ends an answer
+        self._take(engine, tokenizer, set(), options.drafter, options.fast)
 
 
 class Wordless:
@@ -59,12 +67,21 @@ _making = threading.Lock()
 
 
 def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
-    """The engine of a model, made where there is none for these options and for its weights as they are now."""
+    """The engine of a model, made where there is none for these options and for its weights as they
+    are now."""
     weights = [*model.parameters(), *model.buffers()]
-    if len(places := {weight.device for weight in weights}) > 1 or any(place.type == "meta" for place in places):
-        raise InvalidInput(f"the model lies on {', '.join(sorted(map(str, places)))}: quickbeam needs all of it on one device")
+    if len(places := {weight.device for weight in weights}) > 1 or any(
+        place.type == "meta" for place in places
+    ):
+        raise InvalidInput(
+            f"the model lies on {', '.join(sorted(map(str, places)))}: quickbeam "
+            "needs all of it on one device"
+        )
     # In-place changes raise a tensor's version, but for those through `.data`.
-    state = options, tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights)
+    state = (
+        options,
+        tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights),
+    )
     with _making:
         kept = _kept.get(model)
         if kept is None or kept.state != state:
@@ -83,5 +100,6 @@ def _tokenizer(model: PreTrainedModel, given: Any) -> Any:
         return AutoTokenizer.from_pretrained(model.name_or_path)
     except (OSError, ValueError) as error:
         raise InvalidInput(
-            f"no tokenizer in {model.name_or_path!r}: give quickbeam.transformers.generator(drafter=…, tokenizer=…)"
+            f"no tokenizer in {model.name_or_path!r}: give "
+            "quickbeam.transformers.generator(drafter=…, tokenizer=…)"
         ) from error

@@ -1,4 +1,5 @@
-"""The decoding loop. transformers prepares the call as it always does; this takes over where the first token would be computed."""
+"""The decoding loop. transformers prepares the call as it always does; this takes over where the
+first token would be computed."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from quickbeam.target.loading import refuse_unfit
 from quickbeam.transformers.engines import Options, engine_of
 from quickbeam.transformers.params import params_of
 
-HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}  # arguments of a forward; checked below
+# arguments of a forward; checked below
+HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 EXTRAS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -42,37 +44,64 @@ def generate(
     fast: bool = True,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """What `model.generate` gives, by speculative decoding. Not called by hand: `generate` of transformers calls it as `custom_generate`.
+    """What `model.generate` gives, by speculative decoding. Not called by hand: `generate` of
+    transformers calls it as `custom_generate`.
 
-    `method`, `budget`, `drafter`, `vocab`, `exact` and `fast` are those of `LLM`. They may be named in the call of `model.generate` or, as
-    may `tokenizer`, in `generator`. `tokenizer` is compared with that of a drafter that is a smaller model; None loads it from where the
-    model came from.
+    `method`, `budget`, `drafter`, `vocab`, `exact` and `fast` are those of `LLM`. They may be named
+    in the call of `model.generate` or, as may `tokenizer`, in `generator`. `tokenizer` is compared
+    with that of a drafter that is a smaller model; None loads it from where the model came from.
 
-    The engine is made of the model's own weights when the model first comes here, and kept with it. The model itself is left as it is. Its
-    weights are shared, but where products run on packed ones (`fast`), which are copies. Changed weights or another device are noticed, and
-    the engine is made anew. Above temperature 0 the seed of each row is drawn from torch's generator on the CPU, so that
-    `torch.manual_seed` makes the call repeatable, by every method with the same tokens.
+    The engine is made of the model's own weights when the model first comes here, and kept with it.
+    The model itself is left as it is. Its weights are shared, but where products run on packed ones
+    (`fast`), which are copies. Changed weights or another device are noticed, and the engine is
+    made anew. Above temperature 0 the seed of each row is drawn from torch's generator on the CPU,
+    so that `torch.manual_seed` makes the call repeatable, by every method with the same tokens.
 
-    Returns `[rows, prompt + answer]` ids, or with `return_dict_in_generate` an output that holds them as `sequences`. Raises `InvalidInput`
-    for what can't be done exactly.
+    Returns `[rows, prompt + answer]` ids, or with `return_dict_in_generate` an output that holds
+    them as `sequences`. Raises `InvalidInput` for what can't be done exactly.
     """
     streamer = streamer or _of_the_call("streamer")
-    _refuse(model, generation_config, synced_gpus or _of_the_call("synced_gpus"), _of_the_call("assistant_model"), model_kwargs)
+    _refuse(
+        model,
+        generation_config,
+        synced_gpus or _of_the_call("synced_gpus"),
+        _of_the_call("assistant_model"),
+        model_kwargs,
+    )
     prompts = _prompts(input_ids, model_kwargs)
-    wanted = params_of(logits_processor, stopping_criteria, generation_config, input_ids.shape[1], prompts)
+    wanted = params_of(
+        logits_processor, stopping_criteria, generation_config, input_ids.shape[1], prompts
+    )
     llm = engine_of(model, Options(drafter, exact, fast), tokenizer)
-    seeds = [None] * len(prompts) if wanted.greedy else torch.randint(2**62, (len(prompts),)).tolist()
+    seeds = (
+        [None] * len(prompts) if wanted.greedy else torch.randint(2**62, (len(prompts),)).tolist()
+    )
     streams = list[Stream]()
     try:
         for ids, seed in zip(prompts, seeds, strict=True):
-            streams.append(llm.stream(ids, replace(wanted, seed=seed), method=method, budget=budget, vocab=vocab))
-        sequences = _columns(llm.engine, streams, input_ids, stopping_criteria, generation_config._pad_token_tensor, streamer)
+            streams.append(
+                llm.stream(
+                    ids, replace(wanted, seed=seed), method=method, budget=budget, vocab=vocab
+                )
+            )
+        sequences = _columns(
+            llm.engine,
+            streams,
+            input_ids,
+            stopping_criteria,
+            generation_config._pad_token_tensor,
+            streamer,
+        )
     finally:
         for stream in streams:
             stream.close()
     if streamer is not None:
         streamer.end()
-    return GenerateDecoderOnlyOutput(sequences=sequences) if generation_config.return_dict_in_generate else sequences
+    return (
+        GenerateDecoderOnlyOutput(sequences=sequences)
+        if generation_config.return_dict_in_generate
+        else sequences
+    )
 
 
 def generator(
@@ -86,13 +115,23 @@ def generator(
     fast: bool = True,
 ) -> Callable[..., Any]:
     """`generate` with settings of its own, for `custom_generate`. See there."""
-    return partial(generate, method=method, budget=budget, drafter=drafter, vocab=vocab, tokenizer=tokenizer, exact=exact, fast=fast)
+    return partial(
+        generate,
+        method=method,
+        budget=budget,
+        drafter=drafter,
+        vocab=vocab,
+        tokenizer=tokenizer,
+        exact=exact,
+        fast=fast,
+    )
 
 
 def _of_the_call(name: str) -> Any:
     """An argument of the running `model.generate`.
 
-    transformers (5.17 to 5.23) passes these on to its own loops, but not to a callable: a streamer would hear of the prompt alone.
+    transformers (5.17 to 5.23) passes these on to its own loops, but not to a callable: a streamer
+    would hear of the prompt alone.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_code is not code:
@@ -102,60 +141,112 @@ def _of_the_call(name: str) -> Any:
     return frame.f_locals.get(name)
 
 
-def _refuse(model: PreTrainedModel, config: GenerationConfig, synced: bool, assistant: Any, kwargs: dict[str, Any]) -> None:
+def _refuse(
+    model: PreTrainedModel,
+    config: GenerationConfig,
+    synced: bool,
+    assistant: Any,
+    kwargs: dict[str, Any],
+) -> None:
     """Raise `InvalidInput` for what the call asks and this loop can't do."""
     mode = config.get_generation_mode(assistant)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise InvalidInput(
-            f"{mode.value}: quickbeam decodes greedily or samples; leave out what asks for it (num_beams, assistant_model, …)"
+            f"{mode.value}: quickbeam decodes greedily or samples; leave out what asks for it "
+            "(num_beams, assistant_model, …)"
         )
     if synced:
         raise InvalidInput("synced_gpus: quickbeam runs a model that is whole on one device")
     if config.cache_implementation == "quantized":
-        raise InvalidInput("cache_implementation='quantized': quickbeam keeps keys and values as the model computes them; leave it out")
-    if config.return_dict_in_generate and (asked := [name for name in EXTRAS if getattr(config, name)]):
-        raise InvalidInput(f"{asked[0]}=True: quickbeam gives sequences alone; leave it out, or use model.generate without custom_generate")
+        raise InvalidInput(
+            "cache_implementation='quantized': quickbeam keeps keys and values as "
+            "the model computes them; leave it out"
+        )
+    if config.return_dict_in_generate and (
+        asked := [name for name in EXTRAS if getattr(config, name)]
+    ):
+        raise InvalidInput(
+            f"{asked[0]}=True: quickbeam gives sequences alone; leave it out, or "
+            "use model.generate without custom_generate"
+        )
     if model.training:
-        raise InvalidInput("the model is in training mode, where dropout changes its answers: call model.eval() first")
+        raise InvalidInput(
+            "the model is in training mode, where dropout changes its answers: call "
+            "model.eval() first"
+        )
     if any(hasattr(module, "get_base_layer") for module in model.modules()):
-        raise InvalidInput("the model has adapters that are not merged: call merge_and_unload() of the peft model first")
+        raise InvalidInput(
+            "the model has adapters that are not merged: call merge_and_unload() of "
+            "the peft model first"
+        )
     refuse_unfit(type(model), model.config)
     for name, value in kwargs.items():
         if value is not None and name not in HARMLESS:
-            raise InvalidInput(f"{name}: quickbeam gives the model token ids and nothing else; leave it out")
+            raise InvalidInput(
+                f"{name}: quickbeam gives the model token ids and nothing else; leave it out"
+            )
 
 
 def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
-    """The rows without their padding on the left. Raises `InvalidInput` for other masks, and for positions and caches of one's own."""
+    """The rows without their padding on the left. Raises `InvalidInput` for other masks, and for
+    positions and caches of one's own."""
     if input_ids.dim() != 2 or not input_ids.shape[1]:
-        raise InvalidInput(f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings")
+        raise InvalidInput(
+            f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings"
+        )
     mask = kwargs.get("attention_mask")
     mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device).long()
-    if mask.shape != input_ids.shape or bool((mask.diff(dim=1) < 0).any()) or not bool(mask[:, -1].all()):
-        raise InvalidInput("attention_mask: must be zeros (padding), then ones, in each row; make the tokenizer with padding_side='left'")
+    if (
+        mask.shape != input_ids.shape
+        or bool((mask.diff(dim=1) < 0).any())
+        or not bool(mask[:, -1].all())
+    ):
+        raise InvalidInput(
+            "attention_mask: must be zeros (padding), then ones, in each row; make "
+            "the tokenizer with padding_side='left'"
+        )
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     given = kwargs.get("position_ids")
-    if given is not None and not bool(((given.to(positions.device) == positions) | (mask == 0)).all()):
-        raise InvalidInput("position_ids: quickbeam counts positions from the first token of a prompt; leave them out")
+    if given is not None and not bool(
+        ((given.to(positions.device) == positions) | (mask == 0)).all()
+    ):
+        raise InvalidInput(
+            "position_ids: quickbeam counts positions from the first token of a "
+            "prompt; leave them out"
+        )
     cache = kwargs.get("past_key_values")
     if cache is not None and getattr(cache, "_is_user_defined", False):
-        raise InvalidInput("past_key_values: quickbeam keeps its own keys and values, those of earlier prompts too; leave it out")
+        raise InvalidInput(
+            "past_key_values: quickbeam keeps its own keys and values, those of "
+            "earlier prompts too; leave it out"
+        )
     return [row[on.bool()].tolist() for row, on in zip(input_ids, mask, strict=True)]
 
 
 def _columns(
-    engine: Engine, streams: Sequence[Stream], ids: torch.Tensor, criteria: StoppingCriteriaList, pad: torch.Tensor | None, streamer: Any
+    engine: Engine,
+    streams: Sequence[Stream],
+    ids: torch.Tensor,
+    criteria: StoppingCriteriaList,
+    pad: torch.Tensor | None,
+    streamer: Any,
 ) -> torch.Tensor:
-    """All rows token by token, as `_sample` of transformers has them, criteria and streamer asked after each: `[rows, prompt + answer]`.
+    """All rows token by token, as `_sample` of transformers has them, criteria and streamer asked
+    after each: `[rows, prompt + answer]`.
 
-    Rows that are over get padding where an end-of-sequence token may end them. Where none can, they go on until all are over.
+    Rows that are over get padding where an end-of-sequence token may end them. Where none can, they
+    go on until all are over.
     """
     ends = any(hasattr(one, "eos_token_id") for one in criteria)
     going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
     while bool(going.any()):
         needed = [i for i, on in enumerate(going.tolist()) if on or not ends]
         _advance(engine, [streams[i] for i in needed], column)
-        tokens = torch.zeros(len(streams), dtype=ids.dtype) if pad is None else pad.to("cpu", ids.dtype).expand(len(streams)).clone()
+        tokens = (
+            torch.zeros(len(streams), dtype=ids.dtype)
+            if pad is None
+            else pad.to("cpu", ids.dtype).expand(len(streams)).clone()
+        )
         for i in needed:
             tokens[i] = streams[i].token_ids[column]
         ids = torch.cat([ids, tokens.to(ids.device)[:, None]], dim=1)
@@ -176,5 +267,7 @@ def _advance(engine: Engine, streams: Sequence[Stream], column: int) -> None:
         with engine.lock:
             while len(stream.token_ids) <= column:
                 if stream.over:
-                    raise stream.error or QuickbeamError("the answer was interrupted: the engine was closed")
+                    raise stream.error or QuickbeamError(
+                        "the answer was interrupted: the engine was closed"
+                    )
                 engine.step()

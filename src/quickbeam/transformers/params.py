@@ -1,4 +1,5 @@
-"""From what a call of transformers' `generate` asks to `SamplingParams`. What none of them stands for is refused by name, never ignored."""
+"""From what a call of transformers' `generate` asks to `SamplingParams`. What none of them stands
+for is refused by name, never ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from quickbeam.params import SamplingParams
 
 
 class Reader(NamedTuple):
-    """How a processor becomes parameters. `rank`: where it stands in the order in which `SamplingParams` are applied."""
+    """How a processor becomes parameters. `rank`: where it stands in the order in which
+    `SamplingParams` are applied."""
 
     rank: int
     read: Callable[[Any], dict[str, Any]]
@@ -23,19 +25,30 @@ class Reader(NamedTuple):
 
 def _biases(processor: Any) -> dict[str, Any]:
     if longer := [sequence for sequence in processor.sequence_bias if len(sequence) > 1]:
-        raise InvalidInput(f"{type(processor).__name__} of the sequence {list(longer[0])}: quickbeam takes single tokens alone")
-    return {"logit_bias": {sequence[0]: float(bias) for sequence, bias in processor.sequence_bias.items()}}
+        raise InvalidInput(
+            f"{type(processor).__name__} of the sequence {list(longer[0])}: "
+            "quickbeam takes single tokens alone"
+        )
+    return {
+        "logit_bias": {
+            sequence[0]: float(bias) for sequence, bias in processor.sequence_bias.items()
+        }
+    }
 
 
 READERS = {
     processing.SequenceBiasLogitsProcessor: Reader(0, _biases),
-    processing.RepetitionPenaltyLogitsProcessor: Reader(1, lambda one: {"repetition_penalty": one.penalty}),
+    processing.RepetitionPenaltyLogitsProcessor: Reader(
+        1, lambda one: {"repetition_penalty": one.penalty}
+    ),
     processing.NoBadWordsLogitsProcessor: Reader(2, _biases),
     processing.SuppressTokensLogitsProcessor: Reader(
         2, lambda one: {"logit_bias": dict.fromkeys(one.suppress_tokens.tolist(), -torch.inf)}
     ),
     processing.MinLengthLogitsProcessor: Reader(2, lambda one: {"min_length": one.min_length}),
-    processing.MinNewTokensLengthLogitsProcessor: Reader(2, lambda one: {"min_tokens": one.min_new_tokens}),
+    processing.MinNewTokensLengthLogitsProcessor: Reader(
+        2, lambda one: {"min_tokens": one.min_new_tokens}
+    ),
     processing.TemperatureLogitsWarper: Reader(3, lambda one: {"temperature": one.temperature}),
     processing.TopKLogitsWarper: Reader(4, lambda one: {"top_k": one.top_k}),
     processing.TopPLogitsWarper: Reader(5, lambda one: {"top_p": one.top_p}),
@@ -45,10 +58,20 @@ READERS = {
 
 
 def params_of(
-    processors: Sequence[Any], criteria: StoppingCriteriaList, config: GenerationConfig, width: int, prompts: Sequence[Sequence[int]]
+    processors: Sequence[Any],
+    criteria: StoppingCriteriaList,
+    config: GenerationConfig,
+    width: int,
+    prompts: Sequence[Sequence[int]],
 ) -> SamplingParams:
-    """The parameters of all rows. Raises `InvalidInput` naming the class of a processor that none of them stands for."""
-    ends = {int(end) for one in criteria if type(one) is EosTokenCriteria for end in one.eos_token_id.tolist()}
+    """The parameters of all rows. Raises `InvalidInput` naming the class of a processor that none
+    of them stands for."""
+    ends = {
+        int(end)
+        for one in criteria
+        if type(one) is EosTokenCriteria
+        for end in one.eos_token_id.tolist()
+    }
     padding = [width - len(prompt) for prompt in prompts]
     found, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
@@ -57,30 +80,53 @@ def params_of(
             known = ", ".join(kind.__name__ for kind in READERS)
             raise InvalidInput(f"logits processor {name}: not supported; known: {known}")
         if reader.rank < rank:
-            raise InvalidInput(f"logits processor {name}: quickbeam applies it before those that stand in front of it; put it first")
+            raise InvalidInput(
+                f"logits processor {name}: quickbeam applies it before those that "
+                "stand in front of it; put it first"
+            )
         rank = reader.rank
         said = reader.read(processor)
-        if getattr(processor, "min_tokens_to_keep", 1) > 1 or getattr(processor, "filter_value", -torch.inf) != -torch.inf:
-            raise InvalidInput(f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out")
+        if (
+            getattr(processor, "min_tokens_to_keep", 1) > 1
+            or getattr(processor, "filter_value", -torch.inf) != -torch.inf
+        ):
+            raise InvalidInput(
+                f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"
+            )
         if "repetition_penalty" in said and not _ignores(processor.prompt_ignore_length, padding):
             raise InvalidInput(
-                f"{name}: quickbeam counts all of a prompt, and no padding; leave prompt_ignore_length out"
-                + (", or give rows of one length, as this version of transformers counts padding" if any(padding) else "")
+                f"{name}: quickbeam counts all of a prompt, and no padding; leave "
+                "prompt_ignore_length out"
+                + (
+                    ", or give rows of one length, as this version of transformers counts padding"
+                    if any(padding)
+                    else ""
+                )
             )
-        if said.keys() & {"min_length", "min_tokens"} and set(processor.eos_token_id.tolist()) != ends:
-            raise InvalidInput(f"{name}: its eos_token_id is not the one that ends the answer ({sorted(ends)}); give both the same")
+        if (
+            said.keys() & {"min_length", "min_tokens"}
+            and set(processor.eos_token_id.tolist()) != ends
+        ):
+            raise InvalidInput(
+                f"{name}: its eos_token_id is not the one that ends the answer "
+                f"({sorted(ends)}); give both the same"
+            )
         if said.keys() & found.keys() - {"min_tokens"}:
             raise InvalidInput(f"logits processor {name}: it is there twice; leave one out")
         for token, bias in said.pop("logit_bias", {}).items():
             biases[token] = biases.get(token, 0.0) + bias
-        said["min_tokens"] = max(found.get("min_tokens", 0), said.get("min_tokens", 0), said.pop("min_length", 0) - width)
+        said["min_tokens"] = max(
+            found.get("min_tokens", 0), said.get("min_tokens", 0), said.pop("min_length", 0) - width
+        )
         found.update(said)
     found.setdefault("temperature", 1.0)
     if not config.do_sample:  # these leave the most probable token where it is
         found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     longest = (criteria.max_length or config.max_length) - width
     found["min_tokens"] = min(found.get("min_tokens", 0), longest)
-    return SamplingParams(max_tokens=longest, logit_bias=biases, stop_token_ids=sorted(ends), ignore_eos=True, **found)
+    return SamplingParams(
+        max_tokens=longest, logit_bias=biases, stop_token_ids=sorted(ends), ignore_eos=True, **found
+    )
 
 
 def _ignores(length: Any, padding: Sequence[int]) -> bool:

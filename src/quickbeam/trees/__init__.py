@@ -40,11 +40,15 @@ TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
 }
 
 
-def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None) -> TreePolicy:
-    """The policy of this name over new sources of these names; its `sources` are what a sequence begins with.
+def make_policy(
+    preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None
+) -> TreePolicy:
+    """The policy of this name over new sources of these names; its `sources` are what a sequence
+    begins with.
 
-    `drafter` is what the source "drafter" stands for. Raises `InvalidInput` for an unknown tree or source, for a source that the tree
-    can't use, for a tree left without one, and where a drafter is needed and not given.
+    `drafter` is what the source "drafter" stands for. Raises `InvalidInput` for an unknown tree or
+    source, for a source that the tree can't use, for a tree left without one, and where a drafter
+    is needed and not given.
     """
     if tree not in TREES:
         raise InvalidInput(f"unknown tree {tree!r}; known: {', '.join(TREES)}")
@@ -53,7 +57,10 @@ def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | Non
         if name not in known:
             raise InvalidInput(f"unknown source {name!r}; known: {', '.join(known)}")
         if name not in usable:
-            raise InvalidInput(f"tree {tree!r} can't use source {name!r}; give it {' or '.join(usable) or 'no sources'}")
+            raise InvalidInput(
+                f"tree {tree!r} can't use source {name!r}; give it "
+                f"{' or '.join(usable) or 'no sources'}"
+            )
     if usable and not preset_sources:
         raise InvalidInput(f"tree {tree!r} needs a source; give it {' or '.join(usable)}")
 
@@ -63,7 +70,13 @@ def make_policy(preset_sources: Sequence[str], tree: str, drafter: Drafter | Non
             raise InvalidInput(f"tree {tree!r} needs the source {DRAFTER!r}")
         if drafter is None:
             raise InvalidInput(f"tree {tree!r} drafts with a model: name one with --drafter")
-        return DRAFTED[tree](drafter) if tree in DRAFTED else Hybrid(drafter, ngram) if ngram else DySpec(drafter)
+        return (
+            DRAFTED[tree](drafter)
+            if tree in DRAFTED
+            else Hybrid(drafter, ngram)
+            if ngram
+            else DySpec(drafter)
+        )
     last_logits = LastLogits() if "last_logits" in preset_sources else None
     if tree == "chain" and ngram is not None:
         return PromptLookup(ngram)

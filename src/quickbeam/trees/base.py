@@ -15,26 +15,28 @@ def _nothing(tree: TokenTree, path: Sequence[int]) -> None:
 
 
 class Grown(NamedTuple):
-    """A draft tree with what its policy learns from it. `learn(tree, path)` is called with the verified tree, which may be only its first
-    nodes, and the accepted nodes, the root first. `truth`: accepted tokens for each token that `tree.value` expects; None where values are
-    no expectations."""
+    """A draft tree with what its policy learns from it. `learn(tree, path)` is called with the
+    verified tree, which may be only its first nodes, and the accepted nodes, the root first.
+    `truth`: accepted tokens for each token that `tree.value` expects; None where values are no
+    expectations."""
 
     tree: TokenTree
     learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
     truth: float | None = None
 
 
-# It yields requests to the drafter and is sent distributions, or None where the call is not worth its time; it ends with a tree.
+# It yields requests to the drafter and is sent distributions, or None where the call is not worth
+# its time; it ends with a tree.
 Growth = Generator[DraftRequest, Laws | None, Grown]
 
 
 class TreePolicy(ABC):
-    """Grows draft trees from the sources it was made with. What it learns is shared by all sequences; what belongs to one tree is kept in
-    the generator that grows it.
+    """Grows draft trees from the sources it was made with. What it learns is shared by all
+    sequences; what belongs to one tree is kept in the generator that grows it.
 
-    `nested`: the first m nodes of a tree are what a budget of m would have grown, or nearly (drawn nodes: have the same distribution).
-    `priced`: it uses the marginal costs of `Context.prices` where they are given (unless it draws children), and the budget is only an
-    upper bound.
+    `nested`: the first m nodes of a tree are what a budget of m would have grown, or nearly (drawn
+    nodes: have the same distribution). `priced`: it uses the marginal costs of `Context.prices`
+    where they are given (unless it draws children), and the budget is only an upper bound.
     """
 
     sources: Sequence[Source] = ()
@@ -42,13 +44,14 @@ class TreePolicy(ABC):
     priced = False
 
     def situation(self, context: Context) -> int:
-        """A rough class of how many tokens the next tree will give, 0 (few) to 4: budgets are learned separately for each
-        (`engine/budget.py`)."""
+        """A rough class of how many tokens the next tree will give, 0 (few) to 4: budgets are
+        learned separately for each (`engine/budget.py`)."""
         return 0
 
     @abstractmethod
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
-        """A tree rooted at `context.ids[-1]` of at most `budget` nodes, the root included, none deeper than `max_depth`.
+        """A tree rooted at `context.ids[-1]` of at most `budget` nodes, the root included, none
+        deeper than `max_depth`.
 
         Nodes are added in order of worth where the policy has one.
         """

@@ -12,8 +12,9 @@ from quickbeam.trees.perturbed import proposals
 
 
 class DraftedPolicy(TreePolicy):
-    """Grows from one drafter: its likeliest tokens, with the noise of their places, as deterministic proposals. With the residual rule
-    (`SamplingParams.coupling`), and if the policy supports it (`draws`), tokens drawn from the drafter's distributions instead."""
+    """Grows from one drafter: its likeliest tokens, with the noise of their places, as
+    deterministic proposals. With the residual rule (`SamplingParams.coupling`), and if the policy
+    supports it (`draws`), tokens drawn from the drafter's distributions instead."""
 
     draws = True
 
@@ -25,18 +26,27 @@ class DraftedPolicy(TreePolicy):
         return 3  # a drafter is right about 3 times in 4, wherever it is
 
     def ask(
-        self, context: Context, tree: TokenTree, nodes: Sequence[int], count: int, least: Sequence[float] | None = None
+        self,
+        context: Context,
+        tree: TokenTree,
+        nodes: Sequence[int],
+        count: int,
+        least: Sequence[float] | None = None,
     ) -> Generator[DraftRequest, Laws | None, list[Draws]]:
-        """The children that each of `nodes` may get: any number of draws, or `count` of the likeliest; `least`: for each node, the
-        probability down to which they are wanted."""
+        """The children that each of `nodes` may get: any number of draws, or `count` of the
+        likeliest; `least`: for each node, the probability down to which they are wanted."""
         laws = yield DraftRequest(context, tree, nodes)
         assert laws is not None
         if context.draws and self.draws:
             return drawn(laws, context.generator)
-        return ranked(proposals(context, laws, [tree.depth[node] for node in nodes], count, least), laws.forced)
+        return ranked(
+            proposals(context, laws, [tree.depth[node] for node in nodes], count, least),
+            laws.forced,
+        )
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
-        """Fill slot i of `node`; the new node, or `None` where the distribution gives no further token."""
+        """Fill slot i of `node`; the new node, or `None` where the distribution gives no further
+        token."""
         draw = draws.draw(i)
         if draw is None:
             return None

@@ -16,8 +16,12 @@ from quickbeam.trees.best_first import Candidate, Search, keep_worthwhile, open_
 from quickbeam.trees.drafted import DraftedPolicy
 from quickbeam.trees.draws import Draws
 
-PEAK = 0.6  # the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on our own questions, 0.33 at 1)
-FINDS = 2  # nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen on our own questions
+# the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on
+# our own questions, 0.33 at 1)
+PEAK = 0.6
+# nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen
+# on our own questions
+FINDS = 2
 
 
 class Slot(NamedTuple):
@@ -28,14 +32,17 @@ class Slot(NamedTuple):
 
 
 class Slots:
-    """The open slots of a growing `tree`, in a heap; `fill` grows the tree. Filling a slot opens its sibling's and its child's.
+    """The open slots of a growing `tree`, in a heap; `fill` grows the tree. Filling a slot opens
+    its sibling's and its child's.
 
-    A slot is worth the probability that it is reached, times the estimated acceptance rate of its token (`chances`), as far as that is
-    known before the token is drawn: that keeps sampling exact. `policy` asks its drafter. `drawn`: for each node, the rank and the
-    probability of its draw.
+    A slot is worth the probability that it is reached, times the estimated acceptance rate of its
+    token (`chances`), as far as that is known before the token is drawn: that keeps sampling exact.
+    `policy` asks its drafter. `drawn`: for each node, the rank and the probability of its draw.
     """
 
-    def __init__(self, policy: DraftedPolicy, context: Context, budget: int, max_depth: int, chances: Chances) -> None:
+    def __init__(
+        self, policy: DraftedPolicy, context: Context, budget: int, max_depth: int, chances: Chances
+    ) -> None:
         self.tree = TokenTree(context.ids[-1])
         self.drawn: dict[int, tuple[int, float]] = {}
         self._policy, self._context, self._chances = policy, context, chances
@@ -51,7 +58,8 @@ class Slots:
             _, _, node, _ = slot = self._heap[0]
             if node not in self._draws:
                 yield from self._ask()
-            elif node not in self._seen:  # its law is there: now it is known what its first draw is worth
+            # its law is there: now it is known what its first draw is worth
+            elif node not in self._seen:
                 self._seen.add(node)
                 heapreplace(self._heap, self._slot(-slot.missed, node, 0))
             else:
@@ -66,7 +74,8 @@ class Slots:
         heappush(self._heap, Slot(-reached * first, -reached, node, 0))
 
     def _ask(self) -> Generator[DraftRequest, Laws | None, None]:
-        """Ask for the nodes whose first draws are among the best of the heap, as many as there are nodes left to add."""
+        """Ask for the nodes whose first draws are among the best of the heap, as many as there are
+        nodes left to add."""
         free = self._budget - len(self.tree)
         best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws]
         due = list(dict.fromkeys(self._askable(node) for node in best))
@@ -75,7 +84,8 @@ class Slots:
             self._draws[node] = draws
 
     def _askable(self, node: int) -> int:
-        """The topmost node on the way to `node` that was not asked for: the drafter goes from parent to child."""
+        """The topmost node on the way to `node` that was not asked for: the drafter goes from
+        parent to child."""
         while node and self.tree.parent[node] not in self._draws:
             node = self.tree.parent[node]
         return node
@@ -105,13 +115,16 @@ class Slots:
 class Promises:
     """How many tokens are accepted for each one that trees expect: drafters are not calibrated.
 
-    A tree expects the sum of its nodes' estimated probabilities. `asked` is the summed probability of being reached of the nodes that the
-    drafter was called for. Both are compared with the tokens that were accepted, in fading sums.
+    A tree expects the sum of its nodes' estimated probabilities. `asked` is the summed probability
+    of being reached of the nodes that the drafter was called for. Both are compared with the tokens
+    that were accepted, in fading sums.
     """
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
     TRUST = 4.0  # trees that the first guess counts for
-    LEAST = 1e-3  # tokens that never fade: where nothing was promised for long, or nothing came, the quotient stays a number
+    # tokens that never fade: where nothing was promised for long, or nothing came, the quotient
+    # stays a number
+    LEAST = 1e-3
 
     def __init__(self) -> None:
         self._accepted, self._promised, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
@@ -127,7 +140,8 @@ class Promises:
         return self._accepted / self._asked
 
     def observe(self, accepted: int, promised: float, asked: float) -> None:
-        """Record a tree that expected `promised` tokens, with calls for nodes of summed probability `asked`."""
+        """Record a tree that expected `promised` tokens, with calls for nodes of summed probability
+        `asked`."""
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted
         self._promised = keep * self._promised + promised
@@ -135,27 +149,33 @@ class Promises:
 
 
 class DySpec(DraftedPolicy):
-    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of estimated acceptance rates. Where children are drawn
-    (`--coupling residual`), Alg. 1: a heap of open slots, the best of which is filled (`Slots`). Nodes stand in order of worth.
+    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of estimated
+    acceptance rates. Where children are drawn (`--coupling residual`), Alg. 1: a heap of open
+    slots, the best of which is filled (`Slots`). Nodes stand in order of worth.
 
-    DySpec assumes that acceptance probability equals draft probability (`acceptance.Printed`). For drawn children that makes trees too
-    wide: a rare draw is accepted often, by min(1, p / q), and its sibling, tried after a rejection, seldom. The defaults,
-    `acceptance.Measured` for draws and `acceptance.Likeliest` in the search, go by what was accepted. Slots are chosen by what is known
+    DySpec assumes that acceptance probability equals draft probability (`acceptance.Printed`). For
+    drawn children that makes trees too wide: a rare draw is accepted often, by min(1, p / q), and
+    its sibling, tried after a rejection, seldom. The defaults, `acceptance.Measured` for draws and
+    `acceptance.Likeliest` in the search, go by what was accepted. Slots are chosen by what is known
     before their tokens are drawn: that keeps sampling exact.
 
-    The paper calls the drafter once for each node. Here it is asked for several nodes at once, about as often as the tree is deep. A
-    distribution that arrives early changes nothing of the tree, since it is not looked at before its turn.
+    The paper calls the drafter once for each node. Here it is asked for several nodes at once,
+    about as often as the tree is deep. A distribution that arrives early changes nothing of the
+    tree, since it is not looked at before its turn.
 
-    - Alg. 1: when the best slot belongs to a node without a distribution, the drafter is asked for the nodes whose first slots are among
-      the best of the heap, as many as there are nodes left to add. Until a node has its distribution, its first slot counts with the usual
-      largest probability, `PEAK`.
-    - Best-first: of the likeliest paths found so far, as many as fit the budget, the drafter is asked for those that have no distribution
-      yet, have `HOPE` of a child among them, and are at least `FRACTION` as likely as the best of these, until there is none. So few of the
-      likeliest paths are missed: those below a path that barely got in.
+    - Alg. 1: when the best slot belongs to a node without a distribution, the drafter is asked for
+      the nodes whose first slots are among the best of the heap, as many as there are nodes left to
+      add. Until a node has its distribution, its first slot counts with the usual largest
+      probability, `PEAK`.
+    - Best-first: of the likeliest paths found so far, as many as fit the budget, the drafter is
+      asked for those that have no distribution yet, have `HOPE` of a child among them, and are at
+      least `FRACTION` as likely as the best of these, until there is none. So few of the likeliest
+      paths are missed: those below a path that barely got in.
 
-    The paper's budget is a number of nodes. With `Context.prices` the tree of the search ends where the next likeliest path is expected to
-    give fewer tokens than the marginal cost of a node, and no call is made for nodes that are expected to give fewer than a call costs
-    (`Promises` corrects the expectation).
+    The paper's budget is a number of nodes. With `Context.prices` the tree of the search ends where
+    the next likeliest path is expected to give fewer tokens than the marginal cost of a node, and
+    no call is made for nodes that are expected to give fewer than a call costs (`Promises` corrects
+    the expectation).
     """
 
     priced = True
@@ -197,14 +217,17 @@ class DySpec(DraftedPolicy):
         return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
 
     def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
-        """Expected tokens from asking about `due`, less the marginal cost of the nodes that it adds."""
+        """Expected tokens from asking about `due`, less the marginal cost of the nodes that it
+        adds."""
         gain, price = self.promises.gain, FINDS * self.promises.truth * -search.worst
         return sum(max(0.0, search.worth(one) * gain - price) for one in due)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
         return Search(self, context, size, self.likeliest)
 
-    def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
+    def _learn(
+        self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0
+    ) -> None:
         """From a tree of deterministic children."""
         said = search.said()
         for node, accepted in zip_longest(path, path[1:]):
@@ -212,11 +235,15 @@ class DySpec(DraftedPolicy):
                 if child in said:
                     self.likeliest.observe(*said[child], child == accepted)
         if asked:
-            promised = sum(tree.value[node] for node in self._asked_for(search, tree, range(1, len(tree))))  # by what was verified of it
+            # by what was verified of it
+            promised = sum(
+                tree.value[node] for node in self._asked_for(search, tree, range(1, len(tree)))
+            )
             self.promises.observe(len(self._asked_for(search, tree, path[1:])), promised, asked)
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
-        """From a tree of drawn children; verification never reached the siblings after the accepted one."""
+        """From a tree of drawn children; verification never reached the siblings after the accepted
+        one."""
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
                 if child in slots.drawn:

@@ -1,4 +1,5 @@
-"""DySpec's threshold tree (2410.11744, Alg. 2): layer by layer, every slot that is likely enough to be reached."""
+"""DySpec's threshold tree (2410.11744, Alg. 2): layer by layer, every slot that is likely enough to
+be reached."""
 
 from __future__ import annotations
 
@@ -14,17 +15,21 @@ from quickbeam.trees.wide import ROUNDING
 
 
 class Threshold(DraftedPolicy):
-    """Fill all slots worth `threshold` or more (`None`: 1 / budget), layer by layer, with one call of the drafter a layer.
+    """Fill all slots worth `threshold` or more (`None`: 1 / budget), layer by layer, with one call
+    of the drafter a layer.
 
-    A drawn slot is worth the probability that it is reached, a deterministic child the product of probabilities down to its own token.
-    Where the budget ends within a layer, its best slots are filled and drawing stops. Nodes stand layer by layer, in order of worth.
+    A drawn slot is worth the probability that it is reached, a deterministic child the product of
+    probabilities down to its own token. Where the budget ends within a layer, its best slots are
+    filled and drawing stops. Nodes stand layer by layer, in order of worth.
 
     Raises `InvalidInput` for a threshold outside (0, 1].
     """
 
     def __init__(self, drafter: Drafter, threshold: float | None = None) -> None:
         if threshold is not None and not 0 < threshold <= 1:
-            raise InvalidInput(f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget")
+            raise InvalidInput(
+                f"threshold={threshold}: must be above 0 and at most 1, or None for 1 / budget"
+            )
         super().__init__(drafter)
         self.threshold = threshold
         self.nested = threshold is not None
@@ -34,7 +39,9 @@ class Threshold(DraftedPolicy):
         least = self.threshold or 1 / budget
         layer, depth = [0], 0
         while layer and depth < max_depth and (free := budget - len(tree)) > 0:
-            found = yield from self.ask(context, tree, layer, free, [ROUNDING * least / tree.value[node] for node in layer])
+            found = yield from self.ask(
+                context, tree, layer, free, [ROUNDING * least / tree.value[node] for node in layer]
+            )
             slots = [
                 (-worth, node, i, draws)
                 for node, draws in zip(layer, found, strict=True)
@@ -49,7 +56,8 @@ class Threshold(DraftedPolicy):
 
 
 def worths(draws: Draws, reached: float, least: float, most: int) -> list[float]:
-    """The worths from `least` up, `most` at most, of the slots of a node that is reached with probability `reached`."""
+    """The worths from `least` up, `most` at most, of the slots of a node that is reached with
+    probability `reached`."""
     found: list[float] = []
     for i in count():
         worth = reached * draws.worth(i)

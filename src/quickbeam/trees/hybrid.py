@@ -1,4 +1,5 @@
-"""One tree from n-grams of the text and from a drafter. Both compete in one search, scored by past acceptance."""
+"""One tree from n-grams of the text and from a drafter. Both compete in one search, scored by past
+acceptance."""
 
 from __future__ import annotations
 
@@ -12,15 +13,18 @@ from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.wide import Row
 
 LONGEST = 16  # tokens of a continuation at most
-WIDE = 128  # where a tree may have more nodes, a pass is so dear that calls of the drafter are little beside it: then
+# where a tree may have more nodes, a pass is so dear that calls of the drafter are little beside
+# it: then
+WIDE = 128
 FARTHER = 128  # the text's own continuation is longer, and the drafter is asked along it
 LONG = 8  # tokens of repetition that make another situation: much comes true, without a call
 SURE = 2  # tokens that a guessed path must have in common with the text to be continued from it
 
 
 class Repeats:
-    """Acceptance rates of n-gram continuations, by the number of tokens that the text has been repeating itself for: at first a guess, 0.25
-    to 0.9 as in `Expected.prior`, then corrected by what was accepted."""
+    """Acceptance rates of n-gram continuations, by the number of tokens that the text has been
+    repeating itself for: at first a guess, 0.25 to 0.9 as in `Expected.prior`, then corrected by
+    what was accepted."""
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
     TRUST = 8.0  # observations that these count for
@@ -47,22 +51,41 @@ class Repeats:
 class HybridSearch(Search):
     """A search that includes n-gram continuations: paths that cost no call of the drafter.
 
-    Where the drafter is asked about a node that has a continuation, the two proposals of one token are one child with probability 1 - (1 -
-    q)(1 - a), q being the drafter's acceptance rate and a the continuation's; the drafter's other tokens share the rest.
+    Where the drafter is asked about a node that has a continuation, the two proposals of one token
+    are one child with probability 1 - (1 - q)(1 - a), q being the drafter's acceptance rate and a
+    the continuation's; the drafter's other tokens share the rest.
     """
 
-    def __init__(self, policy: DySpec, context: Context, size: int, max_depth: int, ngram: NgramIndex, repeats: Repeats) -> None:
+    def __init__(
+        self,
+        policy: DySpec,
+        context: Context,
+        size: int,
+        max_depth: int,
+        ngram: NgramIndex,
+        repeats: Repeats,
+    ) -> None:
         super().__init__(policy, context, size, policy.likeliest)
         if context.prices is not None:
             self.floor = context.prices.node(1) / policy.promises.truth
-        self.lengths: dict[int, int] = {}  # by number of a continuation's candidate: tokens of repetition before it
+        # by number of a continuation's candidate: tokens of repetition before it
+        self.lengths: dict[int, int] = {}
         self.chances: dict[int, float] = {}  # by number of its parent: that it is right
-        self._chains: dict[int, list[Candidate]] = {}  # by number of the parent: the candidate and those that continue it
-        self._ngram, self._repeats, self._max_depth, self.wide = ngram, repeats, max_depth, size > WIDE
-        self._matched = {0}  # by number: candidates whose continuation was looked for, or that are one
+        # by number of the parent: the candidate and those that continue it
+        self._chains: dict[int, list[Candidate]] = {}
+        self._ngram, self._repeats, self._max_depth, self.wide = (
+            ngram,
+            repeats,
+            max_depth,
+            size > WIDE,
+        )
+        # by number: candidates whose continuation was looked for, or that are one
+        self._matched = {0}
         if match := ngram.match(self._tail(self.root)):
             longest = FARTHER if self.wide else LONGEST
-            self._continue(self.root, ngram.continuation(match, longest), ngram.extent(match, LONGEST))
+            self._continue(
+                self.root, ngram.continuation(match, longest), ngram.extent(match, LONGEST)
+            )
 
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
@@ -88,10 +111,17 @@ class HybridSearch(Search):
 
     @property
     def repeating(self) -> dict[int, int]:
-        """For each node of the finished tree that continues the text: for how many tokens the text repeats itself before it."""
-        return {self.place[number]: length for number, length in self.lengths.items() if number in self.place}
+        """For each node of the finished tree that continues the text: for how many tokens the text
+        repeats itself before it."""
+        return {
+            self.place[number]: length
+            for number, length in self.lengths.items()
+            if number in self.place
+        }
 
-    def take(self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None) -> None:
+    def take(
+        self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None
+    ) -> None:
         chain = self._continued(one)
         if not chain:
             return super().take(one, row, worst)
@@ -104,7 +134,10 @@ class HybridSearch(Search):
             said = min(self._chances.child(rank, probabilities[rank]), 1 - 1e-6)
         both = 1 - (1 - said) * (1 - repeats)
         below = {candidate.number for candidate in chain}
-        self.best = [found._replace(cost=found.cost * both / repeats) if found.number in below else found for found in self.best]
+        self.best = [
+            found._replace(cost=found.cost * both / repeats) if found.number in below else found
+            for found in self.best
+        ]
         super().take(one, row, worst, (1 - both) / (1 - said), known)
 
     def _tail(self, one: Candidate) -> tuple[int, ...]:
@@ -115,12 +148,17 @@ class HybridSearch(Search):
     def _continued(self, one: Candidate) -> list[Candidate]:
         """The continuation below `one`, where it is still among the best."""
         chain = self._chains.get(one.number, [])
-        return chain if chain and any(found.number == chain[0].number for found in self.best) else []
+        return (
+            chain if chain and any(found.number == chain[0].number for found in self.best) else []
+        )
 
     def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
-        """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may get in."""
+        """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may
+        get in."""
         worst, chain, above = self.worst, list[Candidate](), one
-        for i, token in enumerate(self._context.within(one.path, tokens[: self._max_depth - one.depth])):
+        for i, token in enumerate(
+            self._context.within(one.path, tokens[: self._max_depth - one.depth])
+        ):
             forced = self._context.forced(above.path) == token
             chance = 1.0 if forced else self._repeats.chance(length + i)
             if above.cost * chance >= worst:
@@ -137,9 +175,9 @@ class HybridSearch(Search):
 
 
 class Hybrid(DySpec):
-    """`DySpec`'s search with n-gram continuations of the text as further paths (the source of prompt lookup and LogitSpec 2507.01449, §3;
-    merging by calibrated value is ours). They cost nodes but no call: where the text repeats itself for long, the drafter is not asked at
-    all."""
+    """`DySpec`'s search with n-gram continuations of the text as further paths (the source of
+    prompt lookup and LogitSpec 2507.01449, §3; merging by calibrated value is ours). They cost
+    nodes but no call: where the text repeats itself for long, the drafter is not asked at all."""
 
     draws = False
 
@@ -154,20 +192,27 @@ class Hybrid(DySpec):
         return 4 if match and index.extent(match, LONG) == LONG else super().situation(context)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
-        return HybridSearch(self, context, size, max_depth, context.states[Ngram.name], self.repeats)
+        return HybridSearch(
+            self, context, size, max_depth, context.states[Ngram.name], self.repeats
+        )
 
     def _asked_for(self, search: Search, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
         assert isinstance(search, HybridSearch)
         return list(nodes) if search.wide else super()._asked_for(search, tree, nodes)
 
-    def _learn(self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0) -> None:
+    def _learn(
+        self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0
+    ) -> None:
         assert isinstance(search, HybridSearch)
         _observe(self.repeats, search.repeating, tree, path)
         super()._learn(search, tree, path, asked)
 
 
-def _observe(repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]) -> None:
-    """Record whether the nodes that continue the text were accepted. `lengths`: for how long it repeated itself before each."""
+def _observe(
+    repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]
+) -> None:
+    """Record whether the nodes that continue the text were accepted. `lengths`: for how long it
+    repeated itself before each."""
     for node, following in zip(path, [*path[1:], None], strict=True):
         for child in tree.children[node].values():
             if child in lengths:

@@ -1,4 +1,5 @@
-"""Sequoia's tree (2402.12374, §3.1): the best static shape for how often an i-th child is accepted, found by dynamic programming."""
+"""Sequoia's tree (2402.12374, §3.1): the best static shape for how often an i-th child is accepted,
+found by dynamic programming."""
 
 from __future__ import annotations
 
@@ -15,31 +16,39 @@ from quickbeam.trees.drafted import DraftedPolicy
 
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
 
-# How often the i-th child is accepted where nothing was measured: the first 6 times in 10; the chance that all of the first k are
-# rejected then falls as a power of k, as Sequoia's analysis assumes.
+# How often the i-th child is accepted where nothing was measured: the first 6 times in 10; the
+# chance that all of the first k are rejected then falls as a power of k, as Sequoia's analysis
+# assumes.
 GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
 
 
 class Shapes:
-    """The best shapes of up to `nodes` nodes for `acceptance`: the probability that a reached node's i-th child is accepted.
+    """The best shapes of up to `nodes` nodes for `acceptance`: the probability that a reached
+    node's i-th child is accepted.
 
-    A node is reached with the product of these along its path, and F, the sum over all nodes, is the number of tokens a step emits. A
-    tree of depth at most d whose root has b children is one with b - 1, joined by a b-th child's tree of depth at most d - 1:
+    A node is reached with the product of these along its path, and F, the sum over all nodes, is
+    the number of tokens a step emits. A tree of depth at most d whose root has b children is one
+    with b - 1, joined by a b-th child's tree of depth at most d - 1:
 
-        T(n, d, b) = max over m of T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1, b')
+        T(n, d, b) = max over m of T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1,
+        b')
     """
 
     def __init__(self, acceptance: Sequence[float], nodes: int) -> None:
-        self._best = [np.ones(nodes + 1)]  # by depth, then by nodes, the root included: F of the best tree
+        # by depth, then by nodes, the root included: F of the best tree
+        self._best = [np.ones(nodes + 1)]
         self._width = [np.zeros(nodes + 1, dtype=int)]  # children of its root
-        self._share: list[list[np.ndarray]] = [[]]  # by depth, child and nodes shared among the first children: what the last of them gets
+        # by depth, child and nodes shared among the first children: what the last of them gets
+        self._share: list[list[np.ndarray]] = [[]]
         size = np.arange(nodes + 1)
         rest = size[:, None] - size[None, :]
         possible = (rest >= 0) & (size[None, :] > 0)
         while len(self._best) < nodes:
             tables, shares = [np.zeros(nodes + 1)], list[np.ndarray]()
             for chance in acceptance:
-                value = np.where(possible, tables[-1][rest] + chance * self._best[-1][None, :], -np.inf)
+                value = np.where(
+                    possible, tables[-1][rest] + chance * self._best[-1][None, :], -np.inf
+                )
                 shares.append(value.argmax(1))
                 tables.append(value.max(1))
             below = np.stack(tables)[:, :-1]
@@ -70,11 +79,13 @@ class Shapes:
 
 
 class Sequoia(DraftedPolicy):
-    """Fill the best shape of the budget, layer by layer, whatever the laws say: one call of the drafter a layer.
+    """Fill the best shape of the budget, layer by layer, whatever the laws say: one call of the
+    drafter a layer.
 
-    `acceptance` is the probability that a reached node's i-th child is accepted, measured beforehand as the paper does. Without it, a
-    generic one is corrected by what verification accepts, and the shape found anew each time as much again was seen. So the shape
-    depends on earlier answers; the distribution of the output doesn't.
+    `acceptance` is the probability that a reached node's i-th child is accepted, measured
+    beforehand as the paper does. Without it, a generic one is corrected by what verification
+    accepts, and the shape found anew each time as much again was seen. So the shape depends on
+    earlier answers; the distribution of the output doesn't.
 
     Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """
@@ -83,8 +94,13 @@ class Sequoia(DraftedPolicy):
     TRUST = 16  # nodes that the generic vector counts for against those observed
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
-        if acceptance is not None and not (len(acceptance) and all(0 <= chance <= 1 for chance in acceptance)):
-            raise InvalidInput(f"acceptance={list(acceptance)}: must be at least one probability, of the first child, the second and so on")
+        if acceptance is not None and not (
+            len(acceptance) and all(0 <= chance <= 1 for chance in acceptance)
+        ):
+            raise InvalidInput(
+                f"acceptance={list(acceptance)}: must be at least one probability, "
+                "of the first child, the second and so on"
+            )
         super().__init__(drafter)
         self.acceptance = tuple(acceptance or GENERIC)
         self._learns = acceptance is None
@@ -98,10 +114,16 @@ class Sequoia(DraftedPolicy):
         if self._shapes is None or budget > self._nodes:
             self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
         shape = self._shapes.shape(budget, max_depth)
-        tree, place = TokenTree(context.ids[-1]), {0: 0}  # place: the nodes of the shape that are there
+        # place: the nodes of the shape that are there
+        tree, place = TokenTree(context.ids[-1]), {0: 0}
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
-            found = yield from self.ask(context, tree, [place[spot] for spot in parents], max(len(shape[spot]) for spot in parents))
+            found = yield from self.ask(
+                context,
+                tree,
+                [place[spot] for spot in parents],
+                max(len(shape[spot]) for spot in parents),
+            )
             for spot, draws in zip(parents, found, strict=True):
                 for i, child in enumerate(shape[spot]):
                     if (node := self.add(tree, place[spot], draws, i)) is None:
@@ -122,5 +144,8 @@ class Sequoia(DraftedPolicy):
                 self._accepted[i] += child == accepted
         if self._tried[0] >= self._due:
             self._due *= 2
-            self.acceptance = tuple(accepted / tried for accepted, tried in zip(self._accepted, self._tried, strict=True))
+            self.acceptance = tuple(
+                accepted / tried
+                for accepted, tried in zip(self._accepted, self._tried, strict=True)
+            )
             self._shapes = None

@@ -10,10 +10,12 @@ from quickbeam.trees.drafted import DraftedPolicy
 
 
 class Branches(DraftedPolicy):
-    """`count` branches that part at the root and grow a token each with every call of the drafter, until the budget is spent.
+    """`count` branches that part at the root and grow a token each with every call of the drafter,
+    until the budget is spent.
 
-    One branch is plain speculative decoding (2211.17192, 2302.01318); several are SpecInfer (2305.09781) as DySpec and Sequoia compare
-    with it. First tokens are drawn without replacement, so that no two branches are the same. Nodes stand layer by layer.
+    One branch is plain speculative decoding (2211.17192, 2302.01318); several are SpecInfer
+    (2305.09781) as DySpec and Sequoia compare with it. First tokens are drawn without replacement,
+    so that no two branches are the same. Nodes stand layer by layer.
 
     Raises `InvalidInput` for a count below 1.
     """
@@ -33,6 +35,10 @@ class Branches(DraftedPolicy):
             if not tips:
                 break
             found = yield from self.ask(context, tree, tips, width)
-            nodes = [self.add(tree, tip, draws, i) for tip, draws in zip(tips, found, strict=True) for i in range(width)]
+            nodes = [
+                self.add(tree, tip, draws, i)
+                for tip, draws in zip(tips, found, strict=True)
+                for i in range(width)
+            ]
             tips, width = [node for node in nodes if node is not None], 1
         return Grown(tree)

@@ -1,4 +1,5 @@
-"""The page that the server shows at `/`: one HTML file, and the Content-Security-Policy that lets it run and nothing else."""
+"""The page that the server shows at `/`: one HTML file, and the Content-Security-Policy that lets
+it run and nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +14,9 @@ INLINE = r"<{0}>(.*?)</{0}>"  # the file's style and script elements carry no at
 
 @cache
 def page() -> tuple[bytes, str]:
-    """The HTML, in UTF-8, and the value of its Content-Security-Policy header. Scripts and styles run only as they are in the file (by
-    their hashes); connections go to this server only; nothing else is loaded, and no other site may frame the page."""
+    """The HTML, in UTF-8, and the value of its Content-Security-Policy header. Scripts and styles
+    run only as they are in the file (by their hashes); connections go to this server only; nothing
+    else is loaded, and no other site may frame the page."""
     html = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     rules = {
         "default-src": "'none'",
@@ -32,4 +34,6 @@ def page() -> tuple[bytes, str]:
 def _hashes(element: str, html: str) -> str:
     """The CSP sources of what all elements of this kind hold."""
     contents = re.findall(INLINE.format(element), html, re.DOTALL)
-    return " ".join(f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'" for content in contents)
+    return " ".join(
+        f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'" for content in contents
+    )

@@ -1,10 +1,13 @@
-"""Compiles the kernels: one shared library an instruction set, named after a hash of all that went into it.
+"""Compiles the kernels: one shared library an instruction set, named after a hash of all that went
+into it.
 
-`python -m quickbeam.target.native.build` compiles what this machine runs, `… build avx2` what is named, `… build --all` every set. The
-libraries are kept in the cache folder; a wheel may bring its own. They need neither PyTorch's headers nor its version: they have a C
-interface, and their OpenMP symbols are found in the runtime that PyTorch has loaded, whose threads they share.
+`python -m quickbeam.target.native.build` compiles what this machine runs, `… build avx2` what is
+named, `… build --all` every set. The libraries are kept in the cache folder; a wheel may bring its
+own. They need neither PyTorch's headers nor its version: they have a C interface, and their OpenMP
+symbols are found in the runtime that PyTorch has loaded, whose threads they share.
 
-Imports the standard library alone: the build of a wheel loads this file by itself (`hatch_build.py`).
+Imports the standard library alone: the build of a wheel loads this file by itself
+(`hatch_build.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +25,15 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 SHIPPED = HERE / "lib"  # what a wheel carries
-FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-Wno-maybe-uninitialized")
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fopenmp",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wno-maybe-uninitialized",
+)
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = ("-DQB_VNNI", "-mavx512vnni")  # products of bytes
 SETS: dict[str, tuple[str, ...]] = {  # best first; how to compile each
@@ -33,7 +44,8 @@ SETS: dict[str, tuple[str, ...]] = {  # best first; how to compile each
     "avx2": ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-EMULATED = "amx-emulated"  # AMX's way with its instructions in plain C++: for tests on machines without AMX
+# AMX's way with its instructions in plain C++: for tests on machines without AMX
+EMULATED = "amx-emulated"
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 NEEDS = {  # flags in /proc/cpuinfo
     "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
@@ -63,11 +75,14 @@ def runs(name: str) -> bool:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    return NEEDS[name] <= set(next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split())
+    return NEEDS[name] <= set(
+        next((line.partition(":")[2] for line in lines if line.startswith("flags")), "").split()
+    )
 
 
 def machine_sets() -> list[str]:
-    """Instruction sets that this machine runs, best first; none where the platform is not one that kernels are built for."""
+    """Instruction sets that this machine runs, best first; none where the platform is not one that
+    kernels are built for."""
     return [name for name in SETS if runs(name)]
 
 
@@ -76,7 +91,11 @@ def sources() -> list[Path]:
 
 
 def flags_of(name: str) -> tuple[str, ...]:
-    return (*SETS["amx"][:1], "-DQB_AMX_EMULATED", *SETS["avx512bf16"][1:]) if name == EMULATED else SETS[name]
+    return (
+        (*SETS["amx"][:1], "-DQB_AMX_EMULATED", *SETS["avx512bf16"][1:])
+        if name == EMULATED
+        else SETS[name]
+    )
 
 
 def digest(name: str, extra: Sequence[str] = ()) -> str:
@@ -88,7 +107,8 @@ def digest(name: str, extra: Sequence[str] = ()) -> str:
 
 
 def file_name(name: str) -> str:
-    """Of an instruction set's library. It holds the digest, so that a library never stands in for newer sources."""
+    """Of an instruction set's library. It holds the digest, so that a library never stands in for
+    newer sources."""
     return f"{name}-{digest(name)}.so"
 
 
@@ -101,7 +121,8 @@ def cached(name: str) -> Path:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: the one that CXX names, else the first that is there. None where there is none."""
+    """The C++ compiler's command: the one that CXX names, else the first that is there. None where
+    there is none."""
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
     return next(([found] for found in ("g++", "c++", "clang++") if shutil.which(found)), None)
@@ -114,7 +135,8 @@ def no_compiler() -> CannotBuild:
 
 
 def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
-    """Compile the kernels for an instruction set. Raises `CannotBuild` where there is no compiler, or it fails."""
+    """Compile the kernels for an instruction set. Raises `CannotBuild` where there is no compiler,
+    or it fails."""
     command = compiler()
     if command is None:
         raise no_compiler()
@@ -123,7 +145,16 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
         # Linked without -fopenmp: a second OpenMP runtime would bring threads of its own.
         for step in (
-            [*command, *FLAGS, *flags_of(name), *extra, "-c", str(HERE / "program.cpp"), "-o", str(part)],
+            [
+                *command,
+                *FLAGS,
+                *flags_of(name),
+                *extra,
+                "-c",
+                str(HERE / "program.cpp"),
+                "-o",
+                str(part),
+            ],
             [*command, "-shared", *extra, str(part), "-o", str(result)],
         ):
             try:
@@ -131,13 +162,17 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
             except OSError as error:
                 raise CannotBuild(f"{command[0]} can't be run: {error.strerror}") from error
             if done.returncode:
-                reason = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[:200])
+                reason = next(
+                    (line for line in done.stderr.splitlines() if "error" in line),
+                    done.stderr.strip()[:200],
+                )
                 raise CannotBuild(f"{command[0]} failed: {reason}")
         os.replace(result, path)
 
 
 def build(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
-    """The library of an instruction set, compiled where it is not there yet. Raises `CannotBuild`."""
+    """The library of an instruction set, compiled where it is not there yet. Raises
+    `CannotBuild`."""
     path = cached(name)
     if path.is_file():
         return path
@@ -149,8 +184,11 @@ def build(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
     return path
 
 
-def build_all(names: Sequence[str], make: Callable[[str], Path] = build) -> dict[str, Path | CannotBuild]:
-    """The libraries of several instruction sets, or why there is none, compiled side by side on all cores."""
+def build_all(
+    names: Sequence[str], make: Callable[[str], Path] = build
+) -> dict[str, Path | CannotBuild]:
+    """The libraries of several instruction sets, or why there is none, compiled side by side on all
+    cores."""
 
     def attempt(name: str) -> Path | CannotBuild:
         try:
@@ -163,13 +201,19 @@ def build_all(names: Sequence[str], make: Callable[[str], Path] = build) -> dict
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build, and say in a few lines what is where. The exit code: 2 for a name that is not known, 1 where what was named can't be built."""
+    """Build, and say in a few lines what is where. The exit code: 2 for a name that is not known, 1
+    where what was named can't be built."""
     known = [*SETS, EMULATED]
     if unknown := [name for name in arguments if name not in (*known, "--all")]:
-        print(f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all", file=sys.stderr)
+        print(
+            f"error: unknown instruction set {unknown[0]!r}; known: {', '.join(known)}, or --all",
+            file=sys.stderr,
+        )
         return 2
     if not has_kernels():
-        print("kernels: none for this platform (Linux on x86-64 has them); quickbeam uses PyTorch's")
+        print(
+            "kernels: none for this platform (Linux on x86-64 has them); quickbeam uses PyTorch's"
+        )
         return int(bool(arguments))
     names = list(SETS) if "--all" in arguments else list(dict.fromkeys(arguments)) or machine_sets()
     missing = [name for name in names if not cached(name).is_file()]
@@ -178,8 +222,13 @@ def main(arguments: Sequence[str]) -> int:
     results = build_all(names)
     built = [(name, path) for name, path in results.items() if isinstance(path, Path)]
     for folder in dict.fromkeys(path.parent for _, path in built):
-        print(f"kernels: {', '.join(name for name, path in built if path.parent == folder)} in {folder}")
-    reasons = {name: str(result) for name, result in results.items() if isinstance(result, CannotBuild)}
+        print(
+            f"kernels: {', '.join(name for name, path in built if path.parent == folder)} in "
+            f"{folder}"
+        )
+    reasons = {
+        name: str(result) for name, result in results.items() if isinstance(result, CannotBuild)
+    }
     for reason in dict.fromkeys(reasons.values()):
         failed = ", ".join(name for name in reasons if reasons[name] == reason)
         instead = "" if built else "; quickbeam uses PyTorch's"

@@ -1,7 +1,9 @@
-"""Which kernels a process asks for, by its environment, and what it will get. Imports no PyTorch, compiles and loads nothing.
+"""Which kernels a process asks for, by its environment, and what it will get. Imports no PyTorch,
+compiles and loads nothing.
 
-`QUICKBEAM_KERNELS`: `auto` (the default: native kernels where they can be had), `native` (an error where they can't), `eager` (PyTorch's).
-`QUICKBEAM_ISA`: an instruction set of `build.SETS` instead of the machine's best.
+`QUICKBEAM_KERNELS`: `auto` (the default: native kernels where they can be had), `native` (an error
+where they can't), `eager` (PyTorch's). `QUICKBEAM_ISA`: an instruction set of `build.SETS` instead
+of the machine's best.
 """
 
 from __future__ import annotations
@@ -39,26 +41,32 @@ def wish() -> Wish:
 
 
 def candidates(wish: Wish) -> tuple[list[str], str]:
-    """Instruction sets to try, best first, and why there is none where the list is empty. Raises `InvalidInput` for one that this machine
-    doesn't run."""
+    """Instruction sets to try, best first, and why there is none where the list is empty. Raises
+    `InvalidInput` for one that this machine doesn't run."""
     if wish.way == "eager":
         return [], "QUICKBEAM_KERNELS=eager"
     sets = build.machine_sets()
     if not wish.isa:
         return sets, "none for this platform (Linux on x86-64 has them)"
     if not build.runs(wish.isa):
-        raise InvalidInput(f"QUICKBEAM_ISA={wish.isa}: this machine runs {', '.join(sets) or 'none of them'}")
+        raise InvalidInput(
+            f"QUICKBEAM_ISA={wish.isa}: this machine runs {', '.join(sets) or 'none of them'}"
+        )
     return [wish.isa], ""
 
 
 def refuse(wish: Wish, reason: str) -> None:
     """Raises `InvalidInput` where nothing but native kernels would do."""
     if wish.must and wish.way != "eager":
-        raise InvalidInput(f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and QUICKBEAM_ISA out for PyTorch's")
+        raise InvalidInput(
+            f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
+            "QUICKBEAM_ISA out for PyTorch's"
+        )
 
 
 def outlook() -> str:
-    """In words: the kernels that a model on a CPU will use, or why there are none. Raises `InvalidInput` for a wish that can't be met."""
+    """In words: the kernels that a model on a CPU will use, or why there are none. Raises
+    `InvalidInput` for a wish that can't be met."""
     asked = wish()
     names, reason = candidates(asked)
     for name in names:

@@ -1,4 +1,5 @@
-"""The compiled kernels as Python sees them: their structures, and those that this process uses (`choice`)."""
+"""The compiled kernels as Python sees them: their structures, and those that this process uses
+(`choice`)."""
 
 from __future__ import annotations
 
@@ -26,11 +27,29 @@ class Op(Structure):
     """`Op` of program.cpp."""
 
     _fields_ = (
-        *((name, c_int32) for name in ("kind", "epilogue", "source", "target", "best", "source_float", "target_float", "wanted")),
-        *((name, c_int64) for name in ("source_stride", "source_offset", "target_stride", "target_offset")),
+        *(
+            (name, c_int32)
+            for name in (
+                "kind",
+                "epilogue",
+                "source",
+                "target",
+                "best",
+                "source_float",
+                "target_float",
+                "wanted",
+            )
+        ),
+        *(
+            (name, c_int64)
+            for name in ("source_stride", "source_offset", "target_stride", "target_offset")
+        ),
         ("weight", c_void_p),
         ("bias", c_void_p),
-        *((name, c_int64) for name in ("inputs", "outputs", "heads", "kv_heads", "head_dim", "value_dim")),
+        *(
+            (name, c_int64)
+            for name in ("inputs", "outputs", "heads", "kv_heads", "head_dim", "value_dim")
+        ),
         ("query_norm", c_void_p),
         ("key_norm", c_void_p),
         ("offset", c_int64),
@@ -40,7 +59,10 @@ class Op(Structure):
         ("key", c_int32),
         ("value", c_int32),
         ("format", c_int32),
-        *((name, c_int64) for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")),
+        *(
+            (name, c_int64)
+            for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")
+        ),
     )
 
 
@@ -55,7 +77,21 @@ class Batch(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "spans", "wanted")),
-        *((name, c_void_p) for name in ("span", "token", "position", "order", "prefix", "path_from", "path", "want", "cosine", "sine")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "span",
+                "token",
+                "position",
+                "order",
+                "prefix",
+                "path_from",
+                "path",
+                "want",
+                "cosine",
+                "sine",
+            )
+        ),
     )
 
 
@@ -68,7 +104,14 @@ class Call(Structure):
 class Luck(Structure):
     """`Luck` of noise.h."""
 
-    _fields_ = (("peak", c_void_p), ("owner", c_void_p), ("position", c_int64), ("choice", c_int64), ("key0", c_uint32), ("key1", c_uint32))
+    _fields_ = (
+        ("peak", c_void_p),
+        ("owner", c_void_p),
+        ("position", c_int64),
+        ("choice", c_int64),
+        ("key0", c_uint32),
+        ("key1", c_uint32),
+    )
 
 
 class Place(Structure):
@@ -78,7 +121,8 @@ class Place(Structure):
 
 
 class Kernels:
-    """The functions of one library. `name`: its instruction set. Raises `build.CannotBuild` for one that does not fit or can't be used."""
+    """The functions of one library. `name`: its instruction set. Raises `build.CannotBuild` for one
+    that does not fit or can't be used."""
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -96,26 +140,50 @@ class Kernels:
         self.run = library.qb_run
         self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
         self.pack = library.qb_pack
-        self.pack.argtypes, self.pack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64), None
+        self.pack.argtypes, self.pack.restype = (
+            (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
+            None,
+        )
         self.block_bytes = library.qb_block_bytes
         self.block_bytes.argtypes, self.block_bytes.restype = (c_int32, c_int64), c_int64
         self.quantise = library.qb_quantise
         self.quantise.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
         self.quantise.restype = c_int64
         self.put = library.qb_put
-        self.put.argtypes, self.put.restype = (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p), None
+        self.put.argtypes, self.put.restype = (
+            (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p),
+            None,
+        )
         self.unpack = library.qb_unpack
-        self.unpack.argtypes, self.unpack.restype = (c_void_p, c_int64, c_int64, c_int64, c_void_p), None
+        self.unpack.argtypes, self.unpack.restype = (
+            (c_void_p, c_int64, c_int64, c_int64, c_void_p),
+            None,
+        )
         self.move = library.qb_move
-        self.move.argtypes, self.move.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64), None
+        self.move.argtypes, self.move.restype = (
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+            None,
+        )
         self.read = library.qb_read
-        self.read.argtypes, self.read.restype = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p), None
+        self.read.argtypes, self.read.restype = (
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+            None,
+        )
         self.philox = library.qb_philox
-        self.philox.argtypes, self.philox.restype = (c_void_p, c_int64, c_uint32, c_uint32, c_void_p), None
+        self.philox.argtypes, self.philox.restype = (
+            (c_void_p, c_int64, c_uint32, c_uint32, c_void_p),
+            None,
+        )
         self.peaks = library.qb_peaks
-        self.peaks.argtypes, self.peaks.restype = (c_int64, c_int64, c_uint32, c_uint32, c_int64, c_void_p, c_void_p), None
+        self.peaks.argtypes, self.peaks.restype = (
+            (c_int64, c_int64, c_uint32, c_uint32, c_int64, c_void_p, c_void_p),
+            None,
+        )
         self.largest = library.qb_largest
-        self.largest.argtypes, self.largest.restype = (c_void_p, c_int64, POINTER(Luck), c_double), c_int64
+        self.largest.argtypes, self.largest.restype = (
+            (c_void_p, c_int64, POINTER(Luck), c_double),
+            c_int64,
+        )
         self.perturb = library.qb_perturb
         places = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Place))
         self.perturb.argtypes = (*places, c_double, c_double, c_int64, c_void_p, c_void_p)
@@ -124,7 +192,8 @@ class Kernels:
 
 @functools.cache
 def load(name: str) -> Kernels:
-    """The kernels of an instruction set, compiled where they are not there yet. Raises `build.CannotBuild`."""
+    """The kernels of an instruction set, compiled where they are not there yet. Raises
+    `build.CannotBuild`."""
     return Kernels(name, build.build(name, logger.info))
 
 
@@ -142,8 +211,8 @@ def _choose(wish: Wish) -> tuple[Kernels | None, str]:
 
 
 def prepare(progress: Callable[[str], None]) -> None:
-    """Compile what `kernels` is going to load, unless it is there; `progress` hears of it. Raises `InvalidInput` for a wish that can't be
-    met."""
+    """Compile what `kernels` is going to load, unless it is there; `progress` hears of it. Raises
+    `InvalidInput` for a wish that can't be met."""
     for name in choice.candidates(choice.wish())[0]:
         try:
             build.build(name, progress)
@@ -154,13 +223,14 @@ def prepare(progress: Callable[[str], None]) -> None:
 
 
 def kernels() -> Kernels | None:
-    """What this process uses on a CPU, by its environment; None for PyTorch's own operators. Raises `InvalidInput` for a wish that can't be
-    met."""
+    """What this process uses on a CPU, by its environment; None for PyTorch's own operators. Raises
+    `InvalidInput` for a wish that can't be met."""
     return _choose(choice.wish())[0]
 
 
 def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
-    """In words: the kernels that a model uses there, or why it uses PyTorch's. Raises as `kernels` does."""
+    """In words: the kernels that a model uses there, or why it uses PyTorch's. Raises as `kernels`
+    does."""
     if device != "cpu" or dtype != "bfloat16":
         return f"PyTorch's ({dtype} on {device})"
     found, reason = _choose(choice.wish())

@@ -22,25 +22,44 @@ class NativeLoops(Loops):
     def peaks(self, noise: Noise, position: int) -> Peaks:
         chunks = -(-noise.vocab // CHUNK)
         largest, whose = np.empty(chunks), np.empty(chunks, dtype=np.int64)
-        self._kernels.peaks(position, noise.choice, *noise.key, chunks, largest.ctypes.data, whose.ctypes.data)
+        self._kernels.peaks(
+            position, noise.choice, *noise.key, chunks, largest.ctypes.data, whose.ctypes.data
+        )
         return largest, whose
 
     def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
         scores = np.ascontiguousarray(scores, dtype=np.float32)
-        return int(self._kernels.largest(scores.ctypes.data, len(scores), self._luck(noise, position), scale))
+        return int(
+            self._kernels.largest(
+                scores.ctypes.data, len(scores), self._luck(noise, position), scale
+            )
+        )
 
     @staticmethod
     def _luck(noise: Noise, position: int) -> Luck:
         peaks, owners = noise.peaks(position)
         return Luck(peaks.ctypes.data, owners.ctypes.data, position, noise.choice, *noise.key)
 
-    def perturb(self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted) -> list[Row]:
+    def perturb(
+        self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+    ) -> list[Row]:
         found = list[Row]()
         column, chance = np.empty(wanted.most, dtype=np.int64), np.empty(wanted.most)
-        size, names, chunks = rows.shape[1], None if tokens is None else tokens.ctypes.data, -(-noise.vocab // CHUNK)
+        size, names, chunks = (
+            rows.shape[1],
+            None if tokens is None else tokens.ctypes.data,
+            -(-noise.vocab // CHUNK),
+        )
         start, step = rows.ctypes.data, rows.strides[0]
         for i, (position, least, floor) in enumerate(zip(*places, strict=True)):
-            law = Place(self._luck(noise, position), least, floor), wanted.temperature, max(CUT, floor / 4), wanted.most
-            kept = self._kernels.perturb(start + i * step, size, names, chunks, *law, column.ctypes.data, chance.ctypes.data)
+            law = (
+                Place(self._luck(noise, position), least, floor),
+                wanted.temperature,
+                max(CUT, floor / 4),
+                wanted.most,
+            )
+            kept = self._kernels.perturb(
+                start + i * step, size, names, chunks, *law, column.ctypes.data, chance.ctypes.data
+            )
             found.append((column[:kept].tolist(), chance[:kept].tolist()))
         return found

@@ -30,11 +30,12 @@ class KVShape(NamedTuple):
 
 
 class Packed:
-    """A weight `[outputs, inputs]` in the kernels' layout, `[blocks][inputs / 2][16][2]` bfloat16, and its bias in float32.
+    """A weight `[outputs, inputs]` in the kernels' layout, `[blocks][inputs / 2][16][2]` bfloat16,
+    and its bias in float32.
 
-    `gated`: two weights of the same shape, blocks of 16 outputs in turn: gates, then what they let through. `place`: where to put it, a
-    piece of a larger tensor of `size` numbers; its own where None. `filled`: it
-    holds the weight already. Raises `ValueError` for an odd number of inputs.
+    `gated`: two weights of the same shape, blocks of 16 outputs in turn: gates, then what they let
+    through. `place`: where to put it, a piece of a larger tensor of `size` numbers; its own where
+    None. `filled`: it holds the weight already. Raises `ValueError` for an odd number of inputs.
     """
 
     def __init__(
@@ -57,22 +58,43 @@ class Packed:
         else:
             parts, rows = [torch.cat(list(weights))], self.outputs
         self.blocks = -(-rows // BLOCK) * len(parts)
-        self.data = torch.empty(self.blocks * block, dtype=torch.bfloat16) if place is None else place
+        self.data = (
+            torch.empty(self.blocks * block, dtype=torch.bfloat16) if place is None else place
+        )
         for i, part in enumerate([] if filled else parts):
             part = part.detach().to(torch.bfloat16).contiguous()
-            kernels.pack(part.data_ptr(), rows, self.inputs, self.inputs, self.data.data_ptr() + 2 * i * block, block * len(parts))
-        self.bias = None if bias is None else gated_bias(bias, rows, self.blocks) if gated else bias.detach().float().contiguous()
+            kernels.pack(
+                part.data_ptr(),
+                rows,
+                self.inputs,
+                self.inputs,
+                self.data.data_ptr() + 2 * i * block,
+                block * len(parts),
+            )
+        self.bias = (
+            None
+            if bias is None
+            else gated_bias(bias, rows, self.blocks)
+            if gated
+            else bias.detach().float().contiguous()
+        )
 
     @staticmethod
     def size(weights: Sequence[torch.Tensor], gated: bool = False) -> int:
         """Numbers that these take."""
-        rows = [len(weight) for weight in weights] if gated else [sum(len(weight) for weight in weights)]
+        rows = (
+            [len(weight) for weight in weights]
+            if gated
+            else [sum(len(weight) for weight in weights)]
+        )
         return sum(-(-n // BLOCK) * BLOCK for n in rows) * weights[0].shape[1]
 
     def rows(self) -> torch.Tensor:
         """`[outputs, inputs]` bfloat16, as it came; not for gated ones."""
         weight = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
-        self._kernels.unpack(self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr())
+        self._kernels.unpack(
+            self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr()
+        )
         return weight
 
 
@@ -84,7 +106,8 @@ def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
 
 
 class PackedPart(NamedTuple):
-    """Some blocks of a packed weight that comes with each call (`Program.set`). `column`: the first of its outputs."""
+    """Some blocks of a packed weight that comes with each call (`Program.set`). `column`: the first
+    of its outputs."""
 
     inputs: int
     outputs: int
@@ -98,9 +121,10 @@ class PackedPart(NamedTuple):
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
 
-    `tokens`, `positions`, `orders`, `prefix`: by row, see attention.h; `paths`: by row, the orders of the draft tree that it sees, itself
-    last; none for a row that sees the orders below its prefix alone. `spans`: (rows, address of the page table) of each sequence.
-    `wanted`: the rows that a head is asked about.
+    `tokens`, `positions`, `orders`, `prefix`: by row, see attention.h; `paths`: by row, the orders
+    of the draft tree that it sees, itself last; none for a row that sees the orders below its
+    prefix alone. `spans`: (rows, address of the page table) of each sequence. `wanted`: the rows
+    that a head is asked about.
     """
 
     def __init__(
@@ -120,7 +144,15 @@ class Rows:
             ends.append(len(flat))
         if not paths:
             ends = [0] * (n + 1)
-        numbers = [*tokens, *positions, *(orders or [0] * n), *(prefix or [0] * n), *ends, *flat, *wanted]
+        numbers = [
+            *tokens,
+            *positions,
+            *(orders or [0] * n),
+            *(prefix or [0] * n),
+            *ends,
+            *flat,
+            *wanted,
+        ]
         self._numbers = np.array(numbers, dtype=np.int64)
         first = 0
         self._spans = (library.Span * max(1, len(spans)))()
@@ -128,7 +160,9 @@ class Rows:
             span.row, span.rows, span.pages, first = first, rows, pages, first + rows
         at = self._numbers.ctypes.data
         starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
-        self.batch = library.Batch(n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None)
+        self.batch = library.Batch(
+            n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None
+        )
 
 
 class RowList:
@@ -153,7 +187,8 @@ class RowList:
         paths: Sequence[Sequence[int]],
         wanted: Sequence[int] | range,
     ) -> None:
-        """Rows of the sequence whose pages are listed at `table`; the rest as in `Rows`, `wanted` counted from its first row."""
+        """Rows of the sequence whose pages are listed at `table`; the rest as in `Rows`, `wanted`
+        counted from its first row."""
         first = len(self.tokens)
         self.tokens += tokens
         self.positions += positions
@@ -165,7 +200,15 @@ class RowList:
 
     def rows(self) -> Rows:
         """All of them."""
-        return Rows(self.tokens, self.positions, self._orders, self._prefix, self._paths, self._spans, self.wanted)
+        return Rows(
+            self.tokens,
+            self.positions,
+            self._orders,
+            self._prefix,
+            self._paths,
+            self._spans,
+            self.wanted,
+        )
 
 
 @functools.lru_cache(maxsize=256)

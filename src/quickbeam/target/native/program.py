@@ -1,4 +1,5 @@
-"""Passes put together from the kernels' operations. `reference.py` says what each operation computes, `operands.py` what they run on."""
+"""Passes put together from the kernels' operations. `reference.py` says what each operation
+computes, `operands.py` what they run on."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Buffer:
 
 
 class Program:
-    """A list of operations, run in one call. Buffers made here grow to the rows of a call; `given` ones are named by the caller each
-    time."""
+    """A list of operations, run in one call. Buffers made here grow to the rows of a call; `given`
+    ones are named by the caller each time."""
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -51,12 +52,22 @@ class Program:
         self._names[name] = len(self._owned) - 1
         return Buffer(len(self._owned) - 1, width, float32)
 
-    def _add(self, kind: int, source: Buffer | None = None, target: Buffer | None = None, **fields: Any) -> None:
+    def _add(
+        self, kind: int, source: Buffer | None = None, target: Buffer | None = None, **fields: Any
+    ) -> None:
         op = Op(kind=kind, source=-1, target=-1, best=-1, key=-1, value=-1)
         if source is not None:
-            op.source, op.source_float, op.source_stride = source.index, source.float32, source.width
+            op.source, op.source_float, op.source_stride = (
+                source.index,
+                source.float32,
+                source.width,
+            )
         if target is not None:
-            op.target, op.target_float, op.target_stride = target.index, target.float32, target.width
+            op.target, op.target_float, op.target_stride = (
+                target.index,
+                target.float32,
+                target.width,
+            )
         for name, value in fields.items():
             if isinstance(value, torch.Tensor):
                 self._keep.append(value)
@@ -65,9 +76,20 @@ class Program:
         self._ops.append(op)
         self._table = None
 
-    def embed(self, weight: torch.Tensor, target: Buffer, column: int = 0, scale: float = 1.0) -> None:
-        """Rows of `weight` (`[vocab, d]` bfloat16) of the tokens; `scale` where the target is float32."""
-        self._add(library.EMBED, None, target, weight=weight, inputs=weight.shape[1], scaling=scale, target_offset=column)
+    def embed(
+        self, weight: torch.Tensor, target: Buffer, column: int = 0, scale: float = 1.0
+    ) -> None:
+        """Rows of `weight` (`[vocab, d]` bfloat16) of the tokens; `scale` where the target is
+        float32."""
+        self._add(
+            library.EMBED,
+            None,
+            target,
+            weight=weight,
+            inputs=weight.shape[1],
+            scaling=scale,
+            target_offset=column,
+        )
 
     def norm(
         self,
@@ -81,7 +103,8 @@ class Program:
         column: int = 0,
         gather: bool = False,
     ) -> None:
-        """RMS norm of columns `of` on of the source, to columns `column` on of the target; of the wanted rows with `gather`."""
+        """RMS norm of columns `of` on of the source, to columns `column` on of the target; of the
+        wanted rows with `gather`."""
         if weight is not None:
             weight = weight.detach().to(torch.bfloat16).contiguous()
         self._add(
@@ -108,9 +131,9 @@ class Program:
         gathered: bool = False,
         best: Buffer | None = None,
     ) -> None:
-        """A product, and what comes after it: `STORE`, `ADD` (to a float32 target), `GATED` (silu of the gate times the rest),
-        `ACTIVATE` (silu)
-        or `BEST` (stored, and the place of each row's largest in `best`, int64)."""
+        """A product, and what comes after it: `STORE`, `ADD` (to a float32 target), `GATED` (silu
+        of the gate times the rest), `ACTIVATE` (silu) or `BEST` (stored, and the place of each
+        row's largest in `best`, int64)."""
         self._keep.append(packed)
         self._add(
             library.LINEAR,
@@ -131,9 +154,8 @@ class Program:
             raise ValueError("gated weights and the epilogue GATED go together")
 
     def chosen(self, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
-        """A product with the blocks of outputs that the call names, side by side in the target (`set` its `target_stride` first).
-        Outputs of the
-        weight are a multiple of `BLOCK`."""
+        """A product with the blocks of outputs that the call names, side by side in the target
+        (`set` its `target_stride` first). Outputs of the weight are a multiple of `BLOCK`."""
         self._keep.append(packed)
         self._add(
             library.CHOSEN,
@@ -156,9 +178,13 @@ class Program:
         norms: Sequence[torch.Tensor] | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        """Queries, keys and values side by side: norms of queries and keys where there are any, rotary angles, keys and values to their
-        pages."""
-        query_norm, key_norm = (None, None) if norms is None else (norm.detach().to(torch.bfloat16).contiguous() for norm in norms)
+        """Queries, keys and values side by side: norms of queries and keys where there are any,
+        rotary angles, keys and values to their pages."""
+        query_norm, key_norm = (
+            (None, None)
+            if norms is None
+            else (norm.detach().to(torch.bfloat16).contiguous() for norm in norms)
+        )
         self._add(
             library.HEADS,
             source,
@@ -174,10 +200,18 @@ class Program:
         )
 
     def split(
-        self, query: Buffer, key: Buffer, value: Buffer, target: Buffer, heads: int, shape: KVShape, offset: int, strides: Mapping[str, int]
+        self,
+        query: Buffer,
+        key: Buffer,
+        value: Buffer,
+        target: Buffer,
+        heads: int,
+        shape: KVShape,
+        offset: int,
+        strides: Mapping[str, int],
     ) -> None:
-        """The same for bfloat16 heads that come apart and turned; `strides`: `query_stride`, `key_stride`, `key_head`, `value_stride`,
-        `value_head` in numbers."""
+        """The same for bfloat16 heads that come apart and turned; `strides`: `query_stride`,
+        `key_stride`, `key_head`, `value_stride`, `value_head` in numbers."""
         self._add(
             library.SPLIT,
             query,
@@ -222,7 +256,16 @@ class Program:
             sinks=sinks,
         )
 
-    def copy(self, source: Buffer, target: Buffer, *, width: int | None = None, of: int = 0, column: int = 0, add: bool = False) -> None:
+    def copy(
+        self,
+        source: Buffer,
+        target: Buffer,
+        *,
+        width: int | None = None,
+        of: int = 0,
+        column: int = 0,
+        add: bool = False,
+    ) -> None:
         """Columns of the source to columns of the target, added to what is there with `add`."""
         self._add(
             library.COPY,
@@ -241,7 +284,8 @@ class Program:
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: Any = None,
     ) -> None:
-        """`angles`: cosine and sine by position, `[positions, half]` float32 each; `blocks`: int64 numpy array for `chosen`."""
+        """`angles`: cosine and sine by position, `[positions, half]` float32 each; `blocks`: int64
+        numpy array for `chosen`."""
         self.prepare(rows, given, angles, blocks)(0, len(self._ops))
 
     def prepare(
@@ -251,7 +295,8 @@ class Program:
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: Any = None,
     ) -> Callable[[int, int], None]:
-        """What `run` does, some operations at a time: the result takes the first of them and the one after the last."""
+        """What `run` does, some operations at a time: the result takes the first of them and the
+        one after the last."""
         if self._table is None or rows.rows > self._capacity:
             self._prepare(rows.rows)
         for name, tensor in (given or {}).items():
@@ -265,7 +310,9 @@ class Program:
 
         def some(first: int, last: int) -> None:
             if last > first:
-                self.kernels.run(at + first * size, last - first, ctypes.byref(call), torch.get_num_threads())
+                self.kernels.run(
+                    at + first * size, last - first, ctypes.byref(call), torch.get_num_threads()
+                )
 
         return some
 
@@ -280,8 +327,8 @@ class Program:
         return {operation: place for place, operation in enumerate(kept)}
 
     def subset(self, kinds: Collection[int]) -> Program:
-        """The operations of these kinds alone, on the same weights and on buffers of their own: what comes out means nothing, but it takes
-        the time that they take."""
+        """The operations of these kinds alone, on the same weights and on buffers of their own:
+        what comes out means nothing, but it takes the time that they take."""
         part = Program(self.kernels)
         part._ops = [Op.from_buffer_copy(op) for op in self._ops if op.kind in kinds]
         part._widths, part._owned = list(self._widths), [None] * len(self._owned)
@@ -289,7 +336,8 @@ class Program:
         return part
 
     def set(self, operation: int, **fields: int) -> None:
-        """Change an operation's fields for the next calls: strides that depend on the number of rows."""
+        """Change an operation's fields for the next calls: strides that depend on the number of
+        rows."""
         for name, value in fields.items():
             setattr(self._ops[operation], name, value)
             if self._table is not None:

@@ -1,4 +1,5 @@
-"""Weights of 8 or 4 bits in the kernels' layout (`quantised.h`), and one way to pack weights of any kind."""
+"""Weights of 8 or 4 bits in the kernels' layout (`quantised.h`), and one way to pack weights of any
+kind."""
 
 from __future__ import annotations
 
@@ -14,12 +15,16 @@ from quickbeam.target.native.operands import BLOCK, Packed, gated_bias
 
 GROUP = 32  # inputs that are quantised together
 BFLOAT16, INT8, INT4 = library.FORMATS
-NOT_FINITE = "the weights hold numbers that are not finite (NaN or infinite) and can't be quantised: leave weights out"
+NOT_FINITE = (
+    "the weights hold numbers that are not finite (NaN or infinite) and can't be "
+    "quantised: leave weights out"
+)
 
 
 class QuantisedPacked:
-    """A weight `[outputs, inputs]` in blocks of 8 or 4 bits (`quantised.h`), and its bias in float32. `name`: `int8` or `int4`. The rest as
-    of `Packed`; `place` counts bytes. `filled`: the place holds them already. Raises `InvalidInput` for weights that are not finite."""
+    """A weight `[outputs, inputs]` in blocks of 8 or 4 bits (`quantised.h`), and its bias in
+    float32. `name`: `int8` or `int4`. The rest as of `Packed`; `place` counts bytes. `filled`: the
+    place holds them already. Raises `InvalidInput` for weights that are not finite."""
 
     def __init__(
         self,
@@ -32,30 +37,51 @@ class QuantisedPacked:
         place: torch.Tensor | None = None,
         filled: bool = False,
     ) -> None:
-        self.inputs, self.gated, self.outputs = weights[0].shape[1], gated, sum(len(weight) for weight in weights)
+        self.inputs, self.gated, self.outputs = (
+            weights[0].shape[1],
+            gated,
+            sum(len(weight) for weight in weights),
+        )
         self.name, self.format = name, library.FORMATS.index(name)
         self._block = kernels.block_bytes(self.format, self.inputs)
         parts = list(weights) if gated or len(weights) == 1 else [torch.cat(list(weights))]
         rows = len(parts[0])
         self.blocks = -(-rows // BLOCK) * len(parts)
-        self.data = torch.empty(self.blocks * self._block, dtype=torch.uint8) if place is None else place
+        self.data = (
+            torch.empty(self.blocks * self._block, dtype=torch.uint8) if place is None else place
+        )
         for i, part in enumerate([] if filled else parts):
             part = part.detach().to(torch.bfloat16).contiguous()
             to, stride = self.data.data_ptr() + i * self._block, self._block * len(parts)
-            if not kernels.quantise(self.format, part.data_ptr(), rows, self.inputs, self.inputs, to, stride):
+            if not kernels.quantise(
+                self.format, part.data_ptr(), rows, self.inputs, self.inputs, to, stride
+            ):
                 raise InvalidInput(NOT_FINITE)
-        self.bias = None if bias is None else gated_bias(bias, rows, self.blocks) if gated else bias.detach().float().contiguous()
+        self.bias = (
+            None
+            if bias is None
+            else gated_bias(bias, rows, self.blocks)
+            if gated
+            else bias.detach().float().contiguous()
+        )
 
     @staticmethod
-    def size(kernels: Kernels, weights: Sequence[torch.Tensor], name: str, gated: bool = False) -> int:
+    def size(
+        kernels: Kernels, weights: Sequence[torch.Tensor], name: str, gated: bool = False
+    ) -> int:
         """Bytes that these take."""
-        rows = [len(weight) for weight in weights] if gated else [sum(len(weight) for weight in weights)]
+        rows = (
+            [len(weight) for weight in weights]
+            if gated
+            else [sum(len(weight) for weight in weights)]
+        )
         block: int = kernels.block_bytes(library.FORMATS.index(name), weights[0].shape[1])
         return sum(-(-n // BLOCK) for n in rows) * block
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What the blocks hold, output by output as they lie: whole numbers `[blocks * 16, groups, 32]` int8; their scales, float32
-        `[blocks * 16]` of `int8`, float16 `[blocks * 16, groups]` of `int4`; of `int4`, what is added to the scaled ones."""
+        """What the blocks hold, output by output as they lie: whole numbers `[blocks * 16, groups,
+        32]` int8; their scales, float32 `[blocks * 16]` of `int8`, float16 `[blocks * 16, groups]`
+        of `int4`; of `int4`, what is added to the scaled ones."""
         groups, blocks = -(-self.inputs // GROUP), self.data.view(self.blocks, self._block)
         if self.name == INT8:
             values = blocks[:, : groups * 512].reshape(self.blocks, groups, 8, BLOCK, 4).int() - 128
@@ -63,7 +89,12 @@ class QuantisedPacked:
             return _by_output(values), scales, None
         pairs = blocks[:, : groups * 256].reshape(self.blocks, groups, 4, 1, BLOCK, 4)
         values = torch.cat([pairs & 15, pairs >> 4], 3).flatten(2, 3)
-        halves = blocks[:, groups * 256 :].contiguous().view(torch.float16).view(self.blocks, groups, 2, BLOCK)
+        halves = (
+            blocks[:, groups * 256 :]
+            .contiguous()
+            .view(torch.float16)
+            .view(self.blocks, groups, 2, BLOCK)
+        )
         scales, lows = halves.permute(2, 0, 3, 1).reshape(2, -1, groups)
         return _by_output(values), scales, lows
 
@@ -113,4 +144,6 @@ class Packer(NamedTuple):
         """As `Packed`."""
         if self.name == BFLOAT16:
             return Packed(self.kernels, weights, bias, gated=gated, place=place, filled=filled)
-        return QuantisedPacked(self.kernels, weights, bias, name=self.name, gated=gated, place=place, filled=filled)
+        return QuantisedPacked(
+            self.kernels, weights, bias, name=self.name, gated=gated, place=place, filled=filled
+        )

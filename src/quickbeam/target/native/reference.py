@@ -1,7 +1,9 @@
-"""Plain PyTorch versions of the kernels' operations: what each of them computes, in float64 and without rounding.
+"""Plain PyTorch versions of the kernels' operations: what each of them computes, in float64 and
+without rounding.
 
-The kernels read bfloat16 or float32, sum in float32 and round what they store. Here n counts rows, and `seen` is by row the orders of the
-tokens that it attends to. Tests hold the kernels to these functions; nothing else calls them.
+The kernels read bfloat16 or float32, sum in float32 and round what they store. Here n counts rows,
+and `seen` is by row the orders of the tokens that it attends to. Tests hold the kernels to these
+functions; nothing else calls them.
 """
 
 from __future__ import annotations
@@ -29,34 +31,46 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
-def add(before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def add(
+    before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """ADD: the product added to what the target held, `[n, outputs]`."""
     return before.double() + linear(x, weight, bias)
 
 
-def activate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def activate(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """ACTIVATE: silu of the product, `[n, outputs]`."""
     return F.silu(linear(x, weight, bias))
 
 
-def gated(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """GATED: silu of one product times another, `[n, outputs]`. `gate`, `up`: `[outputs, inputs]`; `bias`: `[2 * outputs]`, the gate's
-    first."""
+def gated(
+    x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """GATED: silu of one product times another, `[n, outputs]`. `gate`, `up`: `[outputs, inputs]`;
+    `bias`: `[2 * outputs]`, the gate's first."""
     first, second = (None, None) if bias is None else bias.chunk(2)
     return activate(x, gate, first) * linear(x, up, second)
 
 
 def best(logits: torch.Tensor) -> torch.Tensor:
-    """BEST: the place of each row's largest logit, the first of equal ones; -1 where a logit is NaN or the largest is infinite.
-    `[n, outputs]` to `[n]` int64."""
+    """BEST: the place of each row's largest logit, the first of equal ones; -1 where a logit is NaN
+    or the largest is infinite. `[n, outputs]` to `[n]` int64."""
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
 
 
-def chosen(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, blocks: Sequence[int], size: int) -> torch.Tensor:
-    """CHOSEN: the product with blocks of `size` outputs of the weight, side by side in the order they are named:
-    `[n, len(blocks) * size]`."""
+def chosen(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    blocks: Sequence[int],
+    size: int,
+) -> torch.Tensor:
+    """CHOSEN: the product with blocks of `size` outputs of the weight, side by side in the order
+    they are named: `[n, len(blocks) * size]`."""
     outputs = [block * size + i for block in blocks for i in range(size)]
     return linear(x, weight[outputs], None if bias is None else bias[outputs])
 
@@ -67,7 +81,8 @@ def copy(source: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tens
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary angles: the first half of each head turns with the second. `x`: `[n, heads, dim]`; `cosine`, `sine`: `[n, dim / 2]`."""
+    """Rotary angles: the first half of each head turns with the second. `x`: `[n, heads, dim]`;
+    `cosine`, `sine`: `[n, dim / 2]`."""
     first, second = x.double().chunk(2, -1)
     cosine, sine = cosine.double()[:, None], sine.double()[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
@@ -82,19 +97,26 @@ def heads(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """HEADS: queries, keys and values, side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`, each `[n, heads or kv_heads, dim]`.
+    """HEADS: queries, keys and values, side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`,
+    each `[n, heads or kv_heads, dim]`.
 
-    Queries and keys are normed first, where there are `norms` (`[dim]` each), then turned by the angles of their row (`[n, dim / 2]`).
+    Queries and keys are normed first, where there are `norms` (`[dim]` each), then turned by the
+    angles of their row (`[n, dim / 2]`).
     """
     each = x.double().view(len(x), heads + 2 * kv_heads, -1)
-    query, key, value = each[:, :heads], each[:, heads : heads + kv_heads], each[:, heads + kv_heads :]
+    query, key, value = (
+        each[:, :heads],
+        each[:, heads : heads + kv_heads],
+        each[:, heads + kv_heads :],
+    )
     if norms is not None:
         query, key = norm(query, norms[0], epsilon), norm(key, norms[1], epsilon)
     return rotate(query, cosine, sine), rotate(key, cosine, sine), value
 
 
 def sort_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """How HEADS and SPLIT leave queries for ATTEND: `[n, heads, dim]` to `[kv_heads, n, heads / kv_heads, dim]`."""
+    """How HEADS and SPLIT leave queries for ATTEND: `[n, heads, dim]` to `[kv_heads, n, heads /
+    kv_heads, dim]`."""
     n, heads, dim = query.shape
     return query.reshape(n, kv_heads, heads // kv_heads, dim).transpose(0, 1).contiguous()
 
@@ -112,10 +134,11 @@ def weights(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What one row takes of each token that it sees, `[heads, tokens]`. `query`: `[heads, dim]`; `keys`: `[heads, tokens, dim]`.
+    """What one row takes of each token that it sees, `[heads, tokens]`. `query`: `[heads, dim]`;
+    `keys`: `[heads, tokens, dim]`.
 
-    `window`: only that many last tokens count. `softcap`: scores are bent to stay between -softcap and softcap. `sinks`: `[heads]`, a score
-    of nothing, which takes its share.
+    `window`: only that many last tokens count. `softcap`: scores are bent to stay between -softcap
+    and softcap. `sinks`: `[heads]`, a score of nothing, which takes its share.
     """
     scores = torch.einsum("hd,htd->ht", query.double(), keys.double()) * scaling
     if softcap:
@@ -137,8 +160,8 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """ATTEND over one sequence: `[n, heads, value_dim]`. `query`: `[n, heads, key_dim]`; `keys`, `values`: by order,
-    `[kv_heads, tokens, dim]`."""
+    """ATTEND over one sequence: `[n, heads, value_dim]`. `query`: `[n, heads, key_dim]`; `keys`,
+    `values`: by order, `[kv_heads, tokens, dim]`."""
     group = query.shape[1] // len(keys)
     rows = []
     for row, orders in zip(query, seen, strict=True):
@@ -148,8 +171,14 @@ def attend(
     return torch.stack(rows)
 
 
-def split(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SPLIT: what HEADS gives, of heads that come apart and turned. `query`: `[n, heads * dim]`, as rows; `key` and `value`:
-    `[kv_heads, n, dim]`, as transformers has them."""
+def split(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """SPLIT: what HEADS gives, of heads that come apart and turned. `query`: `[n, heads * dim]`, as
+    rows; `key` and `value`: `[kv_heads, n, dim]`, as transformers has them."""
     kv_heads, dim = len(key), key.shape[2]
-    return sort_queries(query.reshape(len(query), -1, dim), kv_heads), key.transpose(0, 1), value.transpose(0, 1)
+    return (
+        sort_queries(query.reshape(len(query), -1, dim), kv_heads),
+        key.transpose(0, 1),
+        value.transpose(0, 1),
+    )
