@@ -57,7 +57,7 @@ def main() -> None:
             first_byte(server, long, times["long"])
             other = threading.Thread(target=first_byte, args=(server, long, times["long beside"]))
             other.start()
-            time.sleep(0.3)  # it is being read
+            time.sleep(0.3)  # by now the server reads the long prompt
             first_byte(server, SHORT, times["short beside"])
             other.join()
     for name, found in times.items():

@@ -26,7 +26,8 @@ __all__ = [
     "__version__",
 ]
 
-# Imported when first asked for: torch and transformers take seconds, `quickbeam --help` should not.
+# Imported on first access: torch and transformers take seconds to import, and `quickbeam --help`
+# should not wait for them.
 _HOME = {
     "LLM": "quickbeam.llm",
     "AsyncLLM": "quickbeam.aio",
@@ -37,7 +38,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    # of ours: `model.generate(…, custom_generate=quickbeam.transformers.generate)`
+    # our own module, used as `model.generate(…, custom_generate=quickbeam.transformers.generate)`
     if name == "transformers":
         return import_module("quickbeam.transformers")
     if name not in _HOME:

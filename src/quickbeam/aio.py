@@ -1,4 +1,4 @@
-"""The Python face for asyncio: answers as asynchronous iterators, any number side by side."""
+"""The Python interface for asyncio: answers as asynchronous iterators, any number side by side."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM, Message, Observer, Prompt
 from quickbeam.params import SamplingParams
 
-BEAT = 1.0  # seconds between two beats of an idle engine's heart
+BEAT = 1.0  # seconds between two updates of `AsyncLLM.beat` while there is nothing to do
 NOTHING = Delta("", [], [], [])
 
 
 class News(NamedTuple):
-    """What became of an answer since its event loop last heard of it."""
+    """What happened to an answer since its event loop was last told of it."""
 
     delta: Delta
-    begun: bool  # it was taken up
+    begun: bool  # whether the engine has taken it up
     over: bool
     error: BaseException | None
 
 
 class Answer:
-    """What the engine's thread (`look`) and the event loop (all else) know of an answer that is
-    waited for. It knows nothing of the `AsyncStream`, so that nobody but its user keeps that one
-    alive."""
+    """The state of an answer that is waited for, shared by the engine's thread and the event loop.
+
+    The engine's thread calls `look`; the event loop calls everything else. An `Answer` has no
+    reference to its `AsyncStream`, so that only the user keeps the stream alive.
+    """
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
         self.stream, self._trace, self._text = stream, trace, text
@@ -51,11 +53,12 @@ class Answer:
         self.error: BaseException | None = None
         self.on_begun: Callable[[], None] = lambda: None
         self.on_over: Callable[[Stream], None] = lambda _: None
-        self._told = False  # that it was taken up
+        self._told = False  # whether `look` has reported that it was taken up
 
     def look(self) -> News | None:
-        """What is new."""
-        over = self.stream.over  # first, since another thread's step may end it now
+        """Return what is new since the last call, or None."""
+        # read this first: another thread's step may end the answer meanwhile
+        over = self.stream.over
         delta, begun = self.stream.new(), over or self.stream.times.began is not None
         if self._trace is not None and (steps := self._trace.take(self._text)):
             delta = delta._replace(steps=steps)
@@ -68,7 +71,7 @@ class Answer:
         )
 
     def hear(self, news: News) -> None:
-        """Let those know who wait for it."""
+        """Store the news and wake whoever waits for the answer."""
         if news.begun and not self.begun.is_set():
             self.begun.set()
             self.on_begun()
@@ -79,7 +82,10 @@ class Answer:
         self.changed.set()
 
     async def next(self) -> Delta | None:
-        """All that is new, as soon as there is something; None at the end. Raises what ended it."""
+        """Return everything new as soon as there is something; None at the end.
+
+        Raises the error that ended the answer.
+        """
         while not any(self.delta):
             if self.error is not None:
                 raise self.error
@@ -92,9 +98,12 @@ class Answer:
 
 
 class AsyncStream(AsyncIterator[str]):
-    """Pieces of an answer's text as they come, for `async for`; or `deltas`, with its tokens.
-    `completion` may be read at any time. To leave the loop early and drop the stream, or to `close`
-    it, ends the answer; its memory is free after the next step."""
+    """The pieces of an answer's text as they come, for `async for`.
+
+    `deltas` gives the tokens too. `completion` may be read at any time. Dropping the stream, as
+    when the loop is left early, ends the answer; so does `close`. The answer's memory is freed
+    after the next step.
+    """
 
     def __init__(self, answer: Answer, drop: Callable[[Answer], None]) -> None:
         self._answer = answer
@@ -107,8 +116,10 @@ class AsyncStream(AsyncIterator[str]):
         raise StopAsyncIteration
 
     async def deltas(self) -> AsyncIterator[Delta]:
-        """What is new of the answer, step by step; of several steps at once where they come faster
-        than they are taken."""
+        """Yield what is new in the answer, step by step.
+
+        If steps come faster than they are taken, one delta holds several of them.
+        """
         while (delta := await self._next()) is not None:
             yield delta
 
@@ -120,47 +131,54 @@ class AsyncStream(AsyncIterator[str]):
             raise
 
     def watch(self, begun: Callable[[], None], over: Callable[[Stream], None]) -> None:
-        """Have `begun` called, on its event loop, when the engine has taken it up, and `over` with
-        the answer when it is over, however it ends; each once. To be called right after the stream
-        was begun."""
+        """Set two callbacks, each of which is called once, on the stream's event loop.
+
+        `begun` is called when the engine has taken the answer up. `over` is called with the
+        answer's stream when the answer is over, however it ends. Call `watch` right after the
+        stream was begun.
+        """
         self._answer.on_begun, self._answer.on_over = begun, over
 
     async def begun(self) -> None:
-        """Wait until the engine has taken it up, or it is over. Raises what ended it by then."""
+        """Wait until the engine has taken the answer up, or the answer is over.
+
+        Raises the error that ended it, if there is one by then.
+        """
         await self._answer.begun.wait()
         if self._answer.error is not None:
             raise self._answer.error
 
     def close(self) -> None:
-        """Stop here; the answer ends as `interrupted` unless it had ended."""
+        """Stop here. The answer ends as `interrupted` unless it had ended."""
         self._finalizer()
         self._answer.over = True
         self._answer.changed.set()
 
     async def aclose(self) -> None:
-        """`close`, for `contextlib.aclosing`."""
+        """Do the same as `close`, for `contextlib.aclosing`."""
         self.close()
 
     @property
     def times(self) -> Times:
-        """When it came, was taken up, and had its first token."""
+        """When the request arrived, was taken up, and had its first token."""
         return self._answer.stream.times
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its
-        end."""
+        """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
         return self._answer.stream.completion
 
 
 class AsyncLLM:
     """`LLM` for asyncio. Takes the same arguments, or a loaded `llm`.
 
-    A thread of its own takes the engine's steps while there is something to answer. `stream` and
-    `chat_stream` give iterators of text, `generate` and `chat` wait for whole answers. A task that
-    is cancelled while it waits ends its answer. With `trace=True` the deltas of a stream carry its
-    steps. `beat`: when that thread last was where it should be (`time.monotonic`); it is there
-    every second when idle.
+    A thread of its own runs the engine's steps while there is something to answer. `stream` and
+    `chat_stream` return iterators of text; `generate` and `chat` wait for whole answers. A task
+    that is cancelled while it waits ends its answer. With `trace=True` the deltas of a stream carry
+    its steps.
+
+    `beat` is the time (`time.monotonic`) at which the thread last looked for work. It is updated
+    before every step, and every second while there is nothing to do.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
@@ -170,33 +188,41 @@ class AsyncLLM:
         self._followed: dict[Answer, None] = {}
         self._dropped: deque[Answer] = deque()
         self._closing = self._broken = False
-        self._texts: dict[int, str] = {}  # of tokens, for traces
+        self._texts: dict[int, str] = {}  # the text of each token, for traces
         self._thread = threading.Thread(target=self._run, name="quickbeam-engine", daemon=True)
         self._thread.start()
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
-        """As `LLM.stream`."""
+        """Continue a prompt piece by piece, as `LLM.stream` does.
+
+        Raises `QuickbeamError` if this `AsyncLLM` is closed or its thread has ended.
+        """
         return await self._begin(partial(self.llm.stream, prompt, params), **options)
 
     async def chat_stream(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
     ) -> AsyncStream:
-        """As `LLM.chat_stream`."""
+        """Answer a conversation piece by piece, as `LLM.chat_stream` does.
+
+        Raises `QuickbeamError` if this `AsyncLLM` is closed or its thread has ended.
+        """
         return await self._begin(partial(self.llm.chat_stream, messages, params), **options)
 
     async def generate(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """The whole answer to one prompt. For several, gather them: they share the engine's
-        passes."""
+        """Return the whole answer to one prompt.
+
+        For several answers, gather several calls: they share the engine's passes.
+        """
         return await self._finish(await self.stream(prompt, params, **options))
 
     async def chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None, **options: Any
     ) -> Completion:
-        """The whole answer to one conversation."""
+        """Return the whole answer to one conversation."""
         return await self._finish(await self.chat_stream(messages, params, **options))
 
     async def _begin(
@@ -214,7 +240,7 @@ class AsyncLLM:
                 "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
             )
         kept = Trace() if trace else None
-        # it may load a drafter
+        # in a thread, because it may load a drafter
         stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)
         answer = Answer(stream, kept, self._text)
         self._follow(answer)
@@ -228,7 +254,7 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """False where the thread that takes steps has ended by an error of its own."""
+        """False if the thread that runs the steps was ended by an error of its own."""
         return not self._broken
 
     def close(self) -> None:
@@ -252,13 +278,13 @@ class AsyncLLM:
         return self._texts[token]
 
     def _follow(self, answer: Answer) -> None:
-        """Have its event loop hear of it, step by step."""
+        """Have the event loop of `answer` told of every step."""
         with self._wake:
             self._followed[answer] = None
             self._wake.notify()
 
     def _drop(self, answer: Answer) -> None:
-        """Nobody waits for it any more. Never waits: a finalizer may call it."""
+        """Mark an answer that nobody waits for any more. Never blocks: a finalizer may call it."""
         self._dropped.append(answer)
 
     def _run(self) -> None:
@@ -266,21 +292,21 @@ class AsyncLLM:
             while self._wait():
                 self._take_step()
                 self._deliver()
-        except BaseException as error:  # no request's fault: all who wait must hear of it
+        except BaseException as error:  # no request's fault: everyone who waits must be told
             self._broken = True
             self._tell([(answer, News(NOTHING, True, True, error)) for answer in self._followed])
             raise
 
     def _take_step(self) -> None:
-        """Of the engine, where there is something to do; first let go of what nobody waits for."""
+        """Close the answers that nobody waits for, then run a step if the engine has work."""
         while self._dropped:
             self._dropped.popleft().stream.close()
         if self.llm.engine.busy:
-            with suppress(Exception):  # each sequence has it as its own error
+            with suppress(Exception):  # each sequence holds the error as its own
                 self.llm.engine.step()
 
     def _wait(self) -> bool:
-        """Wait for something to do; False: it is to end."""
+        """Wait for something to do. Returns False if the thread is to end."""
         with self._wake:
             self.beat = time.monotonic()
             while not (self._closing or self._followed):
@@ -289,7 +315,7 @@ class AsyncLLM:
             return not self._closing
 
     def _deliver(self) -> None:
-        """Hand on what is new."""
+        """Pass what is new on to the event loops."""
         found = [
             (answer, news) for answer in list(self._followed) if (news := answer.look()) is not None
         ]
@@ -299,7 +325,8 @@ class AsyncLLM:
         self._tell(found)
 
     def _tell(self, every: Sequence[tuple[Answer, News]]) -> None:
-        """All of an event loop's in one call: each call wakes it up."""
+        """Deliver all news of one event loop in a single call, because each call wakes the loop
+        up."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[Answer, News]]] = {}
         for answer, news in every:
             batches.setdefault(answer.loop, []).append((answer, news))
@@ -318,7 +345,7 @@ def _hear_all(batch: Sequence[tuple[Answer, News]]) -> None:
 
 
 def _both(first: Observer | None, second: Observer | None) -> Observer | None:
-    """One observer that tells both."""
+    """Return one observer that calls both."""
     if first is None or second is None:
         return first or second
 

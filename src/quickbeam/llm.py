@@ -1,4 +1,4 @@
-"""The Python face: a model, a method, answers."""
+"""The Python interface: a model, a method, answers."""
 
 from __future__ import annotations
 
@@ -48,44 +48,55 @@ from quickbeam.trees.base import TreePolicy
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
 Observer = Callable[[StepRecord], None]
-SHARE = 0.5  # of the memory that is free after loading, for keys and values
+SHARE = 0.5  # the share of the memory free after loading that keys and values may take
 
 
 class LLM:
-    """A causal language model that drafts ahead and gives the answers that it would have given
-    anyway.
+    """A causal language model that drafts ahead and gives the answers of plain decoding.
 
-    `model`: a Hugging Face id, a folder or a `.gguf` file; None takes the embedded default, fetched
-    on first use. `method`: a preset of `presets.py`. `budget`: nodes of a draft tree, the root
-    included; None takes the preset's, 0 the measured budget. Each call may name others. `drafter`:
-    a smaller model with the same vocabulary or a feature drafter of this model, named as `model`
-    is; None takes the one that comes with an embedded model. It is loaded when a method first needs
-    it. `vocab`: which part of the vocabulary the drafter scores, one of `presets.VOCABS`; None
-    takes the preset's. `shortlist`: about how many tokens that is; None takes the default of
-    `draft/vocabulary.py`. `exact`: whether a draft is verified with the bits of one token at a time
-    (bfloat16 on a CPU); None: where this machine's kernels can. `fast=False` is the plain reference
-    path. `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own. `weights`:
-    `bfloat16`, or `int8` or `int4` (on a CPU), quantised at the first load and kept in the cache
-    folder; the promise about answers then holds for the quantised model. `draft_weights`: the same
-    of a smaller model that drafts. `memory`: what the model's weights may take, in bytes or as in
-    `"2GB"`; what is more is read from disk in every pass (`docs/memory.md`). `revision`,
-    `device_map` (all on one device) and `trust_remote_code`: as in transformers. `progress(stage,
-    fraction)` is called while an embedded model is fetched and while the native kernels are
-    compiled.
+    - `model`: a Hugging Face id, a folder or a `.gguf` file. None takes the embedded default, which
+      is fetched on first use.
+    - `method`: a preset of `presets.py`. A call may name another one.
+    - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
+    - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
+    - `budget`: nodes of a draft tree, the root included. None takes the preset's, 0 the measured
+      budget. A call may give its own.
+    - `drafter`: a smaller model with the same vocabulary, or a feature drafter of this model, named
+      as `model` is. None takes the one that comes with an embedded model. The drafter is loaded
+      when a method first needs it.
+    - `vocab`: which part of the vocabulary the drafter scores, one of `presets.VOCABS`. None takes
+      the preset's. A call may give its own.
+    - `shortlist`: about how many tokens that part has. None takes the default of
+      `draft/vocabulary.py`. A call may give its own.
+    - `exact`: whether to verify a draft with the bits of decoding one token at a time (bfloat16 on
+      a CPU). With None this is done where this machine's kernels can; with True it is required.
+    - `fast`: False takes the plain reference path.
+    - `max_running`: how many answers run side by side; the others wait their turn.
+    - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
+      free.
+    - `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
+    - `revision`, `device_map`, `trust_remote_code`: as in transformers. A `device_map` must put
+      everything on one device.
+    - `weights`: `bfloat16`, or `int8` or `int4` (on a CPU). The model is quantised at the first
+      load, and the result is kept in the cache folder. The promise about answers then holds for the
+      quantised model.
+    - `draft_weights`: the same for a smaller model that drafts.
+    - `memory`: how much the model's weights may take, in bytes or as in `"2GB"`. The weights beyond
+      that are brought in every pass (`docs/memory.md`): on a CPU from disk, on CUDA from the host's
+      memory.
+    - `progress`: called as `progress(stage, fraction)` while an embedded model is fetched and while
+      the native kernels are compiled.
 
     Any number of answers may be under way at once, from any threads. They share each pass, and none
-    depends on the others. `max_running`: how many run side by side; the others wait their turn.
-    `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`; None: half of what is free.
-    `share_prefixes`: whether texts that begin alike share what was computed of their beginning.
-    `close` ends all answers, as leaving a `with` block does.
+    depends on the others. `close` ends them all; leaving a `with` block does the same.
 
-    Acceptance rates and costs that were learned in one answer are used in the next. They never
-    change a token of an answer, except with `SamplingParams(coupling="residual")`, where the answer
-    depends on the draft but its distribution does not. So that a seed repeats those answers too, a
-    seeded one begins with a policy that has learned nothing; with a measured budget they may still
-    differ.
+    Acceptance rates and costs that are learned in one answer are used in the next. They never
+    change a token of an answer. The exception is `SamplingParams(coupling="residual")`: there the
+    answer depends on the draft, though its distribution does not. So that a seed repeats those
+    answers too, each seeded one begins with a policy that has learned nothing. With a measured
+    budget they may still differ.
 
-    Raises `InvalidInput` for what can't be used, before any work.
+    Raises `InvalidInput` for arguments that can't be used, before any work.
     """
 
     def __init__(
@@ -116,7 +127,7 @@ class LLM:
         method = stand_in(method, drafter is not None)
         chosen = preset(method)
         if drafter is None:
-            # raises for a method that needs one, before anything is loaded
+            # raises for a method that needs a drafter, before anything is loaded
             make_policy(chosen.sources, chosen.tree)
         check_vocab(vocab or chosen.vocab)
         self._kv_memory = None if kv_memory is None else parse_bytes(kv_memory)
@@ -130,7 +141,7 @@ class LLM:
         self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
         if limit is not None:
             refuse_memory(fast, place, torch_dtype, device_map)
-        choice.wish()  # raises for words that are not known, whether kernels are used or not
+        choice.wish()  # raises for unknown words, even where no kernels are used
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))
@@ -159,7 +170,7 @@ class LLM:
     def _take(
         self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool
     ) -> None:
-        """Answer with a model that is loaded."""
+        """Set up answering with a model that is loaded."""
         self.engine, self.model, self.tokenizer, self.eos_ids = (
             engine,
             engine.model,
@@ -167,17 +178,22 @@ class LLM:
             ends,
         )
         self._grammars = Compiler(tokenizer, self.model.vocab_size, ends)
-        # what was learned in earlier answers holds in the next
+        # policies keep what they learned in earlier answers
         self._policies: dict[Setting, TreePolicy] = {}
         self._shortlists: Shortlists | None = None
         self._drafter_name, self._fast = drafter, fast
         self._drafter: Drafter | None = None
-        self._listed = False  # it comes with a list of frequent tokens
-        self._prepared = set[tuple[str, str | None, int | None]]()  # what `prepare` was asked for
+        self._listed = False  # whether the drafter comes with a list of frequent tokens
+        # calls of `prepare` that are done
+        self._prepared = set[tuple[str, str | None, int | None]]()
         self._bound_memory()
 
     def _bound_memory(self) -> None:
-        """Say how many pages of keys and values there may be."""
+        """Set how many pages of keys and values there may be.
+
+        A page counts the target's bytes and the drafter's. Raises `InvalidInput` where fewer than 2
+        pages fit.
+        """
         pool, drafter = self.model.pool, None if self._drafter is None else self._drafter.pool
         if self._kv_memory is None:
             self._kv_memory = int(SHARE * free_memory(self.model.device))
@@ -193,8 +209,8 @@ class LLM:
 
     @property
     def kernels(self) -> str:
-        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` and
-        why."""
+        """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` with the
+        reason."""
         found = "PyTorch's (the plain path)"
         if self._fast:
             found = library.describe(
@@ -207,13 +223,13 @@ class LLM:
         )
 
     def describe(self) -> str:
-        """`kernels`, and where weights are read from disk, how much of them and how fast."""
+        """Return `kernels`, and where weights are read from disk, how much of them and how fast."""
         streamed = self.model.streamed
         return self.kernels if streamed is None else f"{self.kernels}, {streamed.in_words}"
 
     @property
     def methods(self) -> list[str]:
-        """The methods that can be used: without a drafter, those that need none."""
+        """The names of the methods that can be used. Without a drafter, those that need none."""
         return [
             name
             for name, one in PRESETS.items()
@@ -221,9 +237,11 @@ class LLM:
         ]
 
     def room(self, prompt: int, method: str | None = None) -> int:
-        """The most tokens that an answer to a prompt of `prompt` tokens may have, by the context
-        lengths of the model and its drafter and by the memory for keys and values; 0 or less where
-        there is no room."""
+        """Return the most tokens that an answer to a prompt of `prompt` tokens may have.
+
+        The context lengths of the model and its drafter and the memory for keys and values limit
+        it. 0 or less means that there is no room. Loads the drafter if `method` needs it.
+        """
         name, limit = (
             stand_in(method or self.method, self._drafter_name is not None),
             self.model.pool.limit,
@@ -240,12 +258,14 @@ class LLM:
     def prepare(
         self, method: str, vocab: str | None = None, shortlist: int | None = None
     ) -> Drafter | None:
-        """Load the drafter and its shortlist for `method`, unless they are loaded or it needs none.
-        Returns the drafter, or None where there is none or none is needed."""
+        """Load the drafter and its shortlist for `method`, unless they are loaded or not needed.
+
+        Returns the drafter, or None where there is none or none is needed.
+        """
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         asked = method, vocab, shortlist
-        if asked in self._prepared:  # without the lock, which a step may hold for long
+        if asked in self._prepared:  # checked without the lock, which a step may hold for long
             return self._drafter
         with self.engine.lock:
             if self._drafter is None:
@@ -268,7 +288,7 @@ class LLM:
         return self._drafter
 
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
-        """Of a method whose drafter, if it has one, is loaded."""
+        """Return the setting of a method. If the method has a drafter, it must be loaded."""
         vocab = vocab or self.vocab or preset(method).vocab
         if vocab == SHORTENED:
             vocab = FREQUENCY + BESIDE if self._listed else FULL
@@ -308,11 +328,14 @@ class LLM:
         progress: bool | None = None,
         **options: Any,
     ) -> Any:
-        """Continue a prompt (text as it is, or token ids), or a list of prompts side by side, each
-        with parameters of its own where `params` is a list.
+        """Continue a prompt, or a list of prompts side by side.
 
-        With `params.n` above 1 each prompt has `n` answers, one after the other in the list.
-        `progress`: a bar for several answers; None: on a terminal.
+        A prompt is text or a list of token ids; text is taken as it is. For several prompts,
+        `params` may be a list with an entry for each. With `params.n` above 1 each prompt has `n`
+        answers, which stand one after the other in the list. `progress`: whether to show a bar for
+        several answers; None shows it on a terminal. `options` are those of `Options`.
+
+        Raises `InvalidInput` for what can't be used.
         """
         if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
             found = self._all([self._ids(prompts)], params, method, options, False)
@@ -349,8 +372,10 @@ class LLM:
         template: dict[str, Any] | None = None,
         **options: Any,
     ) -> Any:
-        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side;
-        the rest as in `generate`. `template`: see `encode_chat`."""
+        """Answer a conversation, `[{"role": "user", "content": "…"}, …]`, or several side by side.
+
+        `template` holds further arguments for `encode_chat`. The rest is as in `generate`.
+        """
         if len(messages) > 0 and not isinstance(messages[0], dict):
             return self._all(
                 [self.encode_chat(one, **(template or {})) for one in messages],
@@ -372,7 +397,7 @@ class LLM:
         options: Any,
         progress: bool | None,
     ) -> list[Completion]:
-        """Answers to all prompts, side by side."""
+        """Return the answers to all prompts, computed side by side."""
         every = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
         if len(every) != len(prompts):
             raise InvalidInput(
@@ -402,7 +427,8 @@ class LLM:
         template: dict[str, Any] | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """`chat`, piece by piece. `observer` is called with every step."""
+        """Answer a conversation piece by piece; see `chat`. `observer` is called with every
+        step."""
         return self._begin(
             self.encode_chat(messages, **(template or {})), params, method, options, observer
         )
@@ -417,8 +443,11 @@ class LLM:
         choice: int = 0,
         **options: Unpack[Options],
     ) -> Stream:
-        """`generate` for one prompt, piece by piece. `observer` is called with every step.
-        `choice`: which of the `n` answers to give, from 0 on."""
+        """Continue one prompt piece by piece; see `generate`.
+
+        `observer` is called with every step. `choice`: which of the `n` answers to give, counted
+        from 0.
+        """
         return self._begin(self._ids(prompt), params, method, options, observer, choice)
 
     def _ids(self, prompt: Prompt) -> list[int]:
@@ -480,10 +509,13 @@ class LLM:
         continue_final_message: bool = False,
         **arguments: Any,
     ) -> list[int]:
-        """Token ids of a conversation up to where the model's answer begins, or with
-        `continue_final_message` to the end of the last message, which the answer goes on from.
-        `tools` and further `arguments` (`enable_thinking` of some models) go to the chat template
-        as transformers gives them. Raises `InvalidInput` for a model without a chat template."""
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        With `continue_final_message` the ids end with the last message, and the answer continues
+        it. `tools` and further `arguments` (such as `enable_thinking` of some models) go to the
+        chat template, as in transformers. Raises `InvalidInput` for a model without a chat template
+        and for messages that the template refuses.
+        """
         if not getattr(self.tokenizer, "chat_template", None):
             raise InvalidInput(
                 f"{self.name} has no chat template: give it raw text (--raw on the "
@@ -499,7 +531,7 @@ class LLM:
                 return_dict=False,
                 **arguments,
             )
-        except Exception as error:  # a template raises what it likes, often a jinja2 error
+        except Exception as error:  # a template may raise anything, often a jinja2 error
             raise InvalidInput(
                 f"the model's chat template refuses these messages: {error}"
             ) from error
@@ -510,7 +542,7 @@ class LLM:
         self.engine.forget()
 
     def close(self) -> None:
-        """End all answers that are under way, and free their memory."""
+        """End all answers that are under way and free their memory."""
         self.engine.close()
 
     def __enter__(self) -> Self:
@@ -520,7 +552,11 @@ class LLM:
         self.close()
 
     def _choose_budget(self, method: str, asked: int | None) -> int | None:
-        """Nodes a tree; None: the measured budget."""
+        """Return the nodes of a tree; None stands for the measured budget.
+
+        Raises `InvalidInput` for a budget that is not a number of nodes, and for one wider than
+        bit-identical verification takes.
+        """
         asked = self.budget if asked is None else asked
         if asked is not None and (not isinstance(asked, int) or asked < 0):
             raise InvalidInput(

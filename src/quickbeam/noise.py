@@ -1,25 +1,30 @@
-"""The noise of a place: what chance gives to each token of the vocabulary, by seed, choice and
-position, and by nothing else.
+"""The noise of a place: one Gumbel number for each token of the vocabulary.
 
-At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution
-there,
+A number depends on the seed, the choice, the position and the token, and on nothing else.
+
+At a place of an answer each token x has a Gumbel number g(x). With p the target's distribution at
+that place,
 
     emitted  =  argmax over x of  log p(x) + g(x)
 
-is an exact draw from p (the Gumbel-max trick). The numbers belong to the place, not to a draft:
-whatever was drafted, in whichever batch, the same token is emitted (drafter-invariant sampling;
+is an exact draw from p (the Gumbel-max trick). The numbers belong to the place and not to a draft.
+So the same token is emitted whatever was drafted, in whichever batch (drafter-invariant sampling;
 Daliri, Musco and Suresh, 2408.07978).
 
-They come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is the
-seed, its counter names the place, so that any number is found without the ones before it, on any
-device, whatever the vocabulary is padded to. So that few tokens have to be looked at, the largest
-number of each 64 neighbouring tokens is known first. With e(x) = exp(-g(x)), which is exponential,
+The numbers come from a counter-based generator, Philox4x32-10 (Salmon et al., SC 2011). Its key is
+the seed, and its counter names the place. So any number can be computed without the ones before it,
+on any device, and padding the vocabulary changes none.
 
-    the least e of 64 tokens  =  an exponential number / 64;   whose it is, is uniform;
-    the e of each of the others  =  that least one + an exponential number of its own,
+Tokens are grouped into chunks of 64 neighbours. The largest number of a chunk is generated first,
+so that few tokens have to be looked at. Let e(x) = exp(-g(x)), which has an exponential
+distribution. Then
 
-which is how 64 independent exponential numbers are distributed (they have no memory). A chunk whose
-largest log p and largest g don't reach the best sum found elsewhere needs no look.
+    the least e of 64 tokens     =  an exponential number / 64
+    the token that has it        =  uniform among the 64
+    the e of each other token    =  that least e + an exponential number of its own
+
+This is how 64 independent exponential numbers are distributed, because they have no memory. A chunk
+is skipped if the sum of its largest log p and its largest g is below the best sum found elsewhere.
 """
 
 from __future__ import annotations
@@ -33,19 +38,21 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-CHUNK = 64  # tokens whose largest number is known without looking at each
+CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
 HELD = 32  # places that are kept
-PEAK, TOKEN = 0, 1  # the last word of a counter: what the number is for
+PEAK, TOKEN = 0, 1  # the last word of a counter says what the number is for
 _FACTORS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
-_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # what the key grows by each round
+_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)  # added to the key in each round
 _LOW, _HALF = np.uint64(0xFFFFFFFF), np.uint64(32)
 ROUNDS = 10
 
 
 def philox(counter: Array, key: tuple[int, int]) -> Array:
-    """Philox4x32-10: 4 random words `[4, n]` for each counter of `[4, n]` words. Words are 32 bits,
-    in uint64; `key`: two words."""
+    """Return 4 random words `[4, n]` of Philox4x32-10 for counters `[4, n]`.
+
+    Words have 32 bits and are held in uint64. `key` is two words.
+    """
     # words 0 and 2, words 1 and 3
     even, odd = counter[0::2].astype(np.uint64), counter[1::2].astype(np.uint64)
     keys = np.array([[key[0]], [key[1]]], dtype=np.uint64)
@@ -59,32 +66,38 @@ def philox(counter: Array, key: tuple[int, int]) -> Array:
 
 
 def uniform(high: Array, low: Array) -> Array:
-    """Numbers between 0 and 1, neither included: the middles of 2^52 equal parts, from two words
-    each."""
+    """Return float64 numbers `[n]` strictly between 0 and 1, each made from two 32-bit words.
+
+    They are the middles of 2^52 equal parts of the interval.
+    """
     whole = (high << np.uint64(20)) | (low >> np.uint64(12))
     found: Array = (whole.astype(np.float64) + 0.5) * 2.0**-52
     return found
 
 
-Peaks = tuple[Array, Array]  # of each chunk its largest number, and whose it is
+Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
 Row = tuple[list[int], list[float]]  # columns, and their chances
-# of the likeliest token known unseen: what is less likely than that, or than a quarter of the
-# floor, is left out
+# `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
+# can't exceed this share of the estimate. Where a quarter of the row's floor is more, that is the
+# share.
 CUT = 0.02
-USUAL = 2.3  # exp(-g) is below that 9 times in 10
-TINY = 2.0**-120
+USUAL = 2.3  # exp(-g) is below this 9 times in 10
+TINY = 2.0**-120  # the lowest bar that a token is held against
 
 
 class Wanted(NamedTuple):
-    """Of each row `most` tokens at most, at a `temperature`."""
+    """What `Noise.perturb` is to return: at most `most` tokens of each row, at a `temperature`."""
 
     temperature: float
     most: int
 
 
 class Places(NamedTuple):
-    """Of each row of probabilities its position, the least probability that counts, and what the
-    chance of a token must be above."""
+    """The places of the rows that `Noise.perturb` is given.
+
+    For each row of probabilities: its position, the least probability of a token that counts
+    (`least`), and the floor that a token's perturbed probability must exceed (`floors`).
+    """
 
     positions: Sequence[int]
     least: Sequence[float]
@@ -92,10 +105,11 @@ class Places(NamedTuple):
 
 
 class Loops:
-    """The loops over many numbers, in NumPy: the reference of those in `target/native`."""
+    """The loops over many numbers, in NumPy: the reference for the native ones in
+    `target/native`."""
 
     def philox(self, counter: Array, key: tuple[int, int]) -> Array:
-        """`philox` of counters `[4, n]`, each row of them whole."""
+        """Return `philox` of counters `[4, n]`, each of whose 4 rows is contiguous."""
         return philox(counter, key)
 
     def peaks(self, noise: Noise, position: int) -> Peaks:
@@ -111,7 +125,7 @@ class Loops:
         tops = scores[:whole].reshape(-1, CHUNK).max(1)
         if whole < len(scores):
             tops = np.append(tops, scores[whole:].max())
-        if not np.isfinite(tops.max()):  # NaN where one is
+        if not np.isfinite(tops.max()):  # the maximum is NaN if any score is
             return -1
         bounds = tops.astype(np.float64) * scale + noise.peaks(position)[0][: len(tops)]
         first = (
@@ -135,13 +149,13 @@ class Loops:
         spots, sizes = list[Array](), list[int]()
         for q, position, least, floor in zip(rows, *places, strict=True):
             peaks, owners = noise.peaks(position)
-            # no token's is larger than its chunk's
+            # no token's number is larger than the largest of its chunk
             lifts = np.exp(wanted.temperature * peaks).astype(np.float32)
             lifted = q * (
                 np.repeat(lifts, CHUNK)[: len(q)] if tokens is None else lifts[tokens // CHUNK]
             )
             likeliest = float(q.max(initial=0.0)) * USUAL**-wanted.temperature
-            # of a token that has its chunk's largest number, the chance is known
+            # the numbers of the tokens that have their chunk's largest are known already
             if tokens is None:
                 likeliest = max(likeliest, float(lifted[owners[owners < len(q)]].max(initial=0.0)))
             bar = max(max(CUT, floor / 4) * likeliest, TINY)
@@ -179,9 +193,13 @@ PLAIN = Loops()
 
 
 class Noise:
-    """The Gumbel numbers of one answer. `seed`: any integer, of which 64 bits count; `choice`:
-    which of several answers to one prompt. `vocab`: how many tokens there are; a token's number
-    does not depend on it. `loops`: who carries the long ones out."""
+    """The Gumbel numbers of one answer.
+
+    - `seed`: any integer; only its lowest 64 bits count.
+    - `choice`: which of several answers to one prompt this is.
+    - `vocab`: how many tokens there are. The number of a token does not depend on it.
+    - `loops`: the implementation that carries out the long loops.
+    """
 
     def __init__(self, seed: int, choice: int, vocab: int, loops: Loops = PLAIN) -> None:
         self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
@@ -189,9 +207,12 @@ class Noise:
         self._places: OrderedDict[int, Peaks] = OrderedDict()
 
     def peaks(self, position: int) -> Peaks:
-        """The largest number of each chunk at a position `[chunks]`, and the token that has it
-        `[chunks]`, which may lie beyond the vocabulary. Positions count the tokens of prompt and
-        answer from 0."""
+        """Return the largest number of each chunk `[chunks]` at a position, and the token that has
+        it `[chunks]`.
+
+        In the last chunk that token may lie beyond the vocabulary. Positions count the tokens of
+        prompt and answer from 0.
+        """
         if position not in self._places:
             self._places[position] = self.loops.peaks(self, position)
             while len(self._places) > HELD:
@@ -199,7 +220,7 @@ class Noise:
         return self._places[position]
 
     def of(self, tokens: Array, positions: Array) -> Array:
-        """The numbers of `tokens` `[n]`, each at its own of `positions` `[n]`."""
+        """Return the numbers of `tokens` `[n]`, each at its own position of `positions` `[n]`."""
         words = self.words(tokens.astype(np.uint64), positions.astype(np.uint64), TOKEN)
         more = -np.log1p(-uniform(words[0], words[1]))
         largest, whose = np.empty(len(tokens)), np.empty(len(tokens), dtype=np.int64)
@@ -212,30 +233,37 @@ class Noise:
         return found
 
     def largest(self, scores: Array, position: int, scale: float = 1.0) -> int:
-        """The token with the largest `scale * scores[token]` + number, of `[vocab]` scores at a
-        position; -1 where a score is NaN, or the largest infinite. Exact: chunks are left out only
-        where they can't hold it."""
+        """Return the token with the largest `scale * scores[token]` + number at a position.
+
+        `scores` is `[vocab]`. Returns -1 where a score is NaN or the largest is infinite. The
+        result is exact: chunks are skipped only where they can't hold that token.
+        """
         return self.loops.largest(self, scores, position, scale)
 
     def perturb(
         self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
     ) -> list[Row]:
-        """Of each of `[m, s]` probabilities (float32) the likeliest columns by probability *
-        exp(temperature * number), made a distribution again, the likeliest first. `tokens` `[s]`:
-        of the columns; None where column i is token i.
+        """Return the likeliest columns of each row after perturbing it with the noise of its place.
 
-        Tokens far less likely than the likeliest are left out unseen, and count in the sum as if
-        their number was 0.
+        `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
+        exp(temperature * number), and the results are normalised. At most `wanted.most` columns
+        come back, each with its result, the largest first. `tokens` `[s]` names the token of each
+        column; None means that column i is token i.
+
+        Tokens far less likely than the likeliest are left out without computing their numbers. The
+        normalising sum counts them as if their number was 0.
         """
         return self.loops.perturb(self, rows, tokens, places, wanted)
 
     def forget(self) -> None:
-        """Keep no place: no number is lost by it."""
+        """Drop the cached places. Nothing is lost, since every number can be computed again."""
         self._places.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
-        """Random words `[4, n]` for `first` `[n]` (a chunk or a token, by the `purpose`) at
-        `positions` `[n]`."""
+        """Return random words `[4, n]` for chunks or tokens `first` `[n]` at `positions` `[n]`.
+
+        `purpose` is `PEAK` where `first` are chunks and `TOKEN` where they are tokens.
+        """
         counter = np.empty((4, len(first)), dtype=np.uint64)
         counter[0], counter[1], counter[2], counter[3] = first, positions, self.choice, purpose
         return self.loops.philox(counter, self.key)

@@ -1,4 +1,4 @@
-"""Options that a single call may set, and the setting that an answer is made with."""
+"""The options that a single call may set, and the setting that an answer is made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quickbeam.params import COUPLED, SamplingParams
 
 
 class Options(TypedDict, total=False):
-    """What a call may set for itself; see `LLM`."""
+    """The options that a call may set for itself; `LLM` explains them."""
 
     budget: int | None
     vocab: str | None
@@ -19,9 +19,15 @@ class Options(TypedDict, total=False):
 
 
 class Setting(NamedTuple):
-    """What an answer is made with, apart from its budget. Acceptance rates and costs are learned
-    separately for each setting. `warmth`: a class of temperatures, below 0 where children are drawn
-    (`coupling="residual"`). `constrained`: by a grammar."""
+    """All that an answer's drafts depend on, apart from the budget.
+
+    Acceptance rates and costs are learned separately for each setting.
+
+    - `method`, `vocab`, `shortlist`: as in `LLM`.
+    - `warmth`: a class of temperatures, from 0 to 4. It is negative where children are drawn
+      (`coupling="residual"`).
+    - `constrained`: whether a grammar constrains the answer.
+    """
 
     method: str
     vocab: str
@@ -31,7 +37,7 @@ class Setting(NamedTuple):
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` for one that is not known."""
+    """Raise `InvalidInput` for an unknown option."""
     for option in options.keys() - Options.__annotations__.keys():
         sampling = option in SamplingParams.__dataclass_fields__
         what = (
@@ -43,6 +49,6 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def warmth(params: SamplingParams) -> int:
-    """See `Setting`."""
+    """Return the class of temperatures that `Setting.warmth` holds."""
     found = min(math.ceil(params.temperature / 0.4), 4)
     return found if params.coupling == COUPLED else -found

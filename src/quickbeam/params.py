@@ -1,5 +1,7 @@
-"""What a request asks of its answer. Knows nothing of logits: `sampling.py` turns these parameters
-into a distribution."""
+"""What a request asks of its answer.
+
+This module knows nothing of logits: `sampling.py` turns these parameters into a distribution.
+"""
 
 from __future__ import annotations
 
@@ -16,36 +18,45 @@ COUPLED, RESIDUAL = COUPLINGS = ("coupled", "residual")
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen and where an answer ends. Raises `InvalidInput` for values that can't
-    be used.
+    """How tokens are chosen and where an answer ends.
 
-    Logits go through, in this order: `logit_bias` (added; minus infinity bans a token),
-    `repetition_penalty` (prompt and output, as in CTRL: positive logits divided, negative
-    multiplied), `presence_penalty` and `frequency_penalty` (output only, subtracted once / per
-    occurrence), the bans of `min_tokens`, `bad_words` and `grammar`, `temperature`, `top_k` (0:
-    off), `top_p`, `min_p`. Temperature 0 takes the most probable token.
+    Raises `InvalidInput` for values that can't be used.
 
-    - `max_tokens`: the longest answer.
-    - `stop`: strings that end the answer and are cut from it, or kept with
-      `include_stop_str_in_output`. `stop_token_ids` and the model's end-of-sequence ids end it too;
-      `ignore_eos` leaves the latter out.
-    - `seed`: the same request with the same seed has the same answer. None draws a seed, which the
-      completion reports.
-    - `n`: independent answers of one prompt.
-    - `logprobs`: k >= 0 reports each emitted token's log-probability under the model's own
-      distribution and the k most probable alternatives.
-    - `min_tokens`: so many tokens come before the answer may end. Until then ids that would end it
+    Logits are changed in this order:
+
+    - `logit_bias` is added to them; minus infinity bans a token.
+    - `repetition_penalty` (as in CTRL) applies to tokens of prompt and output: positive logits are
+      divided by it, negative ones multiplied.
+    - `presence_penalty` and `frequency_penalty` apply to tokens of the output: the first is
+      subtracted once, the second once for each occurrence.
+    - `min_tokens`, `bad_words` and `grammar` ban tokens.
+    - `temperature` divides the logits. Temperature 0 takes the most probable token.
+    - `top_k` (0: off), `top_p` and `min_p` rule unlikely tokens out.
+
+    The other parameters:
+
+    - `max_tokens`: the most tokens that the answer may have.
+    - `stop`: strings that end the answer. They are cut from it, or kept with
+      `include_stop_str_in_output`.
+    - `stop_token_ids`: ids that end the answer, besides the model's end-of-sequence ids. With
+      `ignore_eos` the latter don't end it.
+    - `seed`: the same request with the same seed has the same answer. With None a seed is drawn,
+      and the completion reports it.
+    - `n`: how many independent answers a prompt gets.
+    - `logprobs`: with k >= 0, report the log-probability of each emitted token under the model's
+      own distribution, and the k most probable alternatives.
+    - `min_tokens`: how many tokens come before the answer may end. Until then ids that would end it
       are banned, and stop strings are ignored.
     - `bad_words`: strings that are not generated. The last token of such a string is banned where
       the output ends with the tokens before it (`bad_word_ids`).
-    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it.
-      End-of-sequence ids are allowed where it may end.
-    - `coupling`: where randomness comes from above temperature 0. `coupled`: the noise of a place
-      (`noise.py`), so that no draft changes the answer; `residual`: draws that belong to the draft
-      (the papers' rule), so that the answer depends on the method, too.
-    - `skip_special_tokens`: whether they are left out of the text.
+    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it short.
+      End-of-sequence ids are allowed where the grammar may end.
+    - `coupling`: where randomness comes from above temperature 0. `coupled` uses the noise of a
+      place (`noise.py`), so that no draft changes the answer. `residual` draws with random numbers
+      that belong to the draft, as the papers do, so that the answer depends on the method too.
+    - `skip_special_tokens`: whether special tokens are left out of the text.
 
-    Where these parameters leave no token at some place, the answer ends with an error.
+    If these parameters leave no token at some place, the answer ends with an error.
     """
 
     max_tokens: int = 256
@@ -138,17 +149,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken, with nothing left to chance."""
+        """Whether the most probable token is always taken (temperature 0)."""
         return self.temperature == 0
 
     @property
     def filters(self) -> bool:
-        """Whether unlikely tokens are ruled out."""
+        """Whether top-k, top-p or min-p rule unlikely tokens out."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
     def penalises(self) -> bool:
-        """Whether tokens seen before change a node's logits."""
+        """Whether earlier tokens change the logits of a node."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -157,13 +168,15 @@ class SamplingParams:
 
     @property
     def bans(self) -> bool:
-        """Whether tokens are banned at some places of the output."""
+        """Whether `min_tokens` or `bad_words` ban tokens at some places of the output."""
         return self.min_tokens > 0 or bool(self.bad_words)
 
     @property
     def adjusts_logits(self) -> bool:
-        """Whether logits are changed before temperature: with `greedy` and without this, the
-        model's own argmax decides."""
+        """Whether logits are changed before the temperature is applied.
+
+        If `greedy` holds and this does not, the model's own argmax is the answer's token.
+        """
         return bool(self.logit_bias) or self.penalises or self.bans or self.grammar is not None
 
 
@@ -176,8 +189,11 @@ def _integer(value: object, low: int, high: float = math.inf) -> bool:
 
 
 def _at_most(value: object, other: object) -> bool:
-    """Whether `value` is an integer from 0 to `other`. What is wrong with `other` is not told
-    here."""
+    """Whether `value` is an integer from 0 to `other`.
+
+    If `other` is not an integer itself, its own check reports that, and only the lower bound counts
+    here.
+    """
     return _integer(value, 0) and (
         not isinstance(other, Integral) or _integer(value, 0, int(other))
     )

@@ -1,4 +1,4 @@
-"""The one table of methods: which sources feed which tree policy, and with what budget."""
+"""The table of methods: for each, its sources, its tree policy and its budget."""
 
 from __future__ import annotations
 
@@ -7,17 +7,25 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 
 FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
-# what a drafter scores (`draft/vocabulary.py`)
+# the parts of the vocabulary that a drafter may score (`draft/vocabulary.py`)
 VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")
-# frequent tokens and the context's where the drafter comes with a list of the former, else all
+# `frequency+context` where the drafter comes with a list of frequent tokens, else the full
+# vocabulary
 SHORTENED = "shortened"
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A combination that `--method` names. `budget`: nodes a step at most, the root included; 0
-    leaves it to the measured cost model. `vocab`: what the drafter scores, one of `VOCABS`, or
-    `SHORTENED`. `without`: the preset that stands in where no drafter is at hand."""
+    """A combination that `--method` names.
+
+    - `sources`: names of the sources that propose tokens.
+    - `tree`: the name of the tree policy.
+    - `budget`: the most nodes of a draft tree, the root included; 0 leaves it to the measured cost
+      model.
+    - `summary`: one line about the method.
+    - `vocab`: what the drafter scores, one of `VOCABS` or `SHORTENED`.
+    - `without`: the preset that is used instead where there is no drafter.
+    """
 
     sources: tuple[str, ...]
     tree: str
@@ -56,8 +64,8 @@ PRESETS: dict[str, Preset] = {
         16,
         "DySpec with one call of the drafter a layer: all places above a threshold",
     ),
-    # 5 tokens, as is usual: each costs a call of the drafter, and at an acceptance rate of 0.6 the
-    # fifth is reached 1 time in 10.
+    # 5 drafted tokens, as is usual. Each costs a call of the drafter, and at an acceptance rate of
+    # 0.6 the fifth is reached only 1 time in 10.
     "chain": Preset(
         ("drafter",),
         "drafted-chain",
@@ -106,20 +114,27 @@ PRESETS: dict[str, Preset] = {
 
 
 def preset(method: str) -> Preset:
-    """Look a method up. Raises `InvalidInput` naming the known ones."""
+    """Return the preset of a method. Raises `InvalidInput` for an unknown name and lists the known
+    ones."""
     if method not in PRESETS:
         raise InvalidInput(f"unknown method {method!r}; known: {', '.join(PRESETS)}")
     return PRESETS[method]
 
 
 def stand_in(method: str, drafter: bool) -> str:
-    """The preset to use with, or without, a drafter. Raises as `preset` does."""
+    """Return the name of the preset to use: `method`, or without a `drafter` the one that stands
+    in.
+
+    Without a drafter, raises `InvalidInput` for an unknown method.
+    """
     return method if drafter else preset(method).without or method
 
 
 def plain_vocab(vocab: str) -> str:
-    """The one of `VOCABS` that a word means: `+context` may follow any of them. Another word comes
-    back as it is."""
+    """Return the one of `VOCABS` that `vocab` means.
+
+    `+context` may follow any of their names. An unknown word comes back as it is.
+    """
     base = vocab.removesuffix(BESIDE)
     if base in (vocab, FREQUENCY) or base not in VOCABS:
         return vocab
@@ -127,8 +142,10 @@ def plain_vocab(vocab: str) -> str:
 
 
 def check_vocab(vocab: str, size: int | None = None) -> None:
-    """Raise `InvalidInput` for a name that means none of `VOCABS`, and for a size where the whole
-    vocabulary is scored."""
+    """Raise `InvalidInput` for a name that means none of `VOCABS` and is not `SHORTENED`.
+
+    Also raises it for a shortlist `size` where the full vocabulary is scored.
+    """
     if plain_vocab(vocab) not in (*VOCABS, SHORTENED):
         raise InvalidInput(
             f"unknown vocabulary {vocab!r} of the drafter; known: {', '.join(VOCABS)}"

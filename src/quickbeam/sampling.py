@@ -1,5 +1,7 @@
-"""From raw logits to the law of the next token, as a request asks. Knows nothing of trees: a node
-is its logits and its path."""
+"""From raw logits to the distribution over the next token, by a request's parameters.
+
+This module knows nothing of trees. A node of a tree is given by its logits and its path.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ if TYPE_CHECKING:
 
 
 class TokenCounts:
-    """Which tokens a sequence holds, and how often its output holds each. Python's work is per new
-    token, never per context token."""
+    """Count which tokens a sequence holds, and how often its output holds each.
+
+    The work in Python grows with the number of new tokens, not with the length of the context.
+    """
 
     def __init__(self, prompt: Iterable[int]) -> None:
         self._slot = {token: slot for slot, token in enumerate(dict.fromkeys(prompt))}
@@ -34,8 +38,11 @@ class TokenCounts:
             self._slot.setdefault(token, len(self._slot))
 
     def along(self, path: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`[m]` distinct ids of prompt, output and `path`, and `[m]` float: how often output and
-        path hold each (0: prompt only)."""
+        """Return the distinct tokens of prompt, output and `path`, and their counts.
+
+        The first tensor `[m]` holds the token ids. The second `[m]` (float) says how often output
+        and `path` hold each; 0 means that only the prompt holds it.
+        """
         fresh = [token for token in dict.fromkeys(path) if token not in self._slot]
         fresh_slot = {token: slot for slot, token in enumerate(fresh, len(self._slot))}
         tokens = torch.cat([self._tokens, torch.tensor(fresh, dtype=torch.long)])
@@ -48,11 +55,13 @@ class TokenCounts:
 
 
 class Bans:
-    """Which tokens may not come next: ids that end the answer among its first `min_tokens` tokens,
-    and last tokens of bad words.
+    """The tokens that may not come next.
 
-    Only output counts: a word that begins in the prompt is not seen. A node costs a look at the
-    words that its last token may continue.
+    These are the ids that would end the answer among its first `min_tokens` tokens, and the last
+    tokens of bad words whose other tokens stand at the end of the output.
+
+    Only output counts: a bad word that begins in the prompt is not noticed. For each node, only the
+    words that its last token may continue are compared.
     """
 
     def __init__(
@@ -60,22 +69,24 @@ class Bans:
     ) -> None:
         self._min_tokens, self._ends = min_tokens, list(ends)
         self._always = [word[0] for word in bad if len(word) == 1]
-        # by the last token but one: all tokens but the last, and the last
+        # by a word's last token but one: all its tokens but the last, and the last
         self._words: dict[int, list[tuple[list[int], int]]] = {}
         for *start, last in bad:
             if start:
                 self._words.setdefault(start[-1], []).append((start, last))
         self._reach = max((len(word) - 1 for word in bad), default=0)
         self._length = 0  # tokens of output
-        self._end: list[int] = []  # the last of them, as far as a word reaches back
+        # the last tokens of the output, as many as the longest bad word needs
+        self._end: list[int] = []
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of tokens that became output."""
+        """Record tokens that became output."""
         self._length += len(tokens)
         self._end = self._with(tokens)
 
     def after(self, path: Sequence[int]) -> list[int]:
-        """The banned ids for the token that follows output and `path`, in no order."""
+        """Return the banned ids for the token that follows output and `path`, in no particular
+        order."""
         banned = (
             [*self._always, *self._ends]
             if self._length + len(path) < self._min_tokens
@@ -91,15 +102,22 @@ class Bans:
 
 
 class Sampler:
-    """One request's way from raw logits to the law of the next token, for any node of a draft tree.
+    """One request's way from raw logits to the distribution over the next token, at any node of a
+    tree.
 
-    `extend` it with every emitted token, the next root included; the `path` of a node is then the
-    tokens below the root down to the node itself, empty for the root. `vocab_size` is the width of
-    the logits. `ends` are the ids that end the answer, banned before `min_tokens`; `bad` are the
-    token sequences of `bad_words`, as `bad_word_ids` gives them. Ids outside the vocabulary are
-    never generated and need no ban. `grammar`: the masks of the parameters' grammar. Raises
-    `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that leave no
-    token, `ValueError` where `bad` or `grammar` is missing or not asked for.
+    Call `extend` with every emitted token, the next root included. The `path` of a node is the
+    tokens below the root, down to the node itself. It is empty for the root.
+
+    - `vocab_size`: the width of the logits.
+    - `ends`: the ids that end the answer; they are banned before `min_tokens`.
+    - `bad`: the token sequences of `bad_words`, as `bad_word_ids` gives them.
+    - `grammar`: the masks of the parameters' grammar.
+
+    Ids outside the vocabulary are never generated and need no ban.
+
+    Raises `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that
+    leave no token. Raises `ValueError` if `bad` or `grammar` is given but the parameters don't ask
+    for it, or the other way round.
     """
 
     def __init__(
@@ -152,7 +170,7 @@ class Sampler:
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float32)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Take note of emitted tokens."""
+        """Record emitted tokens."""
         if self.params.penalises:
             self._counts.extend(tokens)
         if self._bans is not None:
@@ -161,10 +179,11 @@ class Sampler:
             self.grammar.extend(tokens)
 
     def process(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Raw logits `[vocab]` of a node to float32 logits `[vocab]` with bias, penalties and bans
-        in; `logits` stay as they are.
+        """Return float32 logits `[vocab]` of a node with bias, penalties and bans applied.
 
-        Raises `DeadEnd` where the grammar and the other bans leave no token."""
+        `logits` are the raw logits `[vocab]` and stay unchanged. Raises `DeadEnd` where the grammar
+        and the other bans leave no token.
+        """
         params = self.params
         if not params.adjusts_logits:
             return logits.float()
@@ -187,17 +206,20 @@ class Sampler:
         return scores if self.grammar is None else self.grammar.ban(scores, path)
 
     def best(self, logits: torch.Tensor, path: Sequence[int] = ()) -> int:
-        """The most probable token at a node with raw logits `[vocab]`: what temperature 0 emits.
-        Raises `QuickbeamError` for NaN logits."""
+        """Return the most probable token at a node with raw logits `[vocab]`: what temperature 0
+        emits.
+
+        Raises `QuickbeamError` for NaN logits.
+        """
         return most_probable(self.process(logits, path)[None])[0]
 
     def emitted(
         self, logits: torch.Tensor, noise: Noise, position: int, path: Sequence[int] = ()
     ) -> int:
-        """The token that stands at `position` after a node with raw logits `[vocab]`, by the noise
-        of that place: a draw from `law`.
+        """Return the token at `position`, which follows a node with raw logits `[vocab]`.
 
-        Raises `QuickbeamError` for NaN logits.
+        The noise of the place chooses it. The token is a draw from the distribution that `law`
+        returns. Raises `QuickbeamError` for NaN logits.
         """
         if self.params.filters:
             scores, scale = self.law(logits, path).log_(), 1.0
@@ -210,9 +232,12 @@ class Sampler:
     def emitted_all(
         self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]
     ) -> list[int]:
-        """`emitted` for each of `[n, vocab]` logits, each at its own position, by one transfer from
-        their device: of each row only the chunks that are likeliest to hold the token are brought
-        over. For parameters that neither adjust logits nor filter."""
+        """Return `emitted` for each row of `[n, vocab]` logits, each at its own position.
+
+        One transfer from the logits' device serves all rows. Of each row it brings over only the
+        chunks that are likeliest to hold the token. Use it only with parameters that neither adjust
+        logits nor filter. Raises `QuickbeamError` for NaN logits.
+        """
         scale = 1 / max(self.params.temperature, 1e-30)
         n, vocab = logits.shape
         chunks, taken = -(-vocab // CHUNK), min(LIKELY, -(-vocab // CHUNK))
@@ -239,9 +264,10 @@ class Sampler:
         return tokens
 
     def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """`[vocab]` float32 probabilities of the next token at a node with raw logits `[vocab]`.
+        """Return the distribution `[vocab]` (float32) over the next token at a node with raw logits
+        `[vocab]`.
 
-        At temperature 0 all of it is on the most probable token. Raises `QuickbeamError` for NaN
+        At temperature 0 the most probable token has probability 1. Raises `QuickbeamError` for NaN
         logits.
         """
         params, scores = self.params, self.process(logits, path)
@@ -264,11 +290,11 @@ class Sampler:
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
-    """The token sequences of bad words for a `Sampler`: each word as `tokenizer` splits it without
-    and with a leading space.
+    """Return the token sequences of bad words for a `Sampler`.
 
-    A sequence that ends with another one is left out, since the shorter one bans as much. The same
-    letters split otherwise are not seen. Raises `InvalidInput` for a word that has no tokens.
+    Each word is split by `tokenizer` without and with a leading space. A sequence that ends with
+    another one is left out, since the shorter one bans as much. The same letters split into other
+    tokens are not noticed. Raises `InvalidInput` for a word that has no tokens.
     """
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
@@ -284,11 +310,10 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
 
 
 def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
-    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`,
-    at least one. Not renormalised.
+    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`.
 
-    Only as many tokens are sorted as it takes; `support` says how many have probability, where that
-    is known (0: it is not).
+    At least one token stays. The result is not renormalised. Only as many tokens are sorted as
+    needed; `support` says how many tokens have probability, or 0 where that is not known.
     """
     size = min(support or 1024, len(law))
     while True:
@@ -302,8 +327,11 @@ def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
 
 
 def most_probable(logits: torch.Tensor) -> list[int]:
-    """The argmax of each row of `[n, vocab]`; in a tie the lowest id, whatever the number of rows.
-    `QuickbeamError` for NaN logits."""
+    """Return the argmax of each row of `[n, vocab]` logits.
+
+    In a tie the lowest id wins, whatever the number of rows. Raises `QuickbeamError` for NaN or
+    infinite maxima.
+    """
     # NumPy's argmax is vectorised, ten times faster than torch's here
     if logits.device.type == "cpu":
         rows = logits.detach().float().numpy()
@@ -317,20 +345,24 @@ def most_probable(logits: torch.Tensor) -> list[int]:
 
 
 def draw(law: torch.Tensor, generator: torch.Generator) -> int:
-    """A token drawn from `law` `[vocab]`, which need not be normalised; one uniform number is taken
-    from `generator`, on its own device."""
+    """Return a token drawn from `law` `[vocab]`, which need not be normalised.
+
+    Takes one uniform number from `generator`, which may be on another device than `law`.
+    """
     mass = law.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
 
 
 def uniform(generator: torch.Generator) -> float:
-    """A number in [0, 1)."""
+    """Return a uniform random number in [0, 1)."""
     return torch.rand((), dtype=torch.float64, generator=generator, device=generator.device).item()
 
 
 def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int, float]]:
-    """Log-probability of `token` under the raw model law of `logits` `[vocab]`, and those of the
-    `k` most probable tokens, best first."""
+    """Return the log-probability of `token` and those of the `k` most probable tokens, best first.
+
+    They are of the model's own distribution: the softmax of the raw `logits` `[vocab]`.
+    """
     log_law = logits.float().log_softmax(0)
     top = log_law.topk(min(k, len(log_law)))
     return float(log_law[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))

@@ -1,4 +1,4 @@
-"""The draft tree: flat arrays, parents before children. Knows nothing of models."""
+"""The draft tree: flat lists in which parents come before children. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -6,15 +6,22 @@ import torch
 
 
 class TokenTree:
-    """Tokens drafted after a committed one, the root.
+    """A draft tree: tokens drafted after the last committed token, which is the root.
 
-    Node 0 is the root: a token that is already emitted but whose KV row the target has not
-    computed. Parallel lists hold a node's `token`, `parent` (always an earlier node; -1 for the
-    root), `depth` (0 for the root), `source` (who proposed it), `value` (the estimated probability
-    that it is reached), `probability` (what its source gave its token) and `law`: for a drawn node
-    the `[vocab]` distribution `q` that it was drawn from, before its earlier siblings are struck
-    out; `None` for a deterministic proposal (n-grams, last logits), whose distribution is the point
-    mass on its token. Children keep the order of proposal, and siblings never share a token.
+    Node 0 is the root. Its token is already emitted, but the target has not yet computed its keys
+    and values. Each node has an entry in these parallel lists:
+
+    - `token`: the token id.
+    - `parent`: the parent's index, always an earlier node; -1 for the root.
+    - `depth`: 0 for the root.
+    - `source`: the name of the source that proposed it.
+    - `value`: the estimated probability that verification reaches and accepts it.
+    - `probability`: the probability that its source gave the token.
+    - `law`: for a drawn node, the distribution `q` `[vocab]` that it was drawn from, before the
+      tokens of earlier siblings are removed. For a deterministic proposal (n-grams, last logits) it
+      is `None`: all probability is on its token.
+    - `children`: for each node, its children by token, in the order of proposal. Siblings never
+      share a token.
     """
 
     def __init__(self, root: int) -> None:
@@ -39,8 +46,11 @@ class TokenTree:
         law: torch.Tensor | None = None,
         probability: float | None = None,
     ) -> int:
-        """Append a node and return its index. Without a `probability` it is `value` over the
-        parent's. Raises `ValueError` for a parent that is not there or a duplicate sibling."""
+        """Append a node and return its index.
+
+        If `probability` is not given, it is `value` divided by the parent's value. Raises
+        `ValueError` for a parent that does not exist and for a token that a sibling already holds.
+        """
         if not 0 <= parent < len(self.token):
             raise ValueError(f"parent {parent} is not a node of this tree of {len(self.token)}")
         if token in self.children[parent]:
@@ -60,7 +70,7 @@ class TokenTree:
         return node
 
     def first(self, count: int) -> TokenTree:
-        """The tree of the first `count` nodes."""
+        """Return a tree of the first `count` nodes."""
         tree = TokenTree(self.token[0])
         for node in range(1, min(count, len(self))):
             tree.add(
@@ -74,27 +84,30 @@ class TokenTree:
         return tree
 
     def child(self, node: int, token: int) -> int | None:
-        """The child of `node` that holds `token`, if there is one."""
+        """Return the child of `node` that holds `token`, or None."""
         return self.children[node].get(token)
 
     def path(self, node: int) -> list[int]:
-        """Nodes from the root down to `node`, both included."""
+        """Return the nodes from the root down to `node`, both included."""
         nodes = [node]
         while (node := self.parent[node]) >= 0:
             nodes.append(node)
         return nodes[::-1]
 
     def tokens(self, node: int) -> list[int]:
-        """Tokens below the root, down to `node`."""
+        """Return the tokens on the path to `node`, without the root's."""
         return [self.token[i] for i in self.path(node)[1:]]
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node but the last has one child."""
+        """Whether the tree has no branches: every node but the last has exactly one child."""
         return self.parent == list(range(-1, len(self.token) - 1))
 
     def visible(self) -> torch.Tensor:
-        """`[n, n]` bool: row i marks the nodes that node i attends to, its ancestors and itself."""
+        """Return the tree's attention mask, `[n, n]` bool.
+
+        Row i marks the nodes that node i attends to: its ancestors and itself.
+        """
         n = len(self.token)
         if self.is_chain:
             return torch.ones(n, n, dtype=torch.bool).tril_()

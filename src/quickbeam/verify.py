@@ -1,30 +1,36 @@
-"""The acceptance rules: which drafted tokens to keep so that the output has the target's own
-distribution. Knows nothing of models.
+"""The acceptance rules: they decide which drafted tokens stay.
 
-**Equality.** The token that a place emits is known once the target's logits there are: its
-likeliest at temperature 0, else that of `Sampler.emitted`, by the noise of the place. A drafted
-token is accepted where it is that token (drafter-invariant sampling, 2408.07978). The answer is
-then a function of model, prompt, parameters and seed. So trees may be chosen with the noise in
-hand.
+Both rules keep the output lossless. Each yields the distribution of plain decoding. This module
+knows nothing of models.
 
-**Residual.** The papers' own rule, for children that were drawn with noise of their own. Noise that
-the answer is drawn with must not be used for them: what they are would then tell what the target is
-going to emit, and this rule counts on their being independent.
+**Equality** (`verify_equal`, coupled sampling). Once the target's logits at a place are known, the
+token emitted there is known too. At temperature 0 it is the most probable token. Otherwise it is
+the token of `Sampler.emitted`, which uses the noise of the place. A drafted token is accepted if it
+is that token (drafter-invariant sampling, 2408.07978). The answer then depends only on model,
+prompt, parameters and seed. So a draft tree may be chosen in any way, even by looking at the noise.
 
-At a node with target distribution `p` and children y1..yk, where yi was proposed from a
-distribution Qi that depends only
-on tokens drawn before it:
+**Residual rule** (`verify_residual`). This is the rule of the papers. It is for children that were
+drawn with random numbers of their own. They must not be drawn with the noise that chooses the
+answer. The children would then tell which token the target is going to emit, and the rule requires
+that they are independent of it.
 
-    R = p for i in 1..k: accept yi with probability min(1, R[yi] / Qi[yi]); otherwise R =
-    normalise(max(R - Qi, 0)) no child accepted: emit a token drawn from R
+At a node with target distribution `p` and children y1..yk, each yi was proposed from a distribution
+Qi that depends only on tokens drawn before yi:
 
-(DySpec, Algorithm 3; SpecInfer and Sequoia use the same rule.) A deterministic proposal has all of
-Qi on yi. A drawn one has Qi = the drafter's distribution with the tokens of all earlier siblings
-struck out, renormalised: drawn without replacement.
+    R = p
+    for i in 1..k:
+        with probability min(1, R[yi] / Qi[yi]): accept yi and go on at its node
+        otherwise: R = normalise(max(R - Qi, 0))
+    if no child was accepted: emit a token drawn from R, and stop
 
-Where all children are deterministic, the rule comes down to: draw the token from p, and follow the
-child that holds it if there is one. Done that way, each emitted token takes one random number
-whatever the tree was, so a seed gives plain decoding's own answer.
+This is Algorithm 3 of DySpec (2410.11744). SpecInfer and Sequoia use the same rule. For a
+deterministic proposal, all of Qi is on yi. For a drawn child, Qi is the drafter's distribution
+without the tokens of all earlier siblings, renormalised: children are drawn without replacement.
+
+If all children are deterministic proposals, the rule amounts to this: draw a token from p, and
+follow the child that holds it if there is one. `verify_residual` does exactly that in this case.
+Each emitted token then takes one random number, whatever the tree was. So a seed gives the answer
+that plain decoding gives.
 """
 
 from __future__ import annotations
@@ -39,13 +45,16 @@ from quickbeam.tree import TokenTree
 
 
 class Verdict(NamedTuple):
-    path: list[int]  # the accepted nodes, the root first
-    token: int  # emitted after the last of them, by the target itself
+    path: list[int]  # the accepted nodes, from the root down
+    token: int  # the target's own token after the last accepted node
 
 
 def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
-    """Follow the emitted tokens down the tree. `emitted(node)` is the token that stands after
-    `node`; only accepted nodes are asked for."""
+    """Follow the emitted tokens down the tree from the root, as long as a child holds the next one.
+
+    `emitted(node)` returns the token that follows `node`. It is called for accepted nodes only, the
+    root included.
+    """
     path = [0]
     while True:
         token = emitted(path[-1])
@@ -58,13 +67,17 @@ def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
 def verify_residual(
     tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator
 ) -> Verdict:
-    """Accept along one path so that the emitted tokens have the target's distribution, whatever was
-    drafted.
+    """Accept one path by the residual rule.
 
-    `law(node)` is the target's distribution `[vocab]` of the token after `node`; only accepted
-    nodes are asked for. The tree's draft distributions are `[vocab]` too, and may lie on another
-    device. `generator` gives one uniform number for each token emitted; where there are drawn
-    children, one for each child tried and one for the token that ends the path.
+    The emitted tokens have the target's distribution, whatever was drafted.
+
+    `law(node)` returns the target's distribution `[vocab]` over the token after `node`. It is
+    called for accepted nodes only, the root included. The draft distributions in `tree.law` are
+    `[vocab]` too and may be on another device.
+
+    `generator` gives the uniform random numbers. A node without drawn children takes one number. A
+    node with drawn children takes one for each child that is tried, and one more for the emitted
+    token if none is accepted.
     """
     path = [0]
     while True:
@@ -77,8 +90,8 @@ def verify_residual(
             continue
         child, residual = _first_accepted(tree, path[-1], p, generator)
         if child is None:
-            # R runs out of mass only where R = Q up to rounding and rounding rejected the child: p
-            # itself is as good an answer.
+            # R is all zeros only where R = Q up to rounding and rounding rejected the child. Then p
+            # itself serves as well.
             return Verdict(path, draw(residual if residual.any() else p, generator))
         path.append(child)
 
@@ -86,24 +99,29 @@ def verify_residual(
 def _first_accepted(
     tree: TokenTree, node: int, p: torch.Tensor, generator: torch.Generator
 ) -> tuple[int | None, torch.Tensor]:
-    """The first accepted child of `node`, or None, and what is left of R `[vocab]`, not normalised.
+    """Return the first accepted child of `node`; without one, return None and the rest of R
+    `[vocab]`.
 
-    The tokens of all earlier siblings have R = 0: a certain one is struck out when rejected, and a
-    drawn one is rejected only where R[y] < Q[y]. So a rejected certain proposal costs a subtraction
-    from the mass of R, and R itself is brought up to date only when needed.
+    That rest is not normalised, and the tokens of all children are 0 in it. It has no meaning where
+    a child is accepted.
+
+    The tokens of earlier siblings always have R = 0. A rejected deterministic proposal is removed
+    from R, and a drawn child is rejected only where R[y] < Q[y]. So rejecting a deterministic
+    proposal only subtracts its token's share from the mass of R. R itself is updated only when a
+    drawn child is rejected, and at the end.
     """
     children = tree.children[node]
     if not children:
         return None, p
     tokens = torch.tensor(list(children), device=p.device)
-    # R = residual / mass, with the tokens of earlier siblings at 0
+    # R = residual / mass, where the tokens of earlier siblings count as 0
     residual, mass = p, float(p.sum(dtype=torch.float64))
     left = residual[tokens].tolist()
     for i, (token, child) in enumerate(children.items()):
         law = tree.law[child]
         q = None if law is None else _normalised(law.to(p).index_fill(0, tokens[:i], 0.0))
         chance = 1.0 if q is None else float(q[token])
-        # a draw that its law rules out can only come from rounding: it counts as a certain proposal
+        # Only rounding can draw a token of probability 0. Treat it as a deterministic proposal.
         if not chance > 0:
             q, chance = None, 1.0
         if uniform(generator) * chance * mass < left[i]:
@@ -118,5 +136,5 @@ def _first_accepted(
 
 
 def _normalised(weights: torch.Tensor) -> torch.Tensor:
-    """Weights as a law; zeros stay zeros."""
+    """Return `weights` divided by their sum; all zeros stay zeros."""
     return weights / weights.sum().clamp(min=torch.finfo(weights.dtype).tiny)

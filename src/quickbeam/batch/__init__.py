@@ -1,6 +1,6 @@
-"""A file of requests answered into a file of answers, which may be broken off at any moment and
-gone on with.
+"""Answer a file of requests into a file of answers. A run may be stopped at any time and continued.
 
-`requests` reads the one, `journal` writes the other, `run` goes from one to the other through
-whatever answers (`answers`: an engine here).
+`requests` reads the requests, `journal` writes the answers, and `run` passes the requests to a
+function that answers them. `answers` makes such a function from a model in this process, `ray` from
+replicas on Ray.
 """

@@ -1,4 +1,4 @@
-"""Answers by a model in this process: what the server's endpoints give, without HTTP."""
+"""Answer requests with a model in this process: the server's endpoints without HTTP."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ NEVER = 10**9  # seconds
 
 
 class Answering:
-    """Answers whatever it is asked, in its turn: who asks says how much at a time. Belongs to the
-    event loop in which it is made."""
+    """Answers every request in its turn, without limits on how many wait.
+
+    The caller decides how many requests it sends at a time. An instance belongs to one event loop.
+    """
 
     def __init__(self, llm: LLM, name: str | None = None) -> None:
         unbounded = ServeSettings(
@@ -37,8 +39,10 @@ class Answering:
         self._runner = Runner(unbounded, llm)
 
     async def answer(self, url: str, body: dict[str, Any]) -> Reply:
-        """What the endpoint gives; for a request that can't be answered, its error. Raises where
-        the engine can't answer any more."""
+        """Return the endpoint's reply, which is an error for a request that can't be answered.
+
+        Raises `QuickbeamError` if the engine can't answer any more.
+        """
         give, kind = ENDPOINTS[url]
         try:
             return Reply(200, await give(self._runner, kind.model_validate(body)))
@@ -49,13 +53,16 @@ class Answering:
             return Reply(told.status, told.body)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """End the answers under way."""
         await self._runner.close()
 
 
 @asynccontextmanager
 async def answering(llm: LLM, name: str | None = None) -> AsyncIterator[Answer]:
-    """Answers by a model in this process, which calls itself `name`."""
+    """Yield a function that answers with a model in this process.
+
+    `name` is what responses call the model.
+    """
     made = Answering(llm, name)
     try:
         yield made.answer

@@ -1,5 +1,7 @@
-"""The file of answers. It is only ever added to, so that whatever ends the program, what was
-answered is in it, each answer once."""
+"""The file of answers.
+
+It is only ever appended to. Whatever ends the program, every answer so far is in the file, once.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,23 @@ from typing_extensions import Self
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 
-START = b'{"id": "batch_req_'  # of every record
-GROUP = 1.0  # seconds after which what was written is brought to the disk
+START = b'{"id": "batch_req_'  # every record begins with this
+GROUP = 1.0  # seconds of writing after which records are synced to the disk
 
 
 class Journal:
-    """Records of answers at `path`, a line each; those that are there already are `done`: their
-    `id` by `custom_id`. All are of one model: `fingerprint` is that of the first that says so.
+    """Records of answers in the file `path`, one line each.
 
-    A record is handed to the system as a whole when it is written, which outlasts the program's
-    end, and brought to the disk with others, at least every `GROUP` seconds of writing, which
-    outlasts the machine's. A last line that is not whole is cut off. One program at a time may hold
-    it. Raises `InvalidInput` for a file that holds anything else, `QuickbeamError` where it can't
-    be written.
+    `done` maps the `custom_id` of each record to its `id`, including the records that were there
+    before. `failed` counts the records of requests that could not be answered. All answers are of
+    one model: `fingerprint` is that of the first record that has one.
+
+    Each record is handed to the operating system as a whole, so it survives the end of the program.
+    Records are synced to the disk together, at least every `GROUP` seconds of writing, so they
+    survive a crash of the machine. A last line that is incomplete is cut off.
+
+    Only one program at a time may hold the file. Raises `InvalidInput` for a file with other
+    contents or one that another program holds, and `QuickbeamError` if the file can't be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -59,7 +65,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def _load(self) -> int:
-        """Take note of the records that are there; give where the last whole one ends."""
+        """Read the records that are there, and return where the last whole one ends, in bytes."""
         end, torn = 0, 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -94,7 +100,11 @@ class Journal:
         return end
 
     def write(self, record: dict[str, Any]) -> None:
-        """Add a record. Raises `InvalidInput` for one of another model than the others."""
+        """Append a record.
+
+        Raises `InvalidInput` if its model is not that of the other records, and `QuickbeamError` if
+        it can't be written.
+        """
         model = _fingerprint(record)
         if model is not None and self.fingerprint not in (None, model):
             raise InvalidInput(
@@ -120,7 +130,7 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """Bring what was written to the disk."""
+        """Sync what was written to the disk."""
         try:
             os.fsync(self._file)
         except OSError as error:
@@ -128,7 +138,7 @@ class Journal:
         self._synced = time.monotonic()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Sync the file and release it."""
         try:
             self.sync()
         finally:
@@ -160,6 +170,6 @@ def _failed(record: dict[str, Any]) -> bool:
 
 
 def _fingerprint(record: dict[str, Any]) -> str | None:
-    """Of the model that answered; None where the answer doesn't say."""
+    """Return the fingerprint of the model that answered; None if the answer has none."""
     body = record["response"]["body"] if record["response"] is not None else {}
     return body.get("system_fingerprint") if isinstance(body, dict) else None

@@ -1,4 +1,4 @@
-"""Replicas of a model on Ray: for `quickbeam batch`, and as an actor for Ray Data."""
+"""Replicas of a model on Ray, for `quickbeam batch` and as an actor for Ray Data."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
 
-# that Ray counts for a replica; what it uses are its threads. Half leaves room for what reads and
-# writes data.
+# CPUs that Ray reserves for a replica. Its threads decide how many it really uses. A half leaves
+# room for the tasks that read and write data.
 CPUS = 0.5
-RESTARTS = 10  # of a replica that dies, before the run ends
+RESTARTS = 10  # of a replica that dies, until the run is given up
 
 
 def environment(threads: int) -> dict[str, Any]:
-    """Ray's `runtime_env` of a replica that computes with so many threads."""
+    """Return Ray's `runtime_env` for a replica that computes with this number of threads."""
     return {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
 
 
 class Replica:
-    """A model in a process of its own. `options`: of `LLM`."""
+    """A model in a process of its own. `options` are arguments of `LLM`."""
 
     def __init__(self, name: str | None, options: dict[str, Any]) -> None:
         self._answering = Answering(LLM(**options), name)
 
     async def answer(self, url: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-        """`Answering.answer`, as plain values."""
+        """Return the status and body that `Answering.answer` gives."""
         return await self._answering.answer(url, body)
 
 
@@ -43,9 +43,12 @@ class Replica:
 async def replicas(
     count: int, name: str | None, options: dict[str, Any], threads: int = 1, gpus: float = 0
 ) -> AsyncIterator[Answer]:
-    """What answers by `count` replicas, each request by the one that has the fewest: on the cluster
-    that `RAY_ADDRESS` names, or on this machine. One that dies is started again, and is asked again
-    what it owed. Raises `QuickbeamError` where that doesn't help."""
+    """Yield a function that answers with `count` replicas of a model.
+
+    They run on the cluster that `RAY_ADDRESS` names, or on this machine. Each request goes to the
+    replica with the fewest unanswered requests. A replica that dies is started again, and gets its
+    unanswered requests again. If that doesn't help, the function raises `QuickbeamError`.
+    """
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         kind: Any = ray.remote(Replica).options(
@@ -76,12 +79,12 @@ async def replicas(
 
 
 class QuickbeamActor:
-    """For `map_batches` of Ray Data: answers all rows of a batch side by side.
+    """An actor for Ray Data's `map_batches`, which answers all rows of a batch at the same time.
 
-    A row is a request: its `column` holds a prompt, a conversation (`column="messages"`) or what
-    the Responses API takes (`column="input"`), and goes there with `params`, the further fields of
-    the request. Added to the row: `answer`, the text (None where there is none), and `error`, why
-    there is none. `options`: of `LLM`.
+    A row is a request. Its `column` holds a prompt, a conversation (`column="messages"`) or the
+    input of the Responses API (`column="input"`). `params` are further fields of every request. Two
+    columns are added: `answer` is the text (None if there is none), and `error` says why there is
+    none. `options` are arguments of `LLM`.
     """
 
     def __init__(
@@ -97,7 +100,7 @@ class QuickbeamActor:
         self._answering = Answering(LLM(**options))
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """A batch of columns, with two more."""
+        """Return a batch of columns with the columns `answer` and `error` added."""
         found = self._loop.run_until_complete(
             self._all([_plain(value) for value in batch[self._column]])
         )
@@ -117,7 +120,7 @@ class QuickbeamActor:
 
 
 def _text(body: dict[str, Any]) -> str:
-    """What a response says first."""
+    """Return the text of a response, from its first choice if it has several."""
     if "output" in body:
         return "".join(
             part["text"]
@@ -130,7 +133,7 @@ def _text(body: dict[str, Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a column as JSON has it: lists and dictionaries come as arrays."""
+    """Return a column's value in the types of JSON; its lists and dictionaries may be arrays."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, list):
         return [_plain(item) for item in value]

@@ -1,5 +1,7 @@
-"""The requests of a file: lines of OpenAI's batch format, or short ones. Knows nothing of what an
-endpoint takes."""
+"""The requests of a file: lines in OpenAI's batch format, or short ones.
+
+Knows nothing of what the endpoints accept.
+"""
 
 from __future__ import annotations
 
@@ -12,25 +14,30 @@ from typing import Any, NamedTuple
 from quickbeam.errors import InvalidInput
 
 CHAT, COMPLETIONS, RESPONSES = URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # what a short line holds, and where it goes
+SHORT = {"messages": CHAT, "prompt": COMPLETIONS}  # field of a short line, and its endpoint
 ENVELOPE = {"method", "url", "body"}
 
 
 class Request(NamedTuple):
-    """A line. `id` is made of all that it asks, so that an answer tells whether it is to this
-    request."""
+    """One line of a file of requests.
+
+    `id` is a hash of everything that the line asks, so that an answer's id tells whether the answer
+    belongs to this request.
+    """
 
     line: int  # from 1
     custom_id: str
     id: str
     url: str
     body: dict[str, Any]
-    fault: str | None = None  # why it can't be asked
+    fault: str | None = None  # why the line is not a valid request
 
 
 def read(path: Path) -> Iterator[Request]:
-    """The requests of a file, one after the other. Blank lines are none. Raises `InvalidInput` for
-    a file that can't be read."""
+    """Yield the requests of a file in order, skipping blank lines.
+
+    Raises `InvalidInput` if the file can't be read.
+    """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
@@ -41,9 +48,12 @@ def read(path: Path) -> Iterator[Request]:
 
 
 def parse(number: int, line: bytes) -> Request:
-    """One line: `{"custom_id", "method", "url", "body"}`, or `messages` or `prompt` with parameters
-    beside. Without a `custom_id` it is called by its number. A request above temperature 0 that
-    names no seed gets one of its own, always the same."""
+    """Return the request of one line.
+
+    A line is either `{"custom_id", "method", "url", "body"}`, or short: `messages` or `prompt` with
+    parameters beside it. A request without a `custom_id` is named after its line's `number`. A
+    request without a seed gets one that is derived from the request, so that it is always the same.
+    """
     name = f"line-{number}"
     try:
         found = json.loads(line.decode(), parse_constant=_refuse_constant)

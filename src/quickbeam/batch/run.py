@@ -1,5 +1,7 @@
-"""From requests to answers, so many at a time. Knows nothing of what answers, nor of the command
-line."""
+"""Answer requests, a limited number at a time.
+
+Knows nothing of what answers them, nor of the command line.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,22 @@ from quickbeam.errors import InvalidInput
 
 
 class Reply(NamedTuple):
-    """What an endpoint says to a request."""
+    """An endpoint's reply to a request: HTTP status and body."""
 
     status: int
     body: dict[str, Any]
 
 
-# of an endpoint's path and a request's body
+# called with an endpoint's path and a request's body
 Answer = Callable[[str, dict[str, Any]], Awaitable[Reply]]
 
 
 def check(source: Path, journal: Journal) -> int:
-    """How many requests a file has. Raises `InvalidInput` where two have one name, and where there
-    are answers to what it doesn't ask."""
+    """Return the number of requests in a file.
+
+    Raises `InvalidInput` if two requests have the same `custom_id`, if the journal has answers to
+    requests that the file doesn't hold, or if the journal is the file itself.
+    """
     if source.exists() and source.samefile(journal.path):
         raise InvalidInput(f"{source}: the answers must go to another file")
     seen = dict[str, int]()
@@ -61,14 +66,17 @@ async def run(
     window: int,
     told: Callable[[], object],
 ) -> None:
-    """Have all requests answered that are not `done`, `window` at a time, in order of the file;
-    write answers as they come. `told` hears of each. What `answer` raises ends the run: those that
-    were written stay, and the next run goes on."""
+    """Answer all requests that are not `done` in the journal, in the order of the file.
+
+    At most `window` requests are under way at a time. Answers are written as they arrive, and
+    `told` is called after each. An error that `answer` raises ends the run. The answers that were
+    written stay, and the next run continues from there.
+    """
     asked = dict[asyncio.Future[Reply], Request]()
 
     async def take() -> None:
         done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        # answers are written first
+        # errors come last, so that answers that arrived with them are written first
         for one in sorted(done, key=lambda one: one.exception() is not None):
             journal.write(_record(asked.pop(one), one.result()))
             told()
@@ -93,7 +101,10 @@ async def run(
 
 
 def _record(request: Request, reply: Reply | None) -> dict[str, Any]:
-    """OpenAI's, which begins as `journal.START` says."""
+    """Return OpenAI's record of a reply, which begins as `journal.START` says.
+
+    `reply` is None for a line that is not a valid request.
+    """
     record: dict[str, Any] = {
         "id": request.id,
         "custom_id": request.custom_id,

@@ -1,10 +1,14 @@
-"""How often a drafter's proposals are accepted, held against how likely it said that was.
+"""How often drafted tokens are accepted, compared with the drafter's probability for them.
 
-DySpec (2410.11744) grows its trees by the hypothesis that the two are about the same. The diagonal
-is not the ceiling. Of a perfect drafter every first child is accepted, likely or not: a draw
-(`--coupling residual`), as it is accepted with min(1, target / draft probability), and a likeliest
-token, the noise of its place counted in where there is any (temperature 0, and coupled), as the
-target emits just that.
+DySpec (2410.11744) grows its trees on the hypothesis that acceptance probability and draft
+probability are about the same. This measurement shows how far that holds.
+
+Acceptance may lie above the draft probability. With a perfect drafter every first child is
+accepted, whether its draft probability is high or low. A drawn child (`--coupling residual`) is
+accepted with probability min(1, target / draft probability), which is 1 then. In the other cases
+(temperature 0, and coupled sampling) the first child is the likeliest token of the drafter's
+distribution, with the noise of the place counted in where there is any. A perfect drafter's
+likeliest token is the one that the target emits.
 """
 
 from __future__ import annotations
@@ -31,33 +35,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-DEPTHS = 8  # how deep acceptance is told layer by layer
+DEPTHS = 8  # depths that have an acceptance figure of their own
 Z = NormalDist().inv_cdf(0.975)  # two-sided 95 %
 
 
 class Tried(NamedTuple):
-    """A drafted node that had its turn: its parent was accepted, and its earlier siblings were
-    rejected."""
+    """A drafted node that verification tried.
+
+    Its parent was accepted, and its earlier siblings were rejected.
+    """
 
     probability: float  # see `draft_probabilities`
     accepted: bool
     depth: int  # 1 right below the root
-    first: bool  # of its siblings
+    first: bool  # whether it is the first of its siblings
 
 
 def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
-    """d of each child of `node` in order: its probability under the drafter's law with earlier
-    siblings struck out, renormalised.
+    """Yield the draft probability of each child of `node`, in the order of the children.
 
-    A draw has just this law, and DySpec's worth of slots (Alg. 1) is made of it. Where children are
-    the likeliest tokens (temperature 0 and coupled), it is made alike of what they were chosen by,
-    so that the curves compare: the probability of the child's token where none of its earlier
-    siblings' is right. They are chosen by the drafter's law at temperature 1, above temperature 0
-    with the noise of the place counted in (`trees/perturbed.py`).
+    It is the probability of the child's token under the drafter's distribution, after the tokens of
+    earlier siblings are struck out and the rest is renormalised.
 
-    The tree holds what the children were chosen by, before anything is struck out. What is left
-    once siblings are struck out is summed over the law where the tree keeps it (draws), as 1 less
-    nearly 1 would be mostly rounding.
+    A drawn child was drawn from exactly this distribution. DySpec computes the value of its slots
+    (Algorithm 1) from the same probabilities. At temperature 0 and in coupled sampling, children
+    are the likeliest tokens. The figure is then computed in the same way from the distribution that
+    they were chosen by, so that the curves compare: it is the probability of the child's token,
+    given that no earlier sibling's token is right. That distribution is the drafter's at
+    temperature 1. Above temperature 0 it has the noise of the place counted in
+    (`trees/perturbed.py`).
+
+    `tree.probability` holds probabilities from before anything is struck out. Where the tree keeps
+    the whole distribution (`tree.law`, for draws), the mass that is left is summed over it, because
+    1 minus a sum of nearly 1 would be mostly rounding error.
     """
     earlier, left = list[int](), 1.0
     for token, child in tree.children[node].items():
@@ -74,8 +84,11 @@ def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
 
 
 def tried(record: StepRecord) -> Iterator[Tried]:
-    """The nodes of a step that had their turn, root to leaf. What lies beyond the answer's end
-    (below an end-of-sequence token) is left out: the target was never meant to go on there."""
+    """Yield the nodes of a step that verification tried, from the root down.
+
+    Nodes beyond the end of the answer (below an end-of-sequence token) are left out, because the
+    target was never meant to go on there.
+    """
     tree, path = record.tree, record.path
     for node, accepted in zip(path[: len(record.emitted)], [*path[1:], None], strict=False):
         for i, (child, probability) in enumerate(
@@ -88,8 +101,10 @@ def tried(record: StepRecord) -> Iterator[Tried]:
 
 @dataclass
 class Tally:
-    """An observer of answers that keeps what was tried. `tokens`: those that the `steps`
-    emitted."""
+    """An observer of answers that collects the nodes that were tried.
+
+    `steps` counts the steps, and `tokens` the tokens that they emitted.
+    """
 
     steps: int = 0
     tokens: int = 0
@@ -103,22 +118,27 @@ class Tally:
 
 @dataclass(frozen=True)
 class Bin:
-    """What was tried with a draft probability from `low` up to `high`, which the last bin includes.
-    `interval`: Wilson's, 95 %."""
+    """The nodes tried with a draft probability from `low` up to `high`.
+
+    Only the last bin includes its `high`. `probability` and `acceptance` are means over the bin.
+    `interval` is the 95 % Wilson interval of the acceptance. All three are None for an empty bin.
+    """
 
     low: float
     high: float
     count: int
     accepted: int
-    probability: float | None  # on average; None, like the others, where there was nothing
+    probability: float | None
     acceptance: float | None
     interval: tuple[float, float] | None
 
 
 @dataclass(frozen=True)
 class Depth:
-    """The tried first children at a depth. Their parents were accepted and had children: below the
-    root that is a selection."""
+    """How many of the first children tried at one depth were accepted.
+
+    Their parents were accepted and had children. From depth 2 on, such places are a selection.
+    """
 
     depth: int
     count: int
@@ -128,15 +148,15 @@ class Depth:
 
 @dataclass(frozen=True)
 class Summary:
-    """One temperature. A figure is None where nothing was measured for it.
+    """The figures of one temperature. A figure is None where nothing was measured for it.
 
-    - `calibration_gap`: |mean draft probability - acceptance| of the bins, averaged by count (the
-      expected calibration error).
-    - `correlation`: Pearson's, of draft probability and acceptance (0 or 1) over all that was
+    - `calibration_gap`: the expected calibration error, which is |mean draft probability -
+      acceptance| of each bin, averaged over the bins by count.
+    - `correlation`: Pearson's, between draft probability and acceptance (0 or 1), over all nodes
       tried.
-    - `mean_accepted_tokens` (MAT): tokens over steps, as `bench` has it.
-    - `first_acceptance`: of all tried first children, whatever their depth; see `agreement.py` for
-      a figure without a selection.
+    - `mean_accepted_tokens` (MAT): tokens over steps, as in `quickbeam bench`.
+    - `first_acceptance`: the acceptance rate of all first children tried, at any depth. They are a
+      selection of places; `agreement.py` has a figure without one.
     """
 
     temperature: float
@@ -154,8 +174,11 @@ class Summary:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked at every
-    temperature. `agreement`: where one of them is 0."""
+    """What a run has produced so far.
+
+    `complete` is True once every question has been asked at every temperature. `agreement` is
+    filled where one of the temperatures is 0.
+    """
 
     tallies: dict[float, Tally]  # by temperature
     agreement: Agreement = field(default_factory=Agreement)
@@ -165,18 +188,19 @@ class Results:
 
     @property
     def tried(self) -> list[Tried]:
-        """At all temperatures."""
+        """The nodes tried at all temperatures."""
         return [one for tally in self.tallies.values() for one in tally.tried]
 
 
 def measure(
     llm: LLM, questions: Sequence[Question], params: Sequence[SamplingParams], results: Results
 ) -> Iterator[None]:
-    """Ask the first turn of each question at the temperature of each of `params`, filling
-    `results`; yields after every answer.
+    """Ask the first turn of each question with each of `params`, and fill `results`.
 
-    `llm` has the method and the budget. With a seed, question number i is sampled with seed + i. A
-    prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
+    Yields after every answer. `llm` is loaded with the method and the budget to measure.
+    `results.tallies` must have an entry for every temperature of `params`. With a seed, question
+    number i is sampled with seed + i. A prompt that can't be answered (`InvalidInput`, because it
+    exceeds the context, say) is left out and noted in `results.skipped`.
     """
     for number, question in enumerate(questions):
         try:
@@ -202,13 +226,13 @@ def measure(
 
 
 def summarise(temperature: float, tally: Tally, bins: int) -> Summary:
-    """The figures of one temperature, over `bins` bins of equal width."""
+    """Return the figures of one temperature, with `bins` bins of equal width."""
     places = by_bin(tally.tried, bins)
     accepted = [float(one.accepted) for one in tally.tried]
     gaps = [abs(one.count * (one.probability or 0.0) - one.accepted) for one in places]
     try:
         related = correlation([one.probability for one in tally.tried], accepted)
-    except StatisticsError:  # fewer than two, or all alike
+    except StatisticsError:  # fewer than two nodes, or one side is constant
         related = None
     firsts = [float(one.accepted) for one in tally.tried if one.first]
     return Summary(
@@ -227,7 +251,7 @@ def summarise(temperature: float, tally: Tally, bins: int) -> Summary:
 
 
 def by_bin(found: Sequence[Tried], bins: int) -> list[Bin]:
-    """Draft probability in `bins` bins of equal width, empty ones too."""
+    """Sort nodes by draft probability into `bins` bins of equal width. Empty bins are kept."""
     groups: list[list[Tried]] = [[] for _ in range(bins)]
     for one in found:
         groups[min(int(one.probability * bins), bins - 1)].append(one)
@@ -235,7 +259,7 @@ def by_bin(found: Sequence[Tried], bins: int) -> list[Bin]:
 
 
 def by_depth(found: Sequence[Tried]) -> list[Depth]:
-    """The first children at depths 1 to `DEPTHS`."""
+    """Return the acceptance of first children at each of the depths 1 to `DEPTHS`."""
     layers: list[list[bool]] = [[] for _ in range(DEPTHS)]
     for one in found:
         if one.first and one.depth <= DEPTHS:
@@ -247,17 +271,17 @@ def by_depth(found: Sequence[Tried]) -> list[Depth]:
 
 
 def wilson(accepted: int, count: int) -> tuple[float, float]:
-    """The 95 % score interval of a share (E. B. Wilson, 1927): right for few trials, too, and for
-    shares near 0 and 1.
+    """Return the 95 % score interval of the share accepted / count (E. B. Wilson, 1927).
 
-    Raises `ValueError` where `count` is not above 0.
+    It holds for few trials too, and for shares near 0 and 1. Raises `ValueError` unless `count` is
+    above 0.
     """
     if count <= 0:
         raise ValueError(f"count={count}: must be above 0")
     share, scale = accepted / count, 1 + Z * Z / count
     centre = (share + Z * Z / (2 * count)) / scale
     half = Z * sqrt(share * (1 - share) / count + Z * Z / (4 * count * count)) / scale
-    # the share is in it, rounding or not
+    # rounding must not leave the share outside its interval
     return max(0.0, min(share, centre - half)), min(1.0, max(share, centre + half))
 
 

@@ -1,4 +1,4 @@
-"""What the measurement of acceptance shows: tables, lines, a JSON record, a plot."""
+"""The output of the acceptance measurement: tables, lines of text, a JSON record and a plot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quickbeam.bench.acceptance import Depth, Results, Summary, by_depth, summar
 
 
 def summaries(results: Results, bins: int) -> list[Summary]:
-    """Those of the temperatures where anything was tried, in the order given."""
+    """Return the summaries of the temperatures where anything was tried, in the order given."""
     return [
         summarise(temperature, tally, bins)
         for temperature, tally in results.tallies.items()
@@ -28,8 +28,11 @@ def record(
     model: str,
     settings: Mapping[str, object],
 ) -> dict[str, object]:
-    """The JSON record. `by_depth` beside `temperatures` is over all of them; `complete`: whether
-    all questions were asked."""
+    """Return the JSON record.
+
+    `by_depth` beside `temperatures` covers all temperatures together. `complete` says whether all
+    questions were asked.
+    """
     return {
         "environment": dict(environment),
         "model": model,
@@ -44,7 +47,7 @@ def record(
 
 
 def table(summary: Summary) -> Table:
-    """The bins of one temperature."""
+    """Return a table of the bins of one temperature."""
     found = Table("draft probability", title=f"temperature {summary.temperature:g}")
     for column in ("tried", "mean", "accepted", "95 % interval"):
         found.add_column(column, justify="right")
@@ -63,7 +66,7 @@ def table(summary: Summary) -> Table:
 
 
 def lines(summary: Summary) -> list[str]:
-    """What goes below the table."""
+    """Return the lines of text below the table of one temperature."""
     gap, related, mat = (
         _figure(summary.calibration_gap),
         _figure(summary.correlation),
@@ -77,7 +80,7 @@ def lines(summary: Summary) -> list[str]:
 
 
 def footer(results: Results) -> list[str]:
-    """What is over all temperatures, and what to know before trusting the tables."""
+    """Return lines on all temperatures together, and on what to know before trusting the tables."""
     found = [
         f"prompts: {results.prompts}; tried: the parent accepted, earlier siblings rejected; "
         "mean: their draft probability"
@@ -93,7 +96,7 @@ def footer(results: Results) -> list[str]:
 
 
 def depth_line(layers: Sequence[Depth]) -> str:
-    """Acceptance of first children by depth, and in brackets how many were tried."""
+    """Return the acceptance of first children by depth, with the number tried in brackets."""
     parts = (
         f"{layer.depth}: {layer.acceptance:.3f} ({layer.count})"
         for layer in layers
@@ -103,8 +106,11 @@ def depth_line(layers: Sequence[Depth]) -> str:
 
 
 def plot(results: Results, bins: int, path: Path) -> None:
-    """Acceptance over draft probability, a line for each temperature, the area of a point after its
-    count. Raises OSError."""
+    """Write a plot of acceptance over draft probability to the file `path`.
+
+    Each temperature is a line. The area of a point grows with its count. Raises `OSError` where the
+    file can't be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""How often a drafter's likeliest token is the model's, at every token of an answer.
+"""How often the drafter's likeliest token is the target's, at every token of an answer.
 
-A tree's first nodes don't show that: a step begins where the last one's draft was refused, or
-ended, so the root stands before hard tokens more often than not, and the easy ones are drafted
-deeper down.
+The first nodes of draft trees don't show that. A step begins where the last draft was rejected or
+ended, so the root stands before hard tokens more often than not. The easy tokens are drafted deeper
+in the trees.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass
 class Agreement:
-    """Plain greedy answers: their tokens, but for the first one of each, and those of them that the
-    drafter held likeliest; by category."""
+    """Counts over plain greedy answers, by category.
+
+    `tokens` counts all tokens but the first of each answer. `agreed` counts those of them that were
+    the drafter's likeliest token.
+    """
 
     tokens: dict[str, int] = field(default_factory=dict)
     agreed: dict[str, int] = field(default_factory=dict)
@@ -55,8 +58,10 @@ class Agreement:
 
 
 class _Watched(DraftedPolicy):
-    """Plain decoding, the drafter being asked at every token: `guess` is what it holds
-    likeliest."""
+    """Plain decoding that asks the drafter at every token.
+
+    `guess` is the token that the drafter holds likeliest to come next.
+    """
 
     guess = -1
 
@@ -69,8 +74,11 @@ class _Watched(DraftedPolicy):
 
 
 def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement) -> None:
-    """Answer the first turn plainly, adding to `found`. `params` must be greedy. Raises what an
-    answer raises."""
+    """Answer the first turn of `question` by plain decoding, and add the counts to `found`.
+
+    Raises `ValueError` where `params` are not greedy or the method of `llm` has no drafter, and
+    whatever the answer raises.
+    """
     drafter = llm.prepare(llm.method)
     if drafter is None or not params.greedy:
         raise ValueError("agreement needs a drafter and greedy answers")
@@ -95,7 +103,7 @@ def watch(llm: LLM, question: Question, params: SamplingParams, found: Agreement
 
 
 def lines(found: Agreement) -> Sequence[str]:
-    """In words."""
+    """Return the agreement as lines of text, none where nothing was counted."""
     if found.share is None:
         return []
     places = ", ".join(f"{category} {share:.3f}" for category, share in found.by_category.items())

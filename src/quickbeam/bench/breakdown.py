@@ -1,5 +1,7 @@
-"""Where the time of a native pass goes, and how near its products come to what the machine's memory
-gives."""
+"""Where the time of a native pass goes, by its parts.
+
+Also how near its matrix products come to the bandwidth of the machine's memory.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,15 @@ from quickbeam.target.native.operands import Packed, Rows
 from quickbeam.target.native.program import Program
 
 MEGABYTES = 512  # more than caches hold
-INPUTS = 2048  # of the product's weight
+INPUTS = 2048  # columns of the product's weight
 
 
 class Bandwidth(NamedTuple):
-    """Gigabytes a second that all threads read together: with a sum of float32 numbers, and with
-    the kernels' own product of one row (0 where there are none)."""
+    """Gigabytes a second that all threads together read from memory.
+
+    `sum` is measured with a sum of float32 numbers. `product` is measured with the native kernels'
+    product of one row; it is 0 where there are no native kernels.
+    """
 
     sum: float
     product: float
@@ -30,7 +35,10 @@ class Bandwidth(NamedTuple):
 
 
 def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 9) -> Bandwidth:
-    """Reads a buffer of that size from memory; the median of the repeats counts, as for passes."""
+    """Measure how fast a buffer of `megabytes` is read from memory.
+
+    The median of `repeats` readings counts, as for passes.
+    """
     by_sum = read_by_sum(megabytes, repeats)
     if (kernels := library.kernels()) is None:
         return Bandwidth(by_sum, 0.0)
@@ -45,9 +53,12 @@ def measure_bandwidth(megabytes: int = MEGABYTES, repeats: int = 9) -> Bandwidth
 
 
 class Breakdown(NamedTuple):
-    """Milliseconds of one native pass and of its parts, each run by itself; `rest` is what they
-    leave of the whole: norms, rotary angles, keys and values to their pages, Python. `share`: of
-    the memory's bandwidth that the weights reach in the time of the whole pass."""
+    """Milliseconds of one native pass and of its parts, each part run by itself.
+
+    `rest` is what the parts leave of the whole pass: norms, rotary angles, writing keys and values
+    to their pages, Python. `gigabytes_per_second` is how fast the weights are read, over the time
+    of the whole pass. `share` is that rate over the memory bandwidth.
+    """
 
     milliseconds: float
     products: float
@@ -63,7 +74,11 @@ class Breakdown(NamedTuple):
 def break_down(
     figures: Figures, weight_bytes: int, bandwidth: Bandwidth
 ) -> dict[int, dict[int, Breakdown]]:
-    """By context and width, from figures with the parts beside `native`."""
+    """Return the breakdowns by context and width.
+
+    `figures` must have the parts (`products`, `attention`) beside `native`. `weight_bytes` is what
+    a pass reads.
+    """
     found: dict[int, dict[int, Breakdown]] = {}
     for context, by_width in figures["native"].items():
         for width, ms in by_width.items():

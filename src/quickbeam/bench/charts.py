@@ -1,4 +1,4 @@
-"""What records show as pictures."""
+"""Charts of benchmark records."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ Points = Sequence[tuple[float, float]]
 
 
 def chart(saved: Saved, name: str, alt: str | None = None) -> Drawing | None:
-    """A chart of `CHARTS`; None where the record lacks the figures for it. `alt`: instead of its
-    own description. Raises `InvalidInput` for an unknown name, and for a record that is not
-    whole."""
+    """Draw one of `CHARTS` from a record, or return None where the record lacks its figures.
+
+    `alt` replaces the chart's own description. Raises `InvalidInput` for an unknown name, and for a
+    record with missing or broken fields.
+    """
     if name not in CHARTS:
         raise InvalidInput(f"unknown chart {name!r}; known: {', '.join(CHARTS)}")
     with told(saved), style() as pyplot:
@@ -78,7 +80,7 @@ def _speed(pyplot: Any, content: Content) -> tuple[Any, str] | None:
 
 
 def _look(number: int) -> dict[str, str]:
-    """Of a series: apart from others in colour and marker."""
+    """The colour and the marker of a series, which set it apart from others."""
     return {
         "color": COLOURS[number % len(COLOURS)],
         "marker": MARKERS[(number + number // len(COLOURS)) % len(MARKERS)],
@@ -130,7 +132,7 @@ def _trees(pyplot: Any, content: Content) -> tuple[Any, str] | None:
 
 
 def _nodes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
-    """MAT against the nodes that a method's trees have; budgets of one method are joined."""
+    """MAT against the nodes of a method's trees. The budgets of one method are joined by a line."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for name, one in content["methods"].items():
         if one.get("nodes") and one["mean_accepted_tokens"]:
@@ -151,7 +153,7 @@ def _nodes(pyplot: Any, content: Content) -> tuple[Any, str] | None:
 
 
 def _stacked(pyplot: Any, rows: Mapping[str, Mapping[str, float]], label: str) -> Any:
-    """A bar a row, in parts."""
+    """Draw one bar per row, with one segment per part."""
     parts = list(dict.fromkeys(part for row in rows.values() for part in row))
     figure, axis = pyplot.subplots(figsize=(7.5, 1.4 + 0.42 * len(rows)), layout="constrained")
     left = dict.fromkeys(rows, 0.0)
@@ -240,7 +242,10 @@ def _lines(
     log: bool = False,
     zero: bool = True,
 ) -> tuple[Any, str]:
-    """`log`: places by powers of 2; `zero`: heights from 0 on."""
+    """Draw one line per name, through its points.
+
+    `log`: the x axis has a scale of powers of 2. `zero`: the y axis begins at 0.
+    """
     figure, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for name, points in lines.items():
         places, heights = zip(*sorted(points), strict=True)
@@ -260,7 +265,7 @@ def _lines(
 
 
 def _legend(figure: Any, axis: Any) -> None:
-    """Above, in as many columns as there is room for."""
+    """Put the legend above the chart, in as many columns as there is room for."""
     handles, labels = axis.get_legend_handles_labels()
     column = 0.7 + 0.08 * max(map(len, labels))  # inches
     columns = max(1, min(len(labels), int(figure.get_figwidth() / column)))
@@ -320,7 +325,7 @@ def _vocabulary(pyplot: Any, content: Content) -> tuple[Any, str] | None:
 
 
 Make = Callable[[Any, Content], tuple[Any, str] | None]
-CHARTS: dict[str, tuple[tuple[str, ...], Make]] = {  # the kinds of record that have it
+CHARTS: dict[str, tuple[tuple[str, ...], Make]] = {  # its kinds of record, its function
     "speed": (("methods",), _speed),
     "budget": (("trees", "methods"), _budget),
     "sources": (("methods",), _sources),

@@ -1,4 +1,4 @@
-"""The tables of what a pass, a drafter's head and growing a tree cost."""
+"""The tables of costs: of a pass, of weights, of growing a tree and of a drafter's head."""
 
 from __future__ import annotations
 

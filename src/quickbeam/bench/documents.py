@@ -1,10 +1,10 @@
-"""Tables and plots between the markers of Markdown files.
+"""Tables and plots between markers in Markdown files.
 
     <!-- report: NAME -->
-    what stands here is written anew
+    what stands here is replaced
     <!-- /report -->
 
-Each marker has a line of its own. Markers in a code block are text.
+Each marker has a line of its own. Markers in a code block are ordinary text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ FENCE = re.compile(r"(`{3,}|~{3,})")
 
 
 class Place(NamedTuple):
-    """Lines `begin` to `end` of a document are what stands between a pair of markers."""
+    """The lines of a document between a pair of markers, from `begin` up to `end`.
+
+    Lines are counted from 0, and `end` is not included. `name` is that of the plan's entry.
+    """
 
     name: str
     begin: int
@@ -35,8 +38,11 @@ class Place(NamedTuple):
 
 
 def places(path: Path, text: str, plan: Plan) -> list[Place]:
-    """Raises `InvalidInput` naming the line of a marker that the plan doesn't know, or that has no
-    partner."""
+    """Return the places between markers in a document.
+
+    Raises `InvalidInput` with the line number for a marker that names no entry of the plan, that
+    stands within another pair, or that has no partner.
+    """
     found, opened, fence = list[Place](), None, ""
     known = [entry.name for entry in plan.entries]
     for number, line in enumerate(text.split("\n")):
@@ -71,14 +77,16 @@ def places(path: Path, text: str, plan: Plan) -> list[Place]:
 
 
 def check(plan: Plan) -> None:
-    """Raise `InvalidInput` for what could not be rendered in the plan's documents."""
+    """Raise `InvalidInput` where the plan's documents can't be read or have wrong markers."""
     for path in plan.documents():
         places(path, _text(path), plan)
 
 
 def render(plan: Plan, out: Path) -> list[Path]:
-    """Write the documents' tables and plots from the records in `out`. Gives the files that
-    changed."""
+    """Write the documents' tables and plots from the records in the folder `out`.
+
+    Returns the files that changed.
+    """
     changed = [
         (path, text)
         for path, text in rendered(plan, out).items()
@@ -91,7 +99,7 @@ def render(plan: Plan, out: Path) -> list[Path]:
 
 
 def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
-    """What the documents, and without `images` only they, are to hold."""
+    """Return what the documents should contain, by path; with `images`, also the plots."""
     entries = {entry.name: entry for entry in plan.entries}
     found, drawn = dict[Path, str](), dict[Path, str]()
     for path in plan.documents():
@@ -111,8 +119,11 @@ def rendered(plan: Plan, out: Path, images: bool = True) -> dict[Path, str]:
 
 
 def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
-    """A line for each of the entries whose figures are missing or old, and for each document that
-    holds others than the records."""
+    """Yield a line for each entry with missing or old figures, and for each outdated document.
+
+    A document is outdated where its figures are not those of the records. An entry whose command
+    has blanks may be missing where no document shows it.
+    """
     shown = {place.name for path in plan.documents() for place in places(path, _text(path), plan)}
     for entry in entries:
         saved = load(entry, out)
@@ -126,8 +137,10 @@ def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def load(entry: Entry, out: Path) -> Saved | None:
-    """The record of an entry; None where there is none. Raises `InvalidInput` for a file that is
-    not one."""
+    """Return the record of an entry in the folder `out`, or None where there is none.
+
+    Raises `InvalidInput` for a file that is no record or was not measured by a plan.
+    """
     path = out / f"{entry.name}.json"
     if not path.exists():
         return None
@@ -147,8 +160,10 @@ def load(entry: Entry, out: Path) -> Saved | None:
 def _section(
     plan: Plan, entry: Entry, out: Path, folder: Path, drawn: dict[Path, str]
 ) -> str | None:
-    """What goes between the markers of a document in `folder`; None without a record. Plots go to
-    `drawn`, by file."""
+    """The text between the markers of a document in `folder`, or None without a record.
+
+    The plot, if there is one, is added to `drawn` by the path of its file.
+    """
     saved = load(entry, out)
     if saved is None:
         return None
@@ -167,7 +182,10 @@ def _section(
 
 
 def _unmeasured(entry: Entry, before: str) -> str:
-    """What stands there stays, with a word on it."""
+    """The text for an entry without a record: what stands there now, with a note.
+
+    Where nothing stands there, it is a line that says that nothing was measured.
+    """
     empty = f"*{entry.title}: not measured yet ({_again(entry)}).*"
     if before.strip() in ("", empty):
         return empty

@@ -1,4 +1,4 @@
-"""The tables of what drafters, their vocabularies and their trees are worth."""
+"""The tables on drafters: their vocabularies, recall, draft trees and acceptance."""
 
 from __future__ import annotations
 
@@ -64,7 +64,10 @@ def recall(content: Content) -> list[Grid]:
 
 
 def points_of(found: Sequence[Content]) -> list[Content]:
-    """Vocabularies of a record, with today's names of what earlier records call otherwise."""
+    """Return the vocabularies of a record.
+
+    Fields that earlier records name otherwise get today's names.
+    """
     return [
         one if "kept" in one else {**one, "kept": one["mat_kept"], "scored": one["tokens"]}
         for one in found

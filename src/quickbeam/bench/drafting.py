@@ -1,5 +1,7 @@
-"""What growing a tree costs beside the drafter's calls, by policy, budget and temperature. Needs no
-model."""
+"""What growing a tree costs apart from the drafter's calls, by policy, budget and temperature.
+
+Needs no model.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +21,23 @@ from quickbeam.target.native.noise import NativeLoops
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.base import grown
 
-# mean probability of the likeliest token at temperature 1: about what drafters of good use have
+# mean probability of the likeliest token at temperature 1: about that of useful drafters
 SURE = 0.55
-LAWS = 64  # different laws; a node's path picks one
-TAKEN = 2  # tokens that an answer goes on by each step
-SWEEP = 32_000_000  # numbers of 4 bytes that a call reads to leave nothing in the caches
+LAWS = 64  # different distributions; a node's path picks one
+TAKEN = 2  # tokens by which an answer grows each step
+SWEEP = 32_000_000  # numbers of 4 bytes; a call that reads them leaves nothing else in the caches
 
 
 class MadeUp(Drafter):
-    """Laws over `vocab` tokens made beforehand: softmax of random logits, scaled until their
-    likeliest tokens have `SURE` on average.
+    """A drafter without a model, whose distributions over `vocab` tokens are made beforehand.
 
-    Some are nearly certain and some hardly decided, all have a long tail. At the draft temperature
-    of a context they are those logits' at that temperature. `cold`: a call leaves the processor's
-    caches as a pass of a real drafter does, without any of ours.
+    They are the softmax of random logits, scaled so that the probability of the likeliest token is
+    `SURE` on average. Some distributions are nearly certain and some hardly decided, and all have a
+    long tail. At another draft temperature they are the softmax of the same logits at that
+    temperature.
+
+    With `cold`, each call leaves the processor's caches without any of our data, as a pass of a
+    real drafter does. `calls` and `seconds` add up over all calls.
     """
 
     name = "drafter"
@@ -55,7 +60,11 @@ class MadeUp(Drafter):
         return DrafterState()
 
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Copies. What was read picks no law but the root's."""
+        """Return copies of the distributions for the requested nodes.
+
+        A node's distribution depends only on the context's last token and on the tokens of the
+        node's path.
+        """
         began = perf_counter()
         if self._sweep is not None:
             self._sweep.sum()
@@ -88,8 +97,11 @@ class MadeUp(Drafter):
 
 @dataclass(frozen=True)
 class Drafting:
-    """`milliseconds`: of a step, apart from the drafter's calls (the median). `calls`, `nodes`: of
-    a step, on average."""
+    """What growing trees cost with one policy, temperature and budget.
+
+    `milliseconds` is the median over steps, without the drafter's calls. `calls` and `nodes` are
+    means per step.
+    """
 
     policy: str
     temperature: float
@@ -108,8 +120,11 @@ def measure(
     depth: int = 64,
     coupling: str = COUPLED,
 ) -> list[Drafting]:
-    """Every policy at every temperature and budget, `repeats` trees each, after two that don't
-    count. A step's place is `TAKEN` tokens behind that of the one before."""
+    """Grow trees with every policy at every temperature and budget.
+
+    Each combination grows `repeats` trees, after two that don't count. From one step to the next
+    the context grows by `TAKEN` tokens. `depth` is the greatest depth of a tree.
+    """
     found, drafter, compiled = [], MadeUp(vocab, cold), kernels()
     loops = PLAIN if compiled is None else NativeLoops(compiled)
     for temperature in temperatures:

@@ -1,4 +1,4 @@
-"""Where a measurement was made."""
+"""The versions, the machine and the settings of a measurement."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ from quickbeam.target.native.library import describe
 
 
 def environment(device: str, dtype: str) -> dict[str, object]:
-    """Versions, machine and settings that speed depends on. `commit` is there only when the package
-    runs from its own checkout."""
+    """Return the versions, the machine and the settings that speed depends on.
+
+    `commit` is included only when the package runs from its own checkout.
+    """
     record: dict[str, object] = {
         "python": platform.python_version(),
         "torch": torch.__version__,

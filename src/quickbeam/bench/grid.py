@@ -12,8 +12,11 @@ TIMES = "\N{MULTIPLICATION SIGN}"
 
 
 class Grid(NamedTuple):
-    """`name`: among the grids of a kind. `labels`: how many of the first columns say what a row is
-    of; the others are figures."""
+    """A table of texts.
+
+    `name` tells it from the other tables of a kind of record. The first `labels` columns say what a
+    row is about. The other columns are figures.
+    """
 
     name: str
     title: str
@@ -22,8 +25,10 @@ class Grid(NamedTuple):
     labels: int = 1
 
     def only(self, columns: Sequence[str]) -> Grid:
-        """These columns, in this order; the labels always come first. Raises `InvalidInput` for one
-        that is not there."""
+        """Return the table with these figure columns, in this order, behind the label columns.
+
+        Raises `InvalidInput` for a column that is not there.
+        """
         figures = self.columns[self.labels :]
         if unknown := [column for column in columns if column not in figures]:
             raise InvalidInput(
@@ -36,7 +41,7 @@ class Grid(NamedTuple):
         )
 
     def filled(self) -> Grid:
-        """Without the columns that have no figure at all."""
+        """Return the table without the columns that have no figure at all."""
         figures = self.columns[self.labels :]
         empty = {
             column
@@ -46,15 +51,18 @@ class Grid(NamedTuple):
         return self.only([column for column in figures if column not in empty])
 
     def markdown(self) -> str:
-        """A table of GitHub's Markdown; figures stand on the right."""
+        """Return a table in GitHub's Markdown, with figures aligned to the right."""
         rule = ["---"] * self.labels + ["---:"] * (len(self.columns) - self.labels)
         lines = [self.columns, rule, *self.rows]
         return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 
 def grid(name: str, title: str, rows: Sequence[Mapping[str, str]], labels: int = 1) -> Grid:
-    """From rows by column. Columns are those of any row, in order of appearance; what a row lacks
-    was not measured."""
+    """Make a table from rows that map a column to its text.
+
+    The columns are those of any row, in order of first appearance. A column that a row lacks shows
+    `NONE`: not measured.
+    """
     columns = tuple(dict.fromkeys(column for row in rows for column in row))
     return Grid(
         name,
@@ -74,5 +82,5 @@ def _pick(row: Sequence[str], places: Sequence[int]) -> tuple[str, ...]:
 
 
 def _cell(text: str) -> str:
-    """No line end and no bar of its own; a `<` would begin HTML."""
+    """Escape what would end a cell or begin HTML: line breaks, bars, backslashes and `<`."""
     return " ".join(text.split()).replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")

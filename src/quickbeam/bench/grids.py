@@ -12,19 +12,24 @@ from quickbeam.bench.saved import Saved, told
 from quickbeam.errors import InvalidInput
 
 Content = Mapping[str, Any]
-MODEL = "the model itself"  # who proposed a token that no drafted one stood for
+MODEL = "the model itself"  # the source of a token that was not drafted
 
 
 def grids(saved: Saved) -> list[Grid]:
-    """All tables of a record, the main one first. Raises `InvalidInput` for a record that is not
-    whole."""
+    """Return all tables of a record, the main one first.
+
+    Raises `InvalidInput` for a record with missing or broken fields.
+    """
     with told(saved):
         return TABLES[saved.kind](saved.content)
 
 
 def pick(saved: Saved, name: str | None, columns: Sequence[str] | None) -> Grid:
-    """One table of a record. Without `name` the first; without `columns` all that have figures.
-    Raises `InvalidInput` for unknown ones."""
+    """Return one table of a record.
+
+    Without `name` it is the first one. Without `columns` it has all columns with figures. Raises
+    `InvalidInput` for an unknown name.
+    """
     found = grids(saved)
     chosen = found[0] if name is None else next((one for one in found if one.name == name), None)
     if chosen is None:
@@ -36,8 +41,12 @@ def pick(saved: Saved, name: str | None, columns: Sequence[str] | None) -> Grid:
 
 
 def speedup_error(trials: Sequence[Content], method: str, reference: str) -> float | None:
-    """Standard error of a speed-up over prompts, by leaving out one at a time (the jackknife:
-    Tukey, 1958); None for fewer than two."""
+    """Return the standard error of a speed-up over prompts.
+
+    It is that of the jackknife (Tukey, 1958): the speed-up is computed again with each prompt left
+    out. None for fewer than two prompts, for the reference itself, and where a speed-up is not
+    defined.
+    """
     pairs = [(trial["answers"][reference], trial["answers"][method]) for trial in trials]
     without = [
         _speedup([pair for i, pair in enumerate(pairs) if i != left]) for left in range(len(pairs))
@@ -50,7 +59,10 @@ def speedup_error(trials: Sequence[Content], method: str, reference: str) -> flo
 
 
 def _speedup(pairs: Sequence[tuple[Content, Content]]) -> float | None:
-    """Seconds a token of the reference over those of the method, as `summary.py` has it."""
+    """Seconds per token of the reference over those of the method, as in `summary.py`.
+
+    None where a sum is 0.
+    """
     sums = [
         [sum(answer[key] for answer in side) for key in ("seconds", "decoded")]
         for side in zip(*pairs, strict=True)
@@ -112,13 +124,15 @@ def _methods(content: Content) -> list[Grid]:
 
 
 def _last(column: str, found: Grid) -> Grid:
-    """The same with this column at the end."""
+    """The same table with this column at the end."""
     return found.only([*(name for name in found.columns[found.labels :] if name != column), column])
 
 
 def phases_of(one: Content) -> dict[str, float] | None:
-    """Of a method: milliseconds a decoded token, by phase; None where it doesn't tell them
-    apart."""
+    """Return a method's milliseconds per decoded token by phase.
+
+    None where the method doesn't measure phases.
+    """
     mat, parts = (
         one["mean_accepted_tokens"],
         [one[key] for key in ("draft_ms", "verify_ms", "overhead_ms")],
@@ -137,8 +151,11 @@ def phases_of(one: Content) -> dict[str, float] | None:
 
 
 def sources_of(one: Content) -> dict[str, float] | None:
-    """Of a method: tokens a step by who proposed them, the model's own among them; they add up to
-    MAT. None where it doesn't tell."""
+    """Return a method's tokens per step by the source that proposed them.
+
+    Tokens that were not drafted count under `MODEL`, so the figures add up to MAT. None where the
+    method doesn't count sources.
+    """
     mat, accepted = one["mean_accepted_tokens"], one.get("accepted")
     if mat is None or accepted is None:
         return None

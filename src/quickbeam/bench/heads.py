@@ -1,5 +1,7 @@
-"""Latency of a drafter's head alone: the whole vocabulary against shortlists, on random weights of
-given shapes."""
+"""Latency of a drafter's head alone: the whole vocabulary against shortlists.
+
+The weights are random and of given shapes.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,9 @@ from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
 
-# tokens a cluster, one token in so many always scored, the router's hidden width
+# tokens of a cluster; one token in `FREQUENT` is always scored; the router's hidden width
 CLUSTER, FREQUENT, WIDTH = 512, 24, 256
-# numbers read between two calls, more than caches hold: a real drafter finds them cold
+# numbers read between two calls: more than caches hold, as a real drafter finds them cold
 SWEEP = 16 * 2**20
 
 SHAPES = {
@@ -36,9 +38,12 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Latency:
-    """Milliseconds, median over calls on cold caches, for `rows` rows of `[vocab, d]`. `share`: of
-    the vocabulary scored. A drafter's heads are in 8 bits where the native kernels run them;
-    `full_ms` is the target's, in its own format."""
+    """Median milliseconds of calls on cold caches, for `rows` rows and a head `[vocab, d]`.
+
+    `share` is the part of the vocabulary that was asked for, and `tokens` how many tokens are
+    scored. `full_ms` is the target's head, in its own number format. `drafter_ms` and `head_ms` are
+    heads of a drafter, which are in 8 bits where the native kernels run them.
+    """
 
     vocab: int
     d: int
@@ -46,18 +51,18 @@ class Latency:
     share: float
     tokens: int
     full_ms: float  # the whole head and its softmax
-    drafter_ms: float  # the same as a drafter keeps it
+    drafter_ms: float  # the same, as a drafter keeps it
     head_ms: float  # the shortlist's product and its softmax
-    router_ms: float  # scores of its clusters
+    router_ms: float  # the router's scores of the clusters
 
     @property
     def listed(self) -> float:
-        """Of the full head's time, where nothing is routed."""
+        """The shortlist's time over the full head's, without routing."""
         return self.head_ms / self.full_ms
 
     @property
     def ratio(self) -> float:
-        """Of the full head's time, with the router's."""
+        """The time of shortlist and router over the full head's."""
         return (self.head_ms + self.router_ms) / self.full_ms
 
 
@@ -70,8 +75,11 @@ def measure(
     device: torch.device,
     repeats: int = 15,
 ) -> list[Latency]:
-    """Full head and shortlists in turn. A shortlist is the frequent block and clusters spread over
-    the rest."""
+    """Measure the full head, a drafter's full head, shortlists and the router in turn.
+
+    A shortlist is the frequent block and clusters spread over the rest. The median of `repeats`
+    calls counts, after one call that does not. The weights `[vocab, d]` have the given `dtype`.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, d, dtype=dtype)
     for part in weight.split(16_384):  # type: ignore[no-untyped-call]

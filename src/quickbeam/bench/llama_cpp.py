@@ -1,7 +1,7 @@
-"""llama.cpp beside our own passes: a process that holds the model and times one token behind a
-context whenever it is asked.
+"""llama.cpp measured beside our own passes.
 
-The process runs `llama_cpp_worker.py` in an interpreter that can import `llama_cpp`, which need not
+A process holds the model and times one token after a context whenever it is asked. It runs
+`llama_cpp_worker.py` in a Python interpreter that can import `llama_cpp`. That interpreter need not
 be ours.
 """
 
@@ -22,14 +22,17 @@ from quickbeam.bench.passes import Pass, Took
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 WORKER = Path(__file__).with_name("llama_cpp_worker.py")
-REST = 0.02  # seconds in which the threads of the side that was measured go to sleep
+REST = 0.02  # seconds in which the threads of the side measured last go to sleep
 
 
 @contextmanager
 def llama_cpp(model: Path, contexts: Sequence[int], python: str | None = None) -> Iterator[Pass]:
-    """A pass over one token by llama.cpp, with as many threads as PyTorch has. `model`: a .gguf
-    file; `python`: an interpreter, ours where None. Raises `InvalidInput` where the file or
-    `llama_cpp` is not there, `QuickbeamError` where it fails."""
+    """Give a pass over one token by llama.cpp, with as many threads as PyTorch has.
+
+    `model` is a .gguf file, and `python` an interpreter: ours where it is None. The pass ignores
+    its width; its context must be one of `contexts`. Raises `InvalidInput` where the file, the
+    interpreter or `llama_cpp` is not there, and `QuickbeamError` where llama.cpp fails.
+    """
     python = python or sys.executable
     if not model.is_file():
         raise InvalidInput(
@@ -67,7 +70,7 @@ def llama_cpp(model: Path, contexts: Sequence[int], python: str | None = None) -
 
         def run(width: int, context: int) -> Took:
             sleep(REST)
-            with suppress(OSError):  # it has ended: `answer` says why
+            with suppress(OSError):  # the process has ended: `answer` says why
                 ask.write(f"{context}\n")
                 ask.flush()
             milliseconds = float(answer())
@@ -75,7 +78,7 @@ def llama_cpp(model: Path, contexts: Sequence[int], python: str | None = None) -
             return Took(milliseconds)
 
         try:
-            answer()  # ready
+            answer()  # wait until the worker is ready
             yield run
         finally:
             process.kill()

@@ -33,9 +33,14 @@ SWITCHES: dict[str, tuple[str, bool | str]] = {
 
 @dataclass(frozen=True)
 class MethodItem:
-    """One entry of `--methods`. `name` is the entry as typed; `budget`: None leaves it to the
-    preset, 0 to the measured cost; `vocab` and `shortlist`: None leaves them to the preset;
-    `coupling`: None leaves it to the parameters of the answer."""
+    """One entry of `--methods`.
+
+    - `name`: the entry as typed.
+    - `budget`: None leaves it to the preset, 0 to the measured cost.
+    - `vocab`, `shortlist`: None leaves them to the preset.
+    - `exact`, `fast`: as `LLM` takes them.
+    - `coupling`: None leaves it to the parameters of the answer.
+    """
 
     name: str
     method: str
@@ -47,12 +52,15 @@ class MethodItem:
     coupling: str | None = None
 
     def told(self, params: SamplingParams) -> SamplingParams:
-        """The parameters that this entry is asked with."""
+        """Return `params` with the coupling of this entry, where it names one."""
         return params if self.coupling is None else replace(params, coupling=self.coupling)
 
     def comparable(self, params: SamplingParams) -> bool:
-        """See `Runner.comparable`: at temperature 0; above it where there is a seed and tokens are
-        coupled, which a peer's are not."""
+        """Whether this entry's tokens ought to equal those of others (see `Runner.comparable`).
+
+        They ought to at temperature 0. Above it they ought to where there is a seed and tokens are
+        coupled. A peer's tokens are not coupled.
+        """
         asked = self.told(params)
         return asked.greedy or (
             asked.seed is not None and asked.coupling == COUPLED and not self.is_peer
@@ -74,7 +82,10 @@ class MethodItem:
 
 
 def parse_budget(text: str) -> int:
-    """`auto` (0) or a number of nodes a step, the root included. Raises `InvalidInput`."""
+    """Read a budget: `auto` (0), or a number of nodes per step, the root included.
+
+    Raises `InvalidInput` for anything else.
+    """
     if text == "auto":
         return 0
     if not text.isascii() or not text.isdigit() or int(text) < 1:
@@ -92,12 +103,14 @@ def parse_methods(
     vocab: str | None = None,
     shortlist: int | None = None,
 ) -> list[MethodItem]:
-    """Read `NAME[:BUDGET][@SIZE][+SWITCH…]`, comma-separated, SIZE being a shortlist's; the other
-    arguments hold where an entry says nothing itself.
+    """Read a comma-separated list of `NAME[:BUDGET][@SIZE][+SWITCH…]`.
 
-    Raises `InvalidInput` for unknown names, switches and budgets, entries given twice, and methods
-    that lack the drafter they need: `model` may come with one, which transformers' assisted
-    generation can't use.
+    SIZE is the number of tokens of a shortlist. The other arguments hold where an entry says
+    nothing itself.
+
+    Raises `InvalidInput` for unknown names and switches, for wrong budgets and sizes, for entries
+    given twice, and for methods that lack the drafter they need. `model` may come with a drafter,
+    but transformers' assisted generation can't use that one.
     """
     defaults = MethodItem("", "", budget, vocab, shortlist, exact, fast)
     items = [_item(entry.strip(), defaults) for entry in text.split(",") if entry.strip()]
@@ -187,7 +200,7 @@ class LLMRunner(Runner):
         return ids
 
     def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
-        self.llm.reset()  # nothing that another method computed is kept
+        self.llm.reset()  # drop what other methods computed
         item = self.item
         completion = self.llm.generate(
             list(ids),
@@ -220,7 +233,7 @@ class LLMRunner(Runner):
         return self.item.comparable(params)
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
-        # transformers takes seconds, and `quickbeam --help` reads this file
+        # importing transformers takes seconds, and `quickbeam --help` imports this file
         from quickbeam.target.target import Target
 
         target = Target(self.llm.model)
@@ -240,12 +253,13 @@ def load_runners(
     draft_weights: str = "bfloat16",
     memory: str | None = None,
 ) -> tuple[dict[str, Runner], str]:
-    """Load what the methods need, each model once per setting. Returns the runners by name, in
-    order, and the model's name.
+    """Load what the methods need, each model once per setting.
 
-    Peers load the folder that our own methods do, with the same dtype and on the same device.
-    `drafter` is for the methods that draft with a model, ours and `hf-assisted`; `weights`,
-    `draft_weights` and `memory` for our own methods, as `LLM` takes them.
+    Returns the runners by name, in the order of `items`, and the model's name.
+
+    Peers load the same folder as our own methods, with the same dtype and on the same device.
+    `drafter` is for the methods that draft with a model: ours and `hf-assisted`. `weights`,
+    `draft_weights` and `memory` are for our own methods, as `LLM` takes them.
     """
     from quickbeam.bench.peers import Loaded, Peer
     from quickbeam.llm import LLM

@@ -1,5 +1,7 @@
-"""Where figures come from: when, on what code and on which machine they were measured, and whether
-they still hold for the code."""
+"""Where figures come from: when, on what code and on which machine they were measured.
+
+Also whether they still hold for the code.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from typing import Any
 from quickbeam.bench.plan import Entry
 from quickbeam.bench.saved import Saved
 
-KEY = "run"  # of a record: what this module adds to it
+KEY = "run"  # the field of a record that this module adds
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "gguf", "llguidance")
 SHORT = 9  # characters of a commit's name
 
 
 def covered(root: Path, patterns: Sequence[str]) -> list[Path]:
-    """The files of these patterns, sorted; what Python compiles beside them is not counted."""
+    """Return the files that these patterns match, sorted, without those in `__pycache__`."""
     names = {name for pattern in patterns for name in glob(pattern, root_dir=root, recursive=True)}
     return [
         root / name
@@ -34,8 +36,11 @@ def covered(root: Path, patterns: Sequence[str]) -> list[Path]:
 
 
 def digest(root: Path, patterns: Sequence[str]) -> str:
-    """Of names and contents of the covered files: another one where any of them changed, came or
-    went. Python files count by what they do: not by comments, docstrings or where lines break."""
+    """Return a SHA-256 digest of the names and contents of the covered files.
+
+    It changes where a file changes, is added or is removed. Python files count by what they do:
+    comments, docstrings and line breaks make no difference.
+    """
     whole = hashlib.sha256()
     for path in covered(root, patterns):
         own = hashlib.sha256(_code(path)).hexdigest()
@@ -44,7 +49,7 @@ def digest(root: Path, patterns: Sequence[str]) -> str:
 
 
 def _code(path: Path) -> bytes:
-    """A file's contents; of Python its syntax tree, without docstrings."""
+    """A file's contents, or for Python its syntax tree without docstrings."""
     raw = path.read_bytes()
     if path.suffix != ".py":
         return raw
@@ -62,8 +67,11 @@ def _code(path: Path) -> bytes:
 
 
 def _written(node: object) -> str:
-    """A syntax tree in one line. `ast.dump` writes empty fields in some versions of Python only;
-    here they are left out in all."""
+    """A syntax tree as one line of text.
+
+    `ast.dump` writes empty fields in some versions of Python only. Here they are left out in all
+    versions.
+    """
     if isinstance(node, ast.AST):
         fields = (
             f"{name}={_written(value)}"
@@ -77,8 +85,11 @@ def _written(node: object) -> str:
 
 
 def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]:
-    """What is known before a measurement begins. `files`: what fills the command's blanks; of files
-    the name and digest are kept."""
+    """Return what is known before a measurement begins.
+
+    `files` maps the command's blanks to what fills them. Of a file only the name and the digest are
+    kept.
+    """
     named = {blank: _named(value) for blank, value in files.items()}
     return {
         "name": entry.name,
@@ -110,7 +121,10 @@ def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]
 
 
 def stale(saved: Saved, entry: Entry, root: Path) -> str | None:
-    """Why figures are no longer those of the code, in words for the reader; None where they are."""
+    """Return why figures are no longer those of the code and the plan, in words for the reader.
+
+    None where they still are.
+    """
     run = saved.content[KEY]
     at = f"(measured at {commit(run)})"
     if digest(root, entry.covers) != run["digest"]:
@@ -121,13 +135,13 @@ def stale(saved: Saved, entry: Entry, root: Path) -> str | None:
 
 
 def commit(run: Mapping[str, Any]) -> str:
-    """The commit that figures were measured at, for the reader."""
+    """Return the commit that figures were measured at, for the reader."""
     name = str(run["commit"])[:SHORT] if run["commit"] else "an unknown commit"
     return f"{name} with changes" if run["dirty"] else name
 
 
 def machine(saved: Saved) -> str:
-    """What figures were measured on, for the reader."""
+    """Return what figures were measured on, for the reader."""
     where = saved.where
     cores = where.get("cores") or saved.content.get(KEY, {}).get("machine", {}).get("cores")
     device = where.get("device")
@@ -142,7 +156,11 @@ def machine(saved: Saved) -> str:
 
 
 def _named(value: str) -> dict[str, str]:
-    """No path of this machine: its last part, and the digest of a file."""
+    """What is kept of a value that fills a blank.
+
+    Of a path only the last part is kept, so that the record names no folder of the machine. A
+    file's SHA-256 digest is kept, too. Any other value is kept as it is.
+    """
     path = Path(value)
     if not path.exists():
         return {"value": value}
@@ -157,7 +175,7 @@ def _named(value: str) -> dict[str, str]:
 
 
 def _git(root: Path, *words: str) -> str | None:
-    """What git says; None where it is not there, or nothing is under its care."""
+    """What git prints, or None where there is no git or no repository."""
     try:
         found = subprocess.run(
             ["git", *words], cwd=root, capture_output=True, text=True, timeout=30, check=True

@@ -1,5 +1,7 @@
-"""What one pass of the model costs, by how many tokens it looks at and how many stand behind it:
-ways to run it, interleaved."""
+"""What one pass of the model costs, by the number of its tokens and of the tokens in its context.
+
+Several ways to run a pass are measured, interleaved.
+"""
 
 from __future__ import annotations
 
@@ -35,23 +37,27 @@ WAYS = {
     "exact": "the same with bit-identical rows",
     "native": "our own kernels",
 }
-# of a native pass; the rest is what is left of its time
+# the parts of a native pass, by kinds of operations
 PARTS = {"products": (LINEAR, CHOSEN), "attention": (ATTEND,)}
 CHUNK = 512  # tokens of the context that transformers reads at a time
-ROOM = 128  # the widest pass
+ROOM = 128  # tokens of the widest pass
 
 
 class Took(NamedTuple):
     milliseconds: float
-    logit: float = 0.0  # the first one, to see that ways agree
+    logit: float = 0.0  # the first logit, to check that the ways agree
 
 
-Pass = Callable[[int, int], Took]  # runs one pass over so many tokens, behind so many others
+# (width, context): runs one pass over `width` tokens after `context` others
+Pass = Callable[[int, int], Took]
 Figures = dict[str, dict[int, dict[int, float]]]  # milliseconds, by name, context and width
 
 
 def comb(nodes: int, vocab: int) -> TokenTree:
-    """A tree of the shape that drafts have: a chain, and a branch beside each of its tokens."""
+    """Return a tree with the shape of drafts: a chain, with a branch beside each of its tokens.
+
+    It has `nodes` nodes, with token ids below `vocab`.
+    """
     tree, tip = TokenTree(7), 0
     while len(tree) < nodes:
         parent, tip = tip, tree.add(tip, len(tree) % vocab, "probe")
@@ -62,9 +68,9 @@ def comb(nodes: int, vocab: int) -> TokenTree:
 
 class Passes(NamedTuple):
     ways: dict[str, Pass]
-    parts: dict[str, Pass]  # of the native way; none where it does not run the whole pass
-    weight_bytes: int  # that a native pass reads; 0 where that is not known
-    streamed: StreamedLlama | None = None  # what reads a part of them from disk
+    parts: dict[str, Pass]  # of the native way; none where its kernels don't run the whole pass
+    weight_bytes: int  # bytes that a native pass reads; 0 where that is not known
+    streamed: StreamedLlama | None = None  # reads a part of the weights from disk
 
 
 def make_passes(
@@ -77,13 +83,19 @@ def make_passes(
     weights: str = BFLOAT16,
     memory: str | None = None,
 ) -> Passes:
-    """The ways to run a pass, each with its own copy of the model and the longest of the contexts
-    behind it. `names`: of `WAYS`; without any, all that this model, number format and machine have.
-    `weights`: of our own ways; quantised ones are shown by the native way alone where none is
-    named, as PyTorch's operators have them only for reference. `memory`: for the weights, as `LLM`
-    takes it; where the model needs more, the native way is the only one.
+    """Prepare the ways to run a pass.
 
-    Raises `InvalidInput` for a way that they don't have, and as `load_model` does.
+    Each way has its own copy of the model, with the longest of the contexts in its KV cache.
+
+    - `names`: some of `WAYS`. Without any, all that this model, number format and machine have.
+    - `weights`: the format of our own ways. Where no way is named, `native` is the only one of them
+      that runs with quantised weights, because PyTorch's operators have these only for reference.
+    - `memory`: for the weights, as `LLM` takes it. Where the model needs more, `native` is the only
+      way.
+
+    Raises `InvalidInput` for a way that this model, number format or machine does not have, for a
+    context that is too long, and for `memory` on another device than a CPU. Also raises as
+    `load_model` does.
     """
     place, kind = pick_device(device), parse_dtype(dtype)
     refuse_place(check_weights(weights), place, kind)
@@ -129,7 +141,7 @@ def make_passes(
         except InvalidInput:
             if names or name not in ("exact", "native"):
                 raise
-            continue  # not to be had for this model, type or machine
+            continue  # this model, number format or machine does not have it
         target.prefill(ids.tolist())
         passes.ways[name] = comb_pass(target)
         if name == "native" and (fused := target.model._fused) is not None:
@@ -157,7 +169,7 @@ def _target(name: str, load: Callable[[], PreTrainedModel], weights: str) -> Tar
 
 @contextmanager
 def _pytorchs_kernels() -> Iterator[None]:
-    """Models that are prepared meanwhile go without the native kernels."""
+    """Models that are prepared in this block do without the native kernels."""
     before = os.environ.get("QUICKBEAM_KERNELS")
     os.environ["QUICKBEAM_KERNELS"] = "eager"
     try:
@@ -195,8 +207,11 @@ def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[
 
 @contextmanager
 def _behind(target: Target, context: int) -> Iterator[None]:
-    """As if the target had read `context` tokens and no more. A pass then writes over keys and
-    values of some that follow: what they are makes no difference to the time of another."""
+    """Let the target act as if it had read `context` tokens and no more.
+
+    A pass then writes over the keys and values of some tokens that follow. Their values make no
+    difference to the time of another pass.
+    """
     certain = target.store.length
     target.store.length = context
     try:
@@ -206,7 +221,7 @@ def _behind(target: Target, context: int) -> Iterator[None]:
 
 
 def comb_pass(target: Target) -> Pass:
-    """Passes of a target over trees of a draft's shape."""
+    """Return a pass of `target` over trees with the shape of drafts (`comb`)."""
 
     def run(width: int, context: int) -> Took:
         tree = comb(width, target.model.vocab_size)
@@ -219,7 +234,7 @@ def comb_pass(target: Target) -> Pass:
 
 
 def _part(target: Target, kinds: Sequence[int]) -> Pass:
-    """Operations of these kinds alone, of the same passes."""
+    """The same passes, with the operations of these kinds alone."""
     assert target.model._fused is not None and isinstance(target.store, PagedStore)
     part, store = target.model._fused.part(kinds), target.store
 
@@ -243,8 +258,11 @@ def measure(
     singles: Mapping[str, Pass] | None = None,
     progress: Callable[[str, float | None], None] = lambda stage, fraction: None,
 ) -> Figures:
-    """Median milliseconds of a pass. Each round runs all passes behind each context at each width:
-    they share what the machine does. `singles` are run over one token alone."""
+    """Return the median milliseconds of each pass, by name, context and width.
+
+    Each of the `repeats` rounds runs all passes after each context at each width, so that changes
+    in the machine's speed affect all of them alike. `singles` are run over one token only.
+    """
     singles = singles or {}
     plan = [
         (name, run, context, width)
@@ -253,7 +271,7 @@ def measure(
         for name, run in passes.items()
     ]
     plan += [(name, run, context, 1) for context in contexts for name, run in singles.items()]
-    # at each width one after the other
+    # the ways of one context and width run one after the other
     plan.sort(key=lambda entry: contexts.index(entry[2]) * (ROOM + 1) + entry[3])
     times: dict[str, dict[int, dict[int, list[float]]]] = {}
     for turn in range(repeats + 2):  # the first two warm up
@@ -273,7 +291,7 @@ def measure(
 
 
 def over_first_width(figures: Figures) -> Figures:
-    """Each pass over the narrowest of the same way behind the same context."""
+    """Return each time over that of the narrowest pass of the same way and context."""
     return {
         name: {
             context: {width: ms / by_width[min(by_width)] for width, ms in by_width.items()}
@@ -284,7 +302,7 @@ def over_first_width(figures: Figures) -> Figures:
 
 
 def over_first_context(figures: Figures) -> Figures:
-    """Each pass over the same one behind the shortest context."""
+    """Return each time over that of the same pass after the shortest context."""
     return {
         name: {
             context: {width: ms / found[min(found)][width] for width, ms in by_width.items()}

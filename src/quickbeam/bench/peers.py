@@ -19,7 +19,9 @@ PROMPT_LOOKUP_TOKENS = 10  # the value transformers' documentation uses
 
 class Loaded:
     """A model and its tokenizer as transformers loads them, shared by the peers that run on it.
-    Raises as `load_model` does."""
+
+    Raises as `load_model` does.
+    """
 
     def __init__(self, model: str, dtype: str, device: str | None) -> None:
         place = pick_device(device)
@@ -30,11 +32,13 @@ class Loaded:
 
 
 class Peer(Runner):
-    """transformers' generate: `hf` (plain), `hf-pld` (prompt lookup), `hf-assisted` (with
-    `drafter`, an assistant model).
+    """transformers' generate, as a method of the benchmark.
 
-    Only the law of the output is set to ours (temperature, filters and the repetition penalty, none
-    of the checkpoint's own); the rest is as it comes.
+    Its kinds are `hf` (plain), `hf-pld` (prompt lookup) and `hf-assisted` (with `drafter` as
+    assistant model). Only the distribution of the output is set to ours: temperature, filters and
+    the repetition penalty. None of the checkpoint's own generation settings are used. All else is
+    as transformers has it. Raises `InvalidInput` for another kind, and for `hf-assisted` without a
+    drafter.
     """
 
     def __init__(self, kind: str, loaded: Loaded, drafter: Loaded | None = None) -> None:
@@ -108,11 +112,13 @@ class Peer(Runner):
 
 
 class _Clock:
-    """A streamer, as generate takes one. It is given the prompt, then what each pass emits, on the
-    host: the device has finished by then.
+    """A streamer for generate that takes the time of decoding.
 
-    The pass over the prompt may emit several tokens when it checks a draft too; the clock starts
-    after it, so they are not counted.
+    generate gives it the prompt, then the tokens of each pass. They are on the host, so the device
+    has finished by then.
+
+    The pass over the prompt may emit several tokens, where it checks a draft too. The clock starts
+    after that pass, so these tokens are not counted.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A benchmark plan: commands by name, and what of their records goes into the documents."""
+"""A benchmark plan: named commands, and what of their records goes into the documents."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ from typing import Any
 from quickbeam.errors import InvalidInput
 
 NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-# `{port}` is a server's (`bench throughput --server`)
+# a blank of a command; `{port}` is not one, as it belongs to `bench throughput --server`
 BLANK = re.compile(r"\{(?!port\})([a-z_]+)\}")
-# and the blank's name in capitals: the environment variable that fills it
+# followed by a blank's name in capitals: the environment variable that fills the blank
 VARIABLE = "QUICKBEAM_BENCH_"
 HEAD = ("quickbeam", "bench")
 
 
 @dataclass(frozen=True)
 class TableSpec:
-    """Which of a record's tables (`grids.py`): the first one where `grid` is None; all columns that
-    have figures where `columns` is."""
+    """Which of a record's tables is shown (`grids.py`).
+
+    Without `grid` it is the first one. Without `columns` it has all columns with figures.
+    """
 
     grid: str | None = None
     columns: tuple[str, ...] | None = None
@@ -31,7 +33,7 @@ class TableSpec:
 
 @dataclass(frozen=True)
 class PlotSpec:
-    """A chart of `charts.py`. `alt`: instead of its own description."""
+    """A chart of `charts.py`. `alt` replaces the chart's own description."""
 
     chart: str
     alt: str | None = None
@@ -39,9 +41,13 @@ class PlotSpec:
 
 @dataclass(frozen=True)
 class Entry:
-    """`command`: as typed, with blanks such as `{questions}`. `minutes`: about how long it takes.
-    `covers`: patterns of the files whose change makes the figures old, relative to the plan's
-    root."""
+    """One benchmark of a plan.
+
+    - `command`: as typed, with blanks such as `{questions}`.
+    - `minutes`: about how long it takes.
+    - `covers`: patterns of files, relative to the plan's root. A change of one of them makes the
+      figures old.
+    """
 
     name: str
     title: str
@@ -56,8 +62,10 @@ class Entry:
         return list(dict.fromkeys(BLANK.findall(self.command)))
 
     def words(self, values: Mapping[str, str]) -> list[str]:
-        """The arguments of `quickbeam`, blanks filled in. Raises `InvalidInput` for a blank without
-        a value."""
+        """Return the arguments of `quickbeam`, with the blanks filled in.
+
+        Raises `InvalidInput` for a blank without a value.
+        """
         if missing := [blank for blank in self.blanks if not values.get(blank)]:
             blank = missing[0]
             raise InvalidInput(
@@ -72,7 +80,10 @@ class Entry:
 
 @dataclass(frozen=True)
 class Plan:
-    """`root`: what `covers`, `docs` and `images` are relative to."""
+    """A plan, as read from the file `path`.
+
+    `root` is the folder that `covers`, `docs` and `images` are relative to.
+    """
 
     path: Path
     root: Path
@@ -81,14 +92,17 @@ class Plan:
     entries: tuple[Entry, ...]
 
     def only(self, names: Iterable[str]) -> list[Entry]:
-        """Raises `InvalidInput` for a name that the plan doesn't know."""
+        """Return the entries with these names, in the plan's order.
+
+        Raises `InvalidInput` for a name that the plan doesn't have.
+        """
         wanted, known = list(names), [entry.name for entry in self.entries]
         if unknown := [name for name in wanted if name not in known]:
             raise InvalidInput(f"{self.path}: no entry {unknown[0]!r}; known: {', '.join(known)}")
         return [entry for entry in self.entries if entry.name in wanted]
 
     def documents(self) -> list[Path]:
-        """The Markdown files, each once."""
+        """Return the Markdown files that `docs` matches, each once."""
         found = [
             Path(name)
             for pattern in self.docs
@@ -98,7 +112,10 @@ class Plan:
 
 
 def read_plan(path: Path) -> Plan:
-    """Raises `InvalidInput` naming what is wrong with a file that is no plan."""
+    """Read a plan from a YAML file.
+
+    Raises `InvalidInput` that names what is wrong where the file is no plan.
+    """
     import yaml
 
     try:
@@ -110,7 +127,7 @@ def read_plan(path: Path) -> Plan:
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidInput(f"{path}: not YAML ({' '.join(str(error).split())})") from error
     fields = {"root": str, "docs": list, "images": str, "entries": list}
-    # What begins with x- is for YAML's own anchors.
+    # Keys that begin with x- may hold YAML anchors and are ignored.
     own = (
         {key: value for key, value in content.items() if not str(key).startswith("x-")}
         if isinstance(content, dict)
@@ -175,7 +192,7 @@ def _entry(one: Any, where: str) -> Entry:
 
 
 def _texts(values: Sequence[Any], where: str) -> tuple[str, ...]:
-    """Texts of a list and of the lists in it, which YAML's anchors make, each once."""
+    """The texts of a list and of the lists in it (which YAML's anchors make), each once."""
     flat: list[Any] = []
     for value in values:
         flat += _texts(value, where) if isinstance(value, list) else [value]
@@ -185,8 +202,10 @@ def _texts(values: Sequence[Any], where: str) -> tuple[str, ...]:
 
 
 def _check(content: Any, fields: Mapping[str, Any], needed: Sequence[str], where: str) -> None:
-    """Raise `InvalidInput` unless `content` is a mapping of these fields with these types, the
-    needed ones among them."""
+    """Raise `InvalidInput` unless `content` is a mapping of these fields with these types.
+
+    The fields of `needed` must be among them.
+    """
     if not isinstance(content, dict):
         raise InvalidInput(f"{where}: must be a mapping with {', '.join(fields)}")
     if unknown := [key for key in content if key not in fields]:

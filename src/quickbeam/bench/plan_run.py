@@ -1,4 +1,4 @@
-"""Runs the entries of a plan, each in a process of its own, and keeps their records."""
+"""Run the entries of a plan, each in a process of its own, and keep their records."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from quickbeam.bench.report import save
 from quickbeam.bench.saved import kind_of
 from quickbeam.errors import QuickbeamError
 
-# whether the `--json` of a command takes a file; otherwise it prints
+# whether the `--json` of a command takes a file; otherwise the command prints its record
 Takes = Callable[[Sequence[str]], bool]
 QUICKBEAM = (sys.executable, "-m", "quickbeam")
-GRACE = 20.0  # seconds in which a process that is interrupted may end by itself
+GRACE = 20.0  # seconds that an interrupted process has to end by itself
 
 
 def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, out: Path) -> float:
-    """Measure one entry into `out`/NAME.json, which keeps its last figures until new ones are
-    whole. Gives the seconds that it took.
+    """Measure one entry, write its record to `out`/NAME.json, and return the seconds that it took.
 
-    Raises `InvalidInput` for a blank without a value, `QuickbeamError` where the command fails,
-    KeyboardInterrupt once that has ended.
+    The file keeps its last figures until the new record is complete. Raises `InvalidInput` for a
+    blank without a value and for a record of no known kind, `QuickbeamError` where the command
+    fails, and `KeyboardInterrupt` once an interrupted command has ended.
     """
     words = entry.words(values)
     before, began = (
@@ -60,8 +60,10 @@ def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, 
 
 
 def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
-    """Run `quickbeam` with these words by this Python. What it prints goes to `written` where it is
-    not told of that file."""
+    """Run `quickbeam` with these words in this Python.
+
+    What it prints goes to `written`, unless the words name that file (`takes_file`).
+    """
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
         written.open("w", encoding="utf-8") as printed,
@@ -71,7 +73,7 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if takes_file else printed,
             stderr=said,
-            start_new_session=True,  # Ctrl-C is ours to hand on, once
+            start_new_session=True,  # Ctrl-C does not reach it; `_stop` passes it on, once
         )
         try:
             code = process.wait()
@@ -89,19 +91,19 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
 
 
 def _stop(process: subprocess.Popen[Any]) -> None:
-    """End a process and what it started."""
+    """Interrupt a process, then kill it and the processes that it started."""
     try:
         with suppress(ProcessLookupError, subprocess.TimeoutExpired):
             os.killpg(process.pid, signal.SIGINT)
             process.wait(GRACE)
-    finally:  # also where Ctrl-C comes again
+    finally:  # also after a second Ctrl-C
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
 def _without(value: Any, hidden: Mapping[str, str]) -> Any:
-    """A record without the paths of this machine that filled blanks."""
+    """A record in which the paths that filled blanks are replaced by the blanks."""
     if isinstance(value, dict):
         return {key: _without(item, hidden) for key, item in value.items()}
     if isinstance(value, list):

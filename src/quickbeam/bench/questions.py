@@ -16,7 +16,10 @@ BUILT_IN = "questions.jsonl"  # our own set, inside the package
 
 @dataclass(frozen=True)
 class Question:
-    """`turns`: what the user says, one after the other."""
+    """A question of one or more turns.
+
+    `turns` is what the user says, one after the other.
+    """
 
     question_id: int | str
     category: str
@@ -24,10 +27,10 @@ class Question:
 
 
 def load_questions(path: Path | None = None) -> list[Question]:
-    """Read a question file, or our own set where none is named.
+    """Read a question file, or our own set where `path` is None.
 
-    Each line is an object with `question_id`, `category` and `turns`; other keys are ignored, blank
-    lines skipped. Raises `InvalidInput` naming the file and line.
+    Each line is an object with `question_id`, `category` and `turns`. Other keys are ignored, and
+    blank lines are skipped. Raises `InvalidInput` that names the file and the line.
     """
     if path is None:
         return _parse(
@@ -46,10 +49,10 @@ def load_questions(path: Path | None = None) -> list[Question]:
 
 
 def spread(questions: Sequence[Question], limit: int | None = None) -> list[Question]:
-    """Take `limit` questions (None: all) round-robin over the categories, in order of appearance.
+    """Take `limit` questions (None: all), one of each category in turn.
 
-    Any prefix is spread as evenly as the categories' sizes allow, so a run that is cut short stays
-    balanced.
+    Categories come in order of appearance. Any prefix is spread as evenly as the categories' sizes
+    allow, so a run that is cut short stays balanced.
     """
     by_category: dict[str, list[Question]] = {}
     for question in questions:

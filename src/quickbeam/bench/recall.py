@@ -1,4 +1,8 @@
-"""The ways to choose that `bench recall` holds against each other."""
+"""The ways to choose a part of the vocabulary that `bench recall` compares.
+
+At each place of a text (`train/places.py`) the wanted token is the target's likeliest one. A way to
+choose finds it where the part of the vocabulary that it chooses holds that token.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +31,12 @@ from quickbeam.train.wanted import (
     teach,
 )
 
-OFTEN = 4  # times the mean number of clusters, at most, where that is as the probability asks
-PRIOR = 30.0  # how much more what is known of all tokens counts than the places of one
+OFTEN = 4  # by probability, a place gets at most so many times the mean number of clusters
+PRIOR = 30.0  # the weight of what is known of all tokens, against the counts of one token
 
 
 class Line(NamedTuple):
-    """A way to choose, at a number of rows."""
+    """What a way to choose finds, where it scores `rows` rows of the head."""
 
     name: str
     rows: int
@@ -41,8 +45,16 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """What all ways share: `ranking` `[vocab]`, tokens by falling frequency; `listed`: how many are
-    scored always beside clusters; `sizes`: numbers of rows to choose."""
+    """What all ways to choose share.
+
+    - `network`: the feature drafter.
+    - `head`: the target's head `[vocab, d]`.
+    - `artefact`: the drafter's shortlist. Its `ranking` `[vocab]` has the tokens by falling
+      frequency.
+    - `train`, `held`: the places to learn from, and the held-out ones.
+    - `listed`: how many frequent tokens are always scored, beside clusters.
+    - `sizes`: the numbers of rows of the head to choose.
+    """
 
     network: EagleHead
     head: torch.Tensor
@@ -54,15 +66,18 @@ class Trial:
 
     @property
     def rank(self) -> torch.Tensor:
-        """`[vocab]`: the place of each token in the ranking."""
+        """The position `[vocab]` of each token in the ranking."""
         return places_in(self.artefact.ranking)
 
     def line(self, name: str, rows: int, scored: torch.Tensor) -> Line:
         return Line(name, rows, score(self.held, scored, self.rank[self.held.wanted] < rows))
 
     def lists(self) -> Iterator[Line]:
-        """The most frequent tokens, and those that are wanted most often where the context has them
-        not."""
+        """Yield two fixed lists, at each size.
+
+        One holds the most frequent tokens. The other holds those that are wanted most often where
+        the context lacks them (`lacking`).
+        """
         for name, ranking in (
             ("frequency", self.artefact.ranking),
             ("frequency of what the context lacks", lacking(self)),
@@ -71,7 +86,10 @@ class Trial:
             yield from (self.line(name, rows, at < rows) for rows in self.sizes)
 
     def shipped(self) -> Iterator[Line]:
-        """The drafter's own router, asked for the root's call alone."""
+        """Yield the clusters of the drafter's own router, where it has one, at each size.
+
+        The router is asked once per tree, for the root's call.
+        """
         layout, router = self.artefact.layout, self.artefact.router
         if router is None:
             return
@@ -90,8 +108,12 @@ class Trial:
     def routed(
         self, name: str, clusters: Clusters, scores: Scores, own: bool = True, chance: bool = False
     ) -> Iterator[Line]:
-        """Clusters beside the list. `own`: each place asks, not its tree's root alone; `chance`: as
-        many as their probability says."""
+        """Yield clusters beside the list of frequent tokens, at each size.
+
+        With `own` each place is scored by itself, otherwise it takes the scores of its tree's root.
+        With `chance` a place gets all clusters above a probability that is the same for all places
+        (`routed_by_chance`), otherwise each place gets the same number of clusters.
+        """
         asked, always = None if own else roots(self.held), self.rank[self.held.wanted] < self.listed
         for rows in self.sizes:
             if (count := (rows - self.listed) // clusters.size) > 0:
@@ -103,7 +125,10 @@ class Trial:
                 yield self.line(name, rows, found | always)
 
     def run(self, names: Sequence[str]) -> Iterator[Line]:
-        """All ways, or those whose name begins with one of `names`."""
+        """Yield all ways, or those whose name begins with one of `names`.
+
+        In `names`, "lists" stands for `lists` and `shipped`, and "tokens" for `tokens`.
+        """
         rest = self.artefact.ranking[self.listed :].sort().values
         vocab, head = len(self.head), self.head.float()
         orders = dict[str, torch.Tensor]()
@@ -142,8 +167,11 @@ class Trial:
             yield from self.tokens(rest)
 
     def tokens(self, rest: torch.Tensor) -> Iterator[Line]:
-        """Scorers of single tokens, of low rank: from what the drafter's head reads (SpecVocab),
-        and from the router's inputs."""
+        """Yield scorers of single tokens, of low rank.
+
+        Some score from the state that the drafter's head reads (SpecVocab). Another one is taught
+        to score from the router's inputs.
+        """
         clusters, rows = Clusters.cut(rest, 1, len(self.head)), self.head[rest].float()
         ranks = [rank for rank in (32, 64, 128) if rank <= rows.shape[1]]
         for rank in ranks:
@@ -171,13 +199,16 @@ def places_in(ranking: torch.Tensor) -> torch.Tensor:
 
 
 def lacking(trial: Trial) -> torch.Tensor:
-    """`[vocab]` tokens by how often they are wanted where the context has them not: counted in the
-    text there is, on top of what their place in the ranking lets one expect (Zipf)."""
+    """Return the tokens `[vocab]` by how often they are wanted where the context lacks them.
+
+    The most wanted come first. A token's count at the places of `trial.train` is added to what its
+    position in the ranking lets one expect (Zipf's law).
+    """
     train, vocab = trial.train, len(trial.head)
     tokens, mass = train.likely.long().flatten(), train.mass.float()
     wanted = torch.zeros(vocab).index_add_(0, tokens, mass.flatten())
     lacked = torch.zeros(vocab).index_add_(0, tokens, (mass * ~train.near).flatten())
-    # 1 / 10: about what makes the sum over 50,000 tokens 1
+    # 1 / 10 makes the shares of 50,000 tokens sum to about 1
     usual = len(train.tokens) / 10 / (trial.rank + 10.0)
     share = float(lacked.sum() / wanted.sum())
     rate = (lacked + PRIOR * share) / (wanted + PRIOR)

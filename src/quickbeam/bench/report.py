@@ -1,4 +1,4 @@
-"""What a run shows: tables, a JSON record, a plot."""
+"""The output of a run: tables, a JSON record and a plot."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLOT_FORMATS = (".png", ".svg", ".pdf")
 
 
 def check_output(option: str, path: Path) -> None:
-    """Raise `InvalidInput` where a file could not be written there."""
+    """Raise `InvalidInput` where `path` can't be written. The error names `option`."""
     if path.is_dir():
         raise InvalidInput(f"{option} {path}: is a folder; name a file")
     if not path.parent.is_dir():
@@ -39,8 +39,10 @@ def check_output(option: str, path: Path) -> None:
 
 
 def check_plot(path: Path) -> None:
-    """Raise `InvalidInput` where no plot could be drawn: no place to write, an unknown format, no
-    matplotlib."""
+    """Raise `InvalidInput` where no plot can be drawn to `path`.
+
+    The format may be unknown, matplotlib may be missing, or the file can't be written.
+    """
     if path.suffix.lower() not in PLOT_FORMATS:
         raise InvalidInput(f"--plot {path}: the name must end in {', '.join(PLOT_FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
@@ -51,8 +53,11 @@ def check_plot(path: Path) -> None:
 def record(
     results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]
 ) -> dict[str, object]:
-    """The JSON record. `questions` counts those asked so far; `complete`: whether that is all of
-    them. A difference has no gap (null) where it is infinite."""
+    """Return the JSON record.
+
+    `questions` counts those answered so far, and `complete` says whether all have been asked. The
+    gap of a difference is null where it is infinite.
+    """
     categories = by_category(results)
     return {
         "environment": dict(environment),
@@ -96,8 +101,11 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 
 def save(path: Path, content: Mapping[str, object]) -> None:
-    """Write JSON so that `path` always holds a whole record: the old one until the new one is
-    complete. Raises OSError."""
+    """Write JSON so that `path` always holds a complete record.
+
+    It is the old one until the new one is complete. Raises `OSError` where the file can't be
+    written, and `ValueError` for a number that is not finite.
+    """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with open(handle, "w", encoding="utf-8") as file:
@@ -107,7 +115,7 @@ def save(path: Path, content: Mapping[str, object]) -> None:
             os.fsync(file.fileno())
         mask = os.umask(0)
         os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp's are for the owner alone
+        os.chmod(name, 0o666 & ~mask)  # mkstemp lets only the owner read the file
         os.replace(name, path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
@@ -115,7 +123,7 @@ def save(path: Path, content: Mapping[str, object]) -> None:
 
 
 def category_table(results: Results) -> Table:
-    """Per category and method: MAT, tokens/s, speed-up, identical outputs."""
+    """Return the table by category and method: MAT, tokens/s, speed-up, identical outputs."""
     table = Table("category", "method", title="by category")
     for column in ("MAT", "tokens/s", "speed-up", "identical"):
         table.add_column(column, justify="right")
@@ -131,8 +139,11 @@ def category_table(results: Results) -> Table:
 
 
 def overall_table(results: Results) -> Table:
-    """Per method over all prompts, with the milliseconds of a step, and what of drafting a
-    drafter's calls took, where there are any."""
+    """Return the table by method over all prompts, with the milliseconds of a step.
+
+    Where a drafter is called, it also has the calls and the part of drafting that they took. Where
+    its vocabulary is shortened, it has the size and the recall of the shortlist.
+    """
     rows = summaries(results)
     parts = {"draft ms": "draft_ms", "verify ms": "verify_ms", "other ms": "overhead_ms"}
     if any(summary.drafter_calls for summary in rows.values()):
@@ -169,7 +180,7 @@ def overall_table(results: Results) -> Table:
 
 
 def footer(results: Results) -> list[str]:
-    """What the tables' figures mean, and what to know before trusting them."""
+    """Return lines on what the tables' figures mean, and on what to know before trusting them."""
     reference = results.reference
     why = "" if reference.split("+")[0] == "ar" else " (ar is not among the methods)"
     lines = [
@@ -207,7 +218,7 @@ def footer(results: Results) -> list[str]:
 
 
 def _left_out(results: Results) -> list[str]:
-    """Why outputs are not compared, where any are not."""
+    """Why some outputs are not compared, as lines; none where all are compared."""
     left = [name for name in results.methods if name not in results.compared]
     if not left:
         return []
@@ -223,7 +234,10 @@ def _left_out(results: Results) -> list[str]:
 
 
 def plot(results: Results, path: Path) -> None:
-    """Bars of speed-up and MAT, by category and overall, one colour a method. Raises OSError."""
+    """Write bars of speed-up and MAT to the file `path`, by category and overall.
+
+    Each method has one colour. Raises `OSError` where the file can't be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

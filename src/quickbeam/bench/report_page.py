@@ -1,4 +1,4 @@
-"""One page of any records of bench commands: no network, no script, light and dark."""
+"""One HTML page of records of bench commands: no network, no script, light and dark."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from quickbeam.bench.saved import Saved
 from quickbeam.bench.svg import Drawing
 
 TEMPLATE = "report_page.html"
-# Title, what it shows, the chart, and by kind of record the table with its figures.
+# Title, the chart, and by kind of record the table with the chart's figures.
 SECTIONS = (
     ("Speed by category", "speed", {"methods": "categories"}),
     ("MAT against budget", "budget", {"trees": "trees", "methods": "overall"}),
@@ -31,7 +31,7 @@ SECTIONS = (
 
 
 class Part(NamedTuple):
-    """What one record has to say in a section."""
+    """What one record shows in a section."""
 
     name: str
     drawing: Drawing | None
@@ -44,8 +44,10 @@ class Section(NamedTuple):
 
 
 def page(records: Sequence[Saved]) -> str:
-    """The page, which is well-formed XML as well. Raises `InvalidInput` naming a record that is not
-    whole."""
+    """Return the page, which is well-formed XML as well.
+
+    Raises `InvalidInput` that names a record with missing or broken fields.
+    """
     from jinja2 import Environment, StrictUndefined
 
     records = _apart(records)
@@ -89,7 +91,7 @@ def page(records: Sequence[Saved]) -> str:
 
 
 def _apart(records: Sequence[Saved]) -> list[Saved]:
-    """Each with a name of its own, which charts can make ids of."""
+    """The records, each with a name of its own, from which charts can make distinct ids."""
     found, names = list[Saved](), set[str]()
     for saved in records:
         name = stem = saved.name
@@ -102,7 +104,7 @@ def _apart(records: Sequence[Saved]) -> list[Saved]:
 
 
 def _summary(saved: Saved) -> dict[str, Any]:
-    """A row of the summary."""
+    """The row of a record in the page's summary table."""
     run = saved.content.get(KEY) or {}
     settings = ", ".join(
         f"{name} {value}"

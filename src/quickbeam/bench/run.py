@@ -26,7 +26,7 @@ WARM_UP_TOKENS = 32
 
 @dataclass(frozen=True)
 class Trial:
-    """One prompt, answered by all methods."""
+    """One prompt, answered by all methods. `turn` counts the question's turns from 0."""
 
     question: Question
     turn: int
@@ -35,13 +35,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where an answer leaves the reference's that ought to be the same.
+    """Where an answer first differs from the reference's, which it ought to equal.
 
-    `position` counts the answer's tokens from 0; a token is None where that answer had ended.
-    `gap`: the best less the second best of what the token there is chosen by, after the prompt and
-    the tokens both agree on: near 0, rounding decides. At temperature 0 these are the target's
-    logits. Above it they are log-probabilities with the noise of the place added; where only one
-    token is possible, the gap is infinite.
+    - `position`: counts the answer's tokens from 0.
+    - `reference_token`, `token`: None where that answer had ended.
+    - `gap`: the score of the best token at that position less that of the second best, after the
+      prompt and the tokens that both answers share. Where it is near 0, rounding decides. At
+      temperature 0 the scores are the target's logits. Above it they are log-probabilities with the
+      noise of the place added. The gap is infinite where only one token is possible.
     """
 
     method: str
@@ -56,7 +57,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A prompt no method was counted on, because one of them refused it."""
+    """A prompt that counts for no method, because one of them refused it."""
 
     question_id: int | str
     turn: int
@@ -65,9 +66,11 @@ class Skipped:
 
 @dataclass
 class Results:
-    """All that a run has produced so far; `complete` once every question has been asked.
-    `compared`: the methods whose outputs ought to be the reference's own, itself among them, or
-    none."""
+    """What a run has produced so far.
+
+    `complete` is True once every question has been asked. `compared` names the methods whose
+    outputs ought to equal the reference's. It includes the reference, or is empty.
+    """
 
     methods: list[str]
     reference: str
@@ -80,8 +83,11 @@ class Results:
 
 
 def reference_of(methods: Sequence[str]) -> str:
-    """The method the others are compared with: `ar` where it runs (also with a switch of its own,
-    `residual` last), otherwise the first."""
+    """Return the method that the others are compared with.
+
+    It is `ar` where that is among `methods`, and otherwise the first method. An `ar` with switches
+    counts, too; one without `residual` and with a short name is preferred.
+    """
     plain = [name for name in methods if name.split("+")[0] == "ar"]
     return (
         min(plain, key=lambda name: (RESIDUAL in name.split("+"), len(name)))
@@ -93,8 +99,10 @@ def reference_of(methods: Sequence[str]) -> str:
 def begin(
     runners: Mapping[str, Runner], params: SamplingParams, reference: str | None = None
 ) -> Results:
-    """Results to be filled with answers to `params`. `reference`: that of `reference_of` where none
-    is named."""
+    """Return empty results, to be filled with answers to `params`.
+
+    Without `reference` it is that of `reference_of`.
+    """
     reference = reference or reference_of(list(runners))
     compared = [name for name, runner in runners.items() if runner.comparable(params)]
     return Results(list(runners), reference, compared if reference in compared else [], params)
@@ -105,8 +113,10 @@ def warm_up(
     params: SamplingParams,
     on_answer: Callable[[], None] = lambda: None,
 ) -> None:
-    """Let every method answer a prompt that isn't counted: first calls compile, pack and
-    allocate."""
+    """Let every method answer a prompt that isn't counted.
+
+    The first calls of a method compile, pack and allocate.
+    """
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_TOKENS))
     for runner in runners.values():
         runner.answer(runner.encode([{"role": "user", "content": WARM_UP}]), short)
@@ -120,12 +130,12 @@ def run(
     all_turns: bool = False,
     on_answer: Callable[[], None] = lambda: None,
 ) -> Iterator[Question]:
-    """Ask the questions one by one, filling `results`; yields each question when it is done.
+    """Ask the questions one by one, and fill `results`. Yields each question when it is done.
 
-    The methods take turns at going first. All see the same ids: the conversation so far holds the
-    reference's answers. A prompt that a method refuses (`InvalidInput`: beyond the context, say) is
-    left out for all, with the turns after it. With a seed, prompt number i of the run is sampled
-    with seed + i by every method.
+    The methods take turns at going first. All get the same ids: the conversation so far holds the
+    reference's answers. A prompt that a method refuses (`InvalidInput`, because it exceeds the
+    context, say) is left out for all, with the turns after it. With a seed, every method samples
+    prompt number i of the run with seed + i.
     """
     order, params = list(runners), results.params
     reference = runners[results.reference]
@@ -157,8 +167,10 @@ def run(
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """The first position where two answers differ, None where they are equal. An answer that ends
-    early differs where it ended."""
+    """Return the first position where two answers differ, or None where they are equal.
+
+    Where one answer is the beginning of the other, it is the position where that one ended.
+    """
     for position, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return position
@@ -168,8 +180,10 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 def _differences(
     trial: Trial, results: Results, runner: Runner, ids: Sequence[int], params: SamplingParams
 ) -> Iterator[Difference]:
-    """Those of the compared methods. `runner`: the reference's; `params`: those of the trial, with
-    its seed."""
+    """The differences of the compared methods in one trial.
+
+    `runner` is the reference's. `params` are those of the trial, with its seed.
+    """
     expected = trial.answers[results.reference].token_ids
     gaps: dict[int, float] = {}
     for name in results.compared:
@@ -194,8 +208,7 @@ def _differences(
 def _gap(
     runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
 ) -> float:
-    """See `Difference`: what the token after the prompt and these tokens of the answer was chosen
-    by."""
+    """The gap of `Difference` for the token after the prompt `ids` and the tokens `answered`."""
     text = [*ids, *answered]
     logits = runner.last_logits(text).float().cpu()
     sampler = Sampler(params, ids, len(logits))
@@ -203,7 +216,7 @@ def _gap(
     scores = sampler.process(logits).double().numpy()
     if not params.greedy:
         assert params.seed is not None
-        # Without filters: log-probabilities but for a constant, and no small one is lost.
+        # Without filters these are log-probabilities up to a constant, and none underflows.
         scores = (
             sampler.law(logits).double().log().numpy()
             if params.filters

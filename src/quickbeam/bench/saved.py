@@ -1,4 +1,4 @@
-"""A JSON record that a bench command wrote, read back."""
+"""Read back the JSON records that bench commands wrote."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from quickbeam.errors import InvalidInput
 
-# By kind: keys that tell it, and no kind above it. A kind is the command's last word; `methods` is
-# `bench` itself.
+# By kind: the keys that identify it. A record is of the first kind whose keys it all has. A kind is
+# named as the bench command that writes it; `methods` is `bench` itself.
 KINDS: dict[str, tuple[str, ...]] = {
     "vocabulary": ("by_category", "vocab_size"),
     "methods": ("methods", "reference"),
@@ -28,7 +28,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 class Saved(NamedTuple):
-    """`name`: the file's, without its ending."""
+    """A record that was read back. `name` is that of its file, without the suffix."""
 
     name: str
     kind: str  # of `KINDS`
@@ -36,7 +36,7 @@ class Saved(NamedTuple):
 
     @property
     def where(self) -> dict[str, Any]:
-        """What `environment` said of the machine; empty where nothing is known."""
+        """What the record's `environment` says of the machine; empty where there is none."""
         return _object(self.content.get("environment"))
 
     @property
@@ -49,13 +49,16 @@ class Saved(NamedTuple):
 
     @property
     def whole(self) -> bool:
-        """False for what Ctrl-C cut short."""
+        """Whether the run was complete. False where Ctrl-C cut it short."""
         return self.content.get("complete") is not False
 
 
 def read(path: Path) -> Saved:
-    """Raises `InvalidInput` naming a file that can't be read, is not JSON, or is no record of
-    `quickbeam bench`."""
+    """Read a record from a file.
+
+    Raises `InvalidInput` that names a file that can't be read, is not JSON, or is no record of
+    `quickbeam bench`.
+    """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -68,7 +71,10 @@ def read(path: Path) -> Saved:
 
 
 def kind_of(content: Any, name: str) -> str:
-    """Raises `InvalidInput` where `content` is of no kind. `name`: what the error calls it."""
+    """Return the kind of a record, one of `KINDS`.
+
+    Raises `InvalidInput` where `content` is of no kind. The error calls it `name`.
+    """
     if isinstance(content, dict):
         for kind, keys in KINDS.items():
             if all(key in content for key in keys):
@@ -80,7 +86,7 @@ def kind_of(content: Any, name: str) -> str:
 
 @contextmanager
 def told(saved: Saved) -> Iterator[None]:
-    """Turns what reading a broken record raises into `InvalidInput` that names the file."""
+    """Turn the errors from reading a broken record into `InvalidInput` that names the record."""
     try:
         yield
     except (

@@ -1,5 +1,7 @@
-"""Servers behind OpenAI's interface, each in a process of its own: ours, and peers such as
-llama.cpp's and vLLM."""
+"""Servers with OpenAI's interface, each in a process of its own.
+
+Our own server is one of them. Others are peers such as llama.cpp's and vLLM.
+"""
 
 from __future__ import annotations
 
@@ -22,21 +24,24 @@ from typing_extensions import Self
 from quickbeam.bench.throughput import Answered, Cell
 from quickbeam.errors import InvalidInput, QuickbeamError
 
-START = 600.0  # seconds that a server may take to come up
-UNKNOWN = -1  # a token whose id the server does not tell
+START = 600.0  # seconds that a server may take to start
+UNKNOWN = -1  # the id of a token that the server does not name
 
 
 @dataclass(frozen=True)
 class Server:
-    """`command`: what starts it; `{port}` stands for the port that it is to listen on."""
+    """A server to start with `command`, in which `{port}` stands for the port to listen on."""
 
     name: str
     command: tuple[str, ...]
 
 
 def parse_server(text: str) -> Server:
-    """`NAME=COMMAND`, such as `llama-cpp=python -m llama_cpp.server --model FILE.gguf --port
-    {port}` or `vllm=vllm serve MODEL --port {port}`. Raises `InvalidInput` for others."""
+    """Read `NAME=COMMAND`, where the command has `{port}` in it.
+
+    Examples are `llama-cpp=python -m llama_cpp.server --model FILE.gguf --port {port}` and
+    `vllm=vllm serve MODEL --port {port}`. Raises `InvalidInput` for anything else.
+    """
     name, found, command = text.partition("=")
     if not found or not name.strip() or "{port}" not in command:
         raise InvalidInput(
@@ -51,10 +56,11 @@ def parse_server(text: str) -> Server:
 
 
 class Serving:
-    """A server under way, for as long as the `with` block lasts. Raises `QuickbeamError` where it
-    does not come up.
+    """A running server, for as long as the `with` block lasts.
 
-    `extra`: what each request says beside the prompt, in fields of the server's own.
+    `base` is the address of its interface, and `model` the name of the model that it serves.
+    Entering raises `InvalidInput` where the command can't be started, and `QuickbeamError` where
+    the server ends or does not answer within `START` seconds.
     """
 
     def __init__(self, server: Server) -> None:
@@ -95,7 +101,12 @@ class Serving:
         raw: bool,
         extra: Mapping[str, Any] | None = None,
     ) -> Cell:
-        """Greedy answers to all prompts, `running` clients at a time."""
+        """Return greedy answers to all prompts, from `running` clients at a time.
+
+        `raw`: prompts are sent without a chat template. `extra`: fields that each request has
+        beside the prompt, for a server that knows them. Raises `QuickbeamError` where the server
+        refuses a request.
+        """
         body: dict[str, Any] = {
             "model": self.model,
             "max_tokens": max_tokens,
@@ -120,15 +131,17 @@ class Serving:
 
 
 def ourselves(options: Sequence[str]) -> Server:
-    """`quickbeam serve` with these options, by this Python."""
+    """Return `quickbeam serve` with these options, run by this Python."""
     return Server(
         "quickbeam", (sys.executable, "-m", "quickbeam", "serve", "--port", "{port}", *options)
     )
 
 
 def speculation(method: str, budget: int | None) -> dict[str, Any]:
-    """What a request says to our own server: how it is to be answered, and that token ids are
-    wanted for the comparison."""
+    """Return the fields by which a request tells our own server how to answer it.
+
+    They also ask for token ids, which the comparison needs.
+    """
     return {
         "speculation": {"method": method, **({} if budget is None else {"budget": budget})},
         "return_token_ids": True,
@@ -142,7 +155,7 @@ def _free_port() -> int:
 
 
 def _wait(base: str, process: subprocess.Popen[bytes], name: str, log: Any) -> str:
-    """The name of the model that the server has, once it answers."""
+    """Wait until the server answers, and return the name of its model."""
     until = time.perf_counter() + START
     while time.perf_counter() < until:
         if process.poll() is not None:
@@ -160,8 +173,11 @@ def _wait(base: str, process: subprocess.Popen[bytes], name: str, log: Any) -> s
 
 
 def _ask(where: str, body: Mapping[str, Any], began: float) -> Answered:
-    """One streamed answer. Its tokens are those that it names, or as many as the server counts;
-    where it does not count, a piece of the stream is a token."""
+    """Get one streamed answer, with times in seconds since `began`.
+
+    Its tokens are the ids that the server names. Where it names none, there are as many unknown
+    tokens as the server counts. Where it does not count, each piece of the stream is one token.
+    """
     answered = Answered((), time.perf_counter() - began)
     pieces = 0
     try:

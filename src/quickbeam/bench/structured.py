@@ -1,5 +1,7 @@
-"""Answers that follow JSON schemas: how many are valid, whether drafts change them, and how fast
-they come beside free text."""
+"""Answers that follow JSON schemas, compared with free text.
+
+Measures how many are valid, whether drafts change them, and how fast they come.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,13 @@ from quickbeam.grammar import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 
-Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
+Told = Callable[[str, float], None]  # is told of a stage, and of the share (0 to 1) that is done
 FREE, BOUND = "free text", "JSON schema"
 
 
 @dataclass(frozen=True)
 class Task:
-    """What is asked, and the schema that the answer is to fit."""
+    """A prompt, and the JSON schema that its answer should fit."""
 
     name: str
     prompt: str
@@ -31,8 +33,12 @@ class Task:
 
 @dataclass
 class Row:
-    """One method, with or without schemas. `valid`: answers that fit their schema; `identical`:
-    those that have the tokens of the first method."""
+    """The figures of one method, with or without schemas.
+
+    `valid` counts the answers that fit their schema. `identical` counts those with the same tokens
+    as the first method's. `tokens` leaves out the first token of each answer, and `seconds` the
+    prompts.
+    """
 
     answers: int = 0
     valid: int = 0
@@ -43,7 +49,7 @@ class Row:
 
     @property
     def tokens_per_second(self) -> float:
-        """Prompts not counted."""
+        """Tokens a second, prompts not counted."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
     def add(self, completion: Completion, valid: bool, same: bool) -> None:
@@ -56,7 +62,7 @@ class Row:
         self.seconds += statistics.seconds
 
     def to_json(self) -> dict[str, Any]:
-        """The record of one row."""
+        """Return the JSON record of the row."""
         mat = self.tokens / self.steps if self.steps else None
         return {
             **vars(self),
@@ -66,7 +72,7 @@ class Row:
 
 
 def tasks() -> list[Task]:
-    """Ten of our own."""
+    """Return our own ten tasks."""
     lines = (
         files("quickbeam.bench").joinpath("schemas.jsonl").read_text(encoding="utf-8").splitlines()
     )
@@ -81,9 +87,13 @@ def measure(
     params: SamplingParams,
     told: Told = lambda stage, done: None,
 ) -> dict[tuple[str, str], Row]:
-    """By kind of text and method: `answers` answers to each task, every one with a seed of its own.
-    Methods take turns at each answer, so that what the machine does meanwhile falls on all
-    alike."""
+    """Answer each task `answers` times with each method, with and without its schema.
+
+    Returns the rows by kind of text (`FREE`, `BOUND`) and name of the method. Every answer to a
+    task has a seed of its own, which all methods share. The methods take turns at each answer, so
+    that changes in the machine's speed affect all of them alike. Raises `InvalidInput` where
+    jsonschema is not installed.
+    """
     validate = _validator()
     rows = {(kind, item.name): Row() for kind in (FREE, BOUND) for item in methods}
     for task in asked:  # what is compiled or measured at first use is not counted
@@ -131,7 +141,10 @@ def _answer(llm: LLM, task: Task, item: MethodItem, params: SamplingParams) -> C
 
 
 def _validator() -> Callable[[str, Mapping[str, Any]], bool]:
-    """Says whether a text is JSON that fits a schema."""
+    """A function that says whether a text is JSON that fits a schema.
+
+    Raises `InvalidInput` where jsonschema is not installed.
+    """
     try:
         from jsonschema import Draft202012Validator
     except ImportError as error:

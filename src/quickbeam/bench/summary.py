@@ -1,4 +1,4 @@
-"""From answers to figures."""
+"""The figures that answers are summed up in."""
 
 from __future__ import annotations
 
@@ -11,27 +11,33 @@ from quickbeam.bench.run import Results, Trial
 
 @dataclass(frozen=True)
 class Summary:
-    """One method over some prompts. A figure is None where nothing was measured for it.
+    """The figures of one method over some prompts.
 
-    - `tokens_per_second`: decoded tokens over decode seconds, both summed over the prompts; prefill
-      and its token are apart.
-    - `speedup`: (decode seconds / decoded tokens) of the reference over the same of the method,
-      each summed over the prompts. Where the outputs are identical that is the ratio of total
-      decode times; where they are not, a longer answer is not held against a method.
+    A figure is None where nothing was measured for it.
+
+    - `tokens_per_second`: decoded tokens over decode seconds, both summed over the prompts. Prefill
+      and the token that it emits are not counted.
+    - `speedup`: decode seconds per decoded token of the reference, over those of the method.
+      Seconds and tokens are summed over the prompts. Where the outputs are identical, this is the
+      ratio of total decode times. Where they are not, a longer answer does not count against a
+      method.
     - `mean_accepted_tokens` (MAT): decoded tokens over target passes, 1.0 for plain decoding.
-    - `identical`: answers equal to the reference's, token for token; None where outputs are not
-      compared (`Results.compared`).
-    - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds a step, on average.
-    - `drafter_calls`: of a step, on average; `drafter_ms`: what they took of `draft_ms`; `head_ms`:
-      what of that grows with the vocabulary scored (routing, the head, its softmax).
-    - `break_even_ms`: what one call of the drafter could take before the method were no faster than
-      the reference, all else being equal; below zero where calls for nothing would be too dear.
-    - `prefill_ms`: of a prompt, on average. `nodes`: of a step's tree, the root included, on
-      average.
-    - `accepted`: drafted tokens that were accepted in a step, on average, by source; None where a
-      method doesn't tell.
-    - `shortlist`: tokens scored in a call, on average; `recall`: the share of the text's tokens
-      that were scored where they were drafted for, None where all of the vocabulary was.
+    - `identical`: how many answers equal the reference's, token for token. None where outputs are
+      not compared (`Results.compared`).
+    - `draft_ms`, `verify_ms`, `overhead_ms`: milliseconds per step, on average.
+    - `drafter_calls`: calls of the drafter per step, on average. `drafter_ms`: the part of
+      `draft_ms` that they took. `head_ms`: the part of `drafter_ms` that grows with the vocabulary
+      scored (routing, the head, its softmax).
+    - `break_even_ms`: the time of one call of the drafter at which the method would be as fast as
+      the reference, all else being equal. Below zero where the method would be slower even if calls
+      took no time.
+    - `prefill_ms`: per prompt, on average.
+    - `nodes`: nodes of a step's tree, the root included, on average.
+    - `accepted`: accepted drafted tokens per step by source, on average. None where a method
+      doesn't count them.
+    - `shortlist`: tokens scored in a call, on average.
+    - `recall`: the share of the text's tokens that were scored at the node where they were drafted
+      for. None where all of the vocabulary was scored.
     """
 
     prompts: int
@@ -56,8 +62,10 @@ class Summary:
 
 
 def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bool) -> Summary:
-    """The figures of `method` over `trials`. `compared`: whether its outputs ought to be the
-    reference's."""
+    """Return the figures of `method` over `trials`.
+
+    `compared` says whether its outputs ought to equal the reference's.
+    """
     answers = [trial.answers[method] for trial in trials]
     expected = [trial.answers[reference] for trial in trials]
     tokens, steps, seconds = _totals(answers)
@@ -74,7 +82,7 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bo
         _ratio(seconds, tokens),
         _ratio(_totals(expected)[2], _totals(expected)[0]),
     )
-    # seconds that the reference would take longer
+    # seconds that the reference would take longer for as many tokens
     spare = None if reference_pace is None else tokens * reference_pace - seconds
     return Summary(
         prompts=len(trials),
@@ -112,17 +120,17 @@ def summarise(trials: Sequence[Trial], method: str, reference: str, compared: bo
 
 
 def summaries(results: Results) -> dict[str, Summary]:
-    """Every method over all prompts."""
+    """Return the figures of every method over all prompts."""
     return _summaries(results, results.trials)
 
 
 def by_category(results: Results) -> dict[str, dict[str, Summary]]:
-    """Category, then method, in order of appearance."""
+    """Return figures by category, then by method, in order of appearance."""
     return {category: _summaries(results, trials) for category, trials in grouped(results).items()}
 
 
 def grouped(results: Results) -> dict[str, list[Trial]]:
-    """By category, in order of appearance."""
+    """Return the trials by category, in order of appearance."""
     groups: dict[str, list[Trial]] = {}
     for trial in results.trials:
         groups.setdefault(trial.question.category, []).append(trial)
@@ -137,7 +145,10 @@ def _summaries(results: Results, trials: Sequence[Trial]) -> dict[str, Summary]:
 
 
 def _accepted(answers: Sequence[Answer], steps: int) -> dict[str, float] | None:
-    """Of a step, by source; None where some answer doesn't tell, or there was no step."""
+    """Accepted drafted tokens per step, by source.
+
+    None where some answer doesn't count them, or there was no step.
+    """
     found: dict[str, float] = {}
     for answer in answers:
         if answer.accepted is None:

@@ -1,4 +1,4 @@
-"""Figures of matplotlib as SVG that is legible on light and on dark paper, whatever shows it."""
+"""Figures of matplotlib as SVG that is legible on a light and on a dark background."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from html import escape
 from io import StringIO
 from typing import Any, NamedTuple
 
-# Drawn with, and then put in words that a style sheet fills in. No colour of a line may be one of
-# these.
+# Figures are drawn with these colours, which `draw` then replaces by variables of the style sheet.
+# No other colour may equal one of them.
 PAPER, INK, LINE = "#fefdfc", "#010203", "#a0a1a2"
 WORDS = {PAPER: "var(--paper)", INK: "var(--ink)", LINE: "var(--line)"}
 LIGHT = {"paper": "#ffffff", "ink": "#1f2328", "line": "#c8ced4"}
 DARK = {"paper": "#0d1117", "ink": "#e6edf3", "line": "#454c55"}
-# On both papers 3:1 and more, as WCAG 2 asks of graphics. Markers and hatches tell series apart
-# where colours don't.
+# Each has a contrast of at least 3:1 on both backgrounds, as WCAG 2 asks of graphics. Markers and
+# hatches tell series apart where colours don't.
 COLOURS = (
     "#1f77c9",
     "#d1590b",
@@ -34,7 +34,7 @@ HATCHES = ("", "//", "\\\\", "--", "||", "xx", "++", "///", "---", "|||")
 
 
 def themes() -> str:
-    """The style sheet."""
+    """Return the style sheet that sets the colours of both themes."""
     light, dark = (
         "".join(f"--{word}:{colour};" for word, colour in theme.items()) for theme in (LIGHT, DARK)
     )
@@ -45,13 +45,13 @@ def themes() -> str:
 
 
 class Drawing(NamedTuple):
-    """`alt`: what it shows, in words."""
+    """An SVG image. `alt` says in words what it shows."""
 
-    svg: str  # an element; its colours come from a style sheet around it
+    svg: str  # an <svg> element; its colours come from a style sheet around it
     alt: str
 
     def file(self) -> str:
-        """A file of its own, with the style sheet inside."""
+        """Return the text of an SVG file, with the style sheet inside."""
         head, tag, rest = self.svg.partition(">")
         return (
             f'<?xml version="1.0" encoding="utf-8"?>\n{head}{tag}<style>{themes()}</style>{rest}\n'
@@ -60,7 +60,7 @@ class Drawing(NamedTuple):
 
 @contextmanager
 def style() -> Iterator[Any]:
-    """matplotlib's pyplot, drawing in our colours."""
+    """Give matplotlib's pyplot, which draws in our colours within the `with` block."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -97,7 +97,10 @@ def style() -> Iterator[Any]:
 
 
 def draw(figure: Any, name: str, alt: str) -> Drawing:
-    """Closes the figure. `name`: begins all ids, so it is apart from others of the same page."""
+    """Turn a figure into a drawing, and close the figure.
+
+    `name` begins all ids, so that they differ from those of other drawings on the same page.
+    """
     from matplotlib import pyplot
 
     name = re.sub(r"[^A-Za-z0-9]+", "-", name)

@@ -1,5 +1,7 @@
-"""Many requests at once: tokens a second, how long they wait, and whether each answer is the one
-given alone."""
+"""Many requests at once: tokens a second, waiting times, and whether answers stay the same.
+
+An answer stays the same where it is the one that is given when its request is alone.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,18 @@ from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.params import COUPLED, SamplingParams
 
-Told = Callable[[str, float], None]  # hears of a stage, and how much of it is done
-Other = Callable[[Sequence["Asked"], int], "Cell"]  # answers all, so many at a time
-ALONE = "ar"  # whose answers, one at a time, the others are held against
+Told = Callable[[str, float], None]  # is told of a stage, and of the share (0 to 1) that is done
+Other = Callable[[Sequence["Asked"], int], "Cell"]  # answers all requests, so many at a time
+ALONE = "ar"  # the method whose answers, given one at a time, others are compared with
 
 
 @dataclass(frozen=True)
 class Asked:
-    """One request of the benchmark. `leaves_after`: tokens after which its client goes away; None:
-    never."""
+    """One request of the benchmark.
+
+    `arrives` is in seconds since the run began. `leaves_after` is the number of tokens after which
+    the client goes away, or None for never.
+    """
 
     ids: list[int]
     category: str
@@ -35,7 +40,10 @@ class Asked:
 
 @dataclass
 class Answered:
-    """What became of it, in seconds since the run began."""
+    """What became of a request, with times in seconds since the run began.
+
+    `first` and `last` are when the first and the last token came.
+    """
 
     prompt: tuple[int, ...]
     arrived: float
@@ -53,41 +61,47 @@ class Answered:
 
     @property
     def per_token(self) -> float:
-        """Seconds of a further token."""
+        """Seconds per token after the first."""
         return (self.last - self.first) / max(1, len(self.token_ids) - 1)
 
 
 @dataclass
 class Cell:
-    """One method under one load, over all of its runs. `identical`: answers equal to those given
-    alone; None where they need not be, as tokens are sampled without a seed or not coupled
-    (`MethodItem.comparable`)."""
+    """The figures of one method under one load, over all of its runs.
+
+    `identical` counts the answers equal to those given alone. It is None where they need not be
+    equal, because tokens are sampled without a seed or not coupled (`MethodItem.comparable`). It is
+    also None for a server that does not name its tokens.
+    """
 
     seconds: float = 0.0
     decoding_seconds: float = 0.0  # of steps in which no prompt was read
-    decoding_tokens: int = 0  # that these emitted
+    decoding_tokens: int = 0  # tokens that these steps emitted
     answers: list[Answered] = field(default_factory=list)
     identical: int | None = None
 
     @property
     def named(self) -> bool:
-        """Whether all tokens are known by their ids."""
+        """Whether the ids of all tokens are known."""
         return all(token >= 0 for one in self.answers for token in one.token_ids)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all requests together, prompts and waiting included."""
+        """Tokens a second of all requests together, prompts and waiting included."""
         return (
             sum(len(one.token_ids) for one in self.answers) / self.seconds if self.seconds else 0.0
         )
 
     @property
     def decoding_tokens_per_second(self) -> float:
-        """Of the steps in which no prompt was read."""
+        """Tokens a second in the steps in which no prompt was read."""
         return self.decoding_tokens / self.decoding_seconds if self.decoding_seconds else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """The record of DESIGN's `bench throughput`."""
+        """Return the JSON record of the cell.
+
+        Latencies are in milliseconds. A figure is None where nothing was measured for it.
+        """
         whole = [one for one in self.answers if one.token_ids]
         steps = sum(one.steps for one in whole)
         later = sum(max(0, len(one.token_ids) - 1) for one in whole if one.steps)
@@ -123,8 +137,12 @@ def requests(
     max_tokens: int,
     seed: int = 0,
 ) -> list[Asked]:
-    """Prompts as they arrive: all at once, or at random at `rate` a second (a Poisson process). A
-    share `cancel` of them, evenly spread, goes away after a random part of its answer."""
+    """Return the prompts as requests that arrive all at once, or at random.
+
+    With `rate` they arrive as a Poisson process of so many a second. The clients of a share
+    `cancel` of them, evenly spread, go away after a random number of tokens: at most half of
+    `max_tokens`.
+    """
     chance, clock, found = random.Random(seed), 0.0, list[Asked]()
     for number, (ids, category) in enumerate(prompts):
         if rate is not None:
@@ -138,8 +156,10 @@ def requests(
 def fitting(
     llm: LLM, prompts: Sequence[tuple[list[int], str]], max_tokens: int
 ) -> list[tuple[list[int], str]]:
-    """The prompts that leave room for an answer in the model's context. Raises `InvalidInput` where
-    there is none."""
+    """Return the prompts that leave room for `max_tokens` tokens in the model's context.
+
+    Raises `InvalidInput` where there are none.
+    """
     limit = llm.model.context_length
     found = [prompt for prompt in prompts if limit is None or len(prompt[0]) + max_tokens <= limit]
     if not found:
@@ -151,7 +171,7 @@ def fitting(
 
 
 def encode(llm: LLM, questions: Sequence[Question], raw: bool) -> list[tuple[list[int], str]]:
-    """The first turns as token ids, with their categories; `raw`: without a chat template."""
+    """Return the first turns as token ids, with their categories. `raw`: no chat template."""
     return [
         (
             list(llm.tokenizer(question.turns[0])["input_ids"])
@@ -171,8 +191,11 @@ def serve(
     running: int,
     cell: Cell | None = None,
 ) -> Iterator[Answered]:
-    """Answer all requests, `running` of them at a time; each as it ends. `cell` is told of steps
-    without prompts."""
+    """Answer all requests, `running` of them at a time. Yields each answer when it ends.
+
+    The time and the tokens of steps without prompts are added to `cell`. Raises what an answer
+    raises.
+    """
     llm.reset()
     llm.engine.scheduler.most = running
     waiting, open_streams = list(enumerate(asked)), dict[int, tuple[Stream, Answered]]()
@@ -248,13 +271,16 @@ def measure(
     alone: Mapping[tuple[int, ...], list[int]] | None = None,
     others: Mapping[str, Other] | None = None,
 ) -> dict[int, dict[str, Cell]]:
-    """Every method under every load, `rounds` times in turn, so that what the machine does
-    meanwhile falls on all alike.
+    """Measure every method under every load, `rounds` times in turn.
 
-    `alone`: by prompt, the tokens of plain answers given one at a time; without it, they are made
-    first where they are needed. `others`: further rows of each table, by name, measured after the
-    methods in each turn; they answer in the order of what they are given, and are compared where
-    they name their tokens.
+    They take turns so that changes in the machine's speed affect all of them alike. Returns the
+    cells by load and name.
+
+    - `alone`: by prompt, the tokens of plain answers given one at a time. Where None, these answers
+      are made first, if a method needs them.
+    - `others`: further rows of each table, by name, which are measured after the methods in each
+      turn. They answer in the order of the requests that they are given. They are compared where
+      they name their tokens.
     """
     others = others or {}
     compared = {item.name for item in methods if item.comparable(params)}
@@ -303,7 +329,7 @@ def measure(
 def _alone(
     llm: LLM, asked: Sequence[Asked], params: SamplingParams, told: Told
 ) -> dict[tuple[int, ...], list[int]]:
-    """Plain answers, one at a time, by prompt."""
+    """The token ids of plain answers given one at a time, by prompt."""
     found: dict[tuple[int, ...], list[int]] = {}
     for number, one in enumerate(asked):
         told("answers given alone", number / len(asked))
@@ -322,8 +348,10 @@ def _same(answered: Answered, known: Mapping[tuple[int, ...], list[int]]) -> boo
 
 
 def ratios(cells: Mapping[int, Mapping[str, Cell]]) -> dict[int, dict[str, float]]:
-    """By load and method, tokens a second over those of `ar` under the same load, where it was
-    measured."""
+    """Return tokens a second over those of `ar` under the same load, by load and method.
+
+    Loads under which `ar` was not measured are left out.
+    """
     return {
         load: {
             name: cell.tokens_per_second / by_name[ALONE].tokens_per_second

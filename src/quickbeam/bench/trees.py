@@ -1,23 +1,23 @@
-"""Tree policies on the same text: how many tokens a step their trees promise.
+"""Tree policies on the same text: how many tokens a step emits with their trees, on average.
 
-A bench lets every method decode on its own. The trees are then grown at places of their own, and
-over some hundred steps places differ more than trees do. Here all policies grow trees at the same
-places of the same plain answers. Places are taken evenly from the text, while a method's own steps
-begin where its last draft ended, so that the figures are not quite a bench's MAT.
+`bench` lets every method decode on its own, so each grows its trees at places of its own. Over some
+hundred steps, places differ more than trees do. Here all policies grow trees at the same places of
+the same plain answers. Places are taken evenly from the text, while a method's own steps begin
+where its last draft ended. So the figures are not quite a bench's MAT.
 
-At temperature 0 a tree's figure is what is accepted of it. Above it that depends on chance as well,
-and chance is averaged out:
+At temperature 0 the figure of a tree follows from which of its nodes are accepted. Above
+temperature 0 that depends on chance as well, and chance is averaged out:
 
-- A tree of the name alone is coupled: grown with the noise of its places in sight, and verified by
-  it (`verify.py`, equality). The text is written with one noise. Which noise comes after a place is
-  independent of the text up to there, so others serve as well as that one: at each place the tree
-  is grown and verified with some noises of other seeds, the same for all policies, and the mean
-  counts.
-- `+residual` stands for the papers' rule. The tree is grown once, without noise: its children are
-  drawn. Then the chances of verification are summed up instead of drawn, from the model's
-  distributions at the tree's nodes (`reached`).
+- A tree's name alone stands for coupled sampling. The tree is grown with the noise of its places
+  known, and verified by the same noise (`verify.py`, equality). The text is written with one noise.
+  The noise that comes after a place is independent of the text up to there, so other noises serve
+  as well as the text's own. At each place the tree is grown and verified with several noises of
+  other seeds, the same ones for all policies, and the mean counts.
+- `+residual` stands for the papers' rule. The tree is grown once, without noise, and its children
+  are drawn. Then no outcome of verification is drawn. The probabilities of all outcomes are summed
+  up instead, from the target's distributions at the tree's nodes (`reached`).
 
-Both are means of what a step emits at that place, so that they compare with each other.
+Both figures are means of what a step emits at that place, so they compare with each other.
 """
 
 from __future__ import annotations
@@ -44,25 +44,27 @@ from quickbeam.trees import DRAFTED, make_policy
 from quickbeam.trees.base import Grown, TreePolicy, grown
 from quickbeam.verify import verify_equal, verify_residual
 
-if TYPE_CHECKING:  # transformers takes seconds, and `quickbeam --help` reads this file
+if TYPE_CHECKING:  # importing transformers takes seconds, and `quickbeam --help` imports this
     from quickbeam.llm import LLM
     from quickbeam.target.target import Target
 
 log = logging.getLogger(__name__)
-# a tree of `trees.DRAFTED`, with `DRAWN` where its children are drawn, and its budget
+# the name of a tree of `trees.DRAFTED`, with `DRAWN` added where children are drawn, and its budget
 Item = tuple[str, int]
 DRAWN = f"+{RESIDUAL}"
-DRAWS = 4  # noises at a place, unless told
-APART = 0x9E3779B97F4A7C15  # what sets their seeds apart, from each other and from the text's
+DRAWS = 4  # noises at a place by default
+APART = 0x9E3779B97F4A7C15  # between the seeds of these noises, and between theirs and the text's
 
 
 def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
-    """The probability that verification (`verify.py`) accepts each node, the root with 1: the
-    product down its path of
+    """Return the probability that verification (`verify.py`) accepts each node, 1 for the root.
+
+    It is the product, over the nodes of its path, of
 
         a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
 
-    for the place i that a node has among its siblings. `law(node)`: the target's, `[vocab]`.
+    where i is a node's position among its siblings, and R and Q are those of `verify.py`.
+    `law(node)` is the target's distribution `[vocab]` after `node`.
     """
     chances = [1.0] + [0.0] * (len(tree) - 1)
     for node, children in enumerate(tree.children):
@@ -88,8 +90,11 @@ def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
 
 @dataclass
 class Results:
-    """Tokens a step by item and temperature, one number a place of the text; places are the same
-    for all items. `answer`: by temperature, which answer each place is of."""
+    """Tokens per step by temperature and item, one number for each place of the text.
+
+    The places are the same for all items. `answer` holds, by temperature, the number of the answer
+    that each place belongs to.
+    """
 
     tokens: dict[float, dict[Item, list[float]]]
     answer: dict[float, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -98,11 +103,11 @@ class Results:
     skipped: list[Skipped] = field(default_factory=list)
 
     def places(self, temperature: float) -> int:
-        """Where all items were grown."""
+        """Return the number of places at which all items were grown."""
         return min(map(len, self.tokens[temperature].values()))
 
     def drop_unfinished(self) -> None:
-        """Forget the place at which an interrupted run had grown some of the items only."""
+        """Drop the place at which an interrupted run had grown only some of the items."""
         for temperature, found in self.tokens.items():
             count = self.places(temperature)
             del self.answer[temperature][count:]
@@ -113,9 +118,12 @@ class Results:
         return mean(self.tokens[temperature][item])
 
     def difference(self, temperature: float, item: Item, other: Item) -> tuple[float, float | None]:
-        """The mean of `item` less that of `other`, place by place, and its standard error by
-        answers, as places of one answer are alike: sqrt(G / (G - 1) * sum of squares of the
-        answers' summed deviations) / places with G answers (Liang and Zeger, 1986); None if 1."""
+        """Return the mean of `item` less that of `other`, and its standard error by answers.
+
+        Both are compared place by place. Places of one answer are alike, so the error is taken over
+        answers: sqrt(G / (G - 1) * sum of squares of the answers' summed deviations) / places, with
+        G answers (Liang and Zeger, 1986). It is None with one answer.
+        """
         both = zip(self.tokens[temperature][item], self.tokens[temperature][other], strict=True)
         gaps = [a - b for a, b in both]
         middle, sums = mean(gaps), defaultdict[int, float](float)
@@ -136,12 +144,15 @@ def measure(
     results: Results,
     draws: int = DRAWS,
 ) -> Iterator[None]:
-    """Answer the first turn of each question plainly with each of `params`, and grow the trees of
-    all `items` at every `every`-th token, filling `results`; yields after every answer. Policies
-    learn from one answer for the next, apart by temperature. Above temperature 0 coupled trees are
-    grown with `draws` noises.
+    """Grow the trees of all `items` at the same places of plain answers, and fill `results`.
 
-    A prompt that can't be answered (`InvalidInput`: beyond the context, say) is left out.
+    The first turn of each question is answered plainly with each of `params`. Trees are grown at
+    every `every`-th token. Above temperature 0 coupled trees are grown with `draws` noises. Yields
+    after every answer. Policies learn from one answer for the next, separately for each
+    temperature.
+
+    A prompt that can't be answered (`InvalidInput`, because it exceeds the context, say) is left
+    out and noted in `results.skipped`.
     """
     drafter = llm.prepare("dyspec")
     assert drafter is not None
@@ -183,7 +194,7 @@ def _places(
     every: int,
     draws: int,
 ) -> Iterator[dict[Item, float]]:
-    """Write one answer, and tell at each place what the trees promise."""
+    """Write one answer, and yield at each place the tokens that a step emits, by item."""
     from quickbeam.target.target import Target
 
     target = Target(llm.model)
@@ -244,8 +255,10 @@ def _places(
 
 @dataclass(frozen=True)
 class Step:
-    """A policy's next tree at a place, and how many tokens a step with it emits, up to an answer's
-    end (`ends`)."""
+    """A policy's next tree at a place, and how many tokens a step with it emits.
+
+    Tokens behind one of `ends` (ids that end an answer) don't count.
+    """
 
     target: Target
     drafter: Drafter
@@ -255,7 +268,10 @@ class Step:
     ends: Container[int]
 
     def coupled(self, context: Context) -> float:
-        """The number, by the noise of `context`, or at temperature 0. The policy is told of it."""
+        """Return the number of tokens with the noise of `context`, or at temperature 0.
+
+        The policy learns from the outcome.
+        """
         (tree, learn, _), logits = self._grown(context)
         noise, position = context.noise, len(context.ids)
 
@@ -271,7 +287,10 @@ class Step:
         return emitted(tree, [float(node in path) for node in range(len(tree))], self.ends)
 
     def residual(self, context: Context, generator: torch.Generator) -> float:
-        """The mean, where children are drawn. The policy is told of one outcome."""
+        """Return the mean number of tokens where children are drawn.
+
+        The policy learns from one outcome.
+        """
         (tree, learn, _), logits = self._grown(context)
 
         def law(node: int) -> torch.Tensor:
@@ -282,7 +301,10 @@ class Step:
         return emitted(tree, reached(tree, law), self.ends)
 
     def _grown(self, context: Context) -> tuple[Grown, torch.Tensor]:
-        """The tree, and the target's logits `[n, vocab]` at its nodes."""
+        """The tree with what its policy learns, and the target's logits at its nodes.
+
+        The logits are `[n, vocab]`.
+        """
         found = grown(
             self.policy.grow(context, self.budget, self.target.depth_limit()), self.drafter.answer
         )
@@ -295,8 +317,11 @@ def _below(tree: TokenTree, node: int) -> list[int]:
 
 
 def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
-    """The mean of the tokens that a step emits whose nodes are reached with `chances`: one after
-    each node, none after one of `ends`."""
+    """Return how many tokens a step emits on average.
+
+    `chances` are the probabilities that the step reaches the nodes. It emits one token after each
+    node that it reaches, and none after one of `ends`.
+    """
     over = [False] * len(tree)
     for node in range(1, len(tree)):
         over[node] = over[tree.parent[node]] or tree.token[node] in ends
@@ -304,9 +329,11 @@ def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> 
 
 
 def parse_trees(text: str, coupling: str = COUPLED) -> list[str]:
-    """Comma-separated names of `trees.DRAFTED`, which may end in `+residual` or `+coupled`;
-    `coupling` is that of the others. Gives them as `Item` has them. Raises `InvalidInput` for
-    others."""
+    """Read comma-separated names of `trees.DRAFTED`, as `Item` has them, each once.
+
+    A name may end in `+residual` or `+coupled`. `coupling` is that of the names that don't. Raises
+    `InvalidInput` for anything else.
+    """
     found = list[str]()
     for part in text.split(","):
         name, plus, own = part.strip().partition("+")
@@ -324,7 +351,10 @@ def parse_trees(text: str, coupling: str = COUPLED) -> list[str]:
 
 
 def parse_budgets(text: str) -> list[int]:
-    """Comma-separated numbers of nodes. Raises `InvalidInput` for others."""
+    """Read comma-separated numbers of nodes, each at least 2.
+
+    Raises `InvalidInput` for anything else.
+    """
     try:
         budgets = list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:

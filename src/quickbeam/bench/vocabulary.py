@@ -1,5 +1,7 @@
-"""What a shortened vocabulary keeps of the accepted length, and what it saves: one tree, several
-vocabularies, the same questions."""
+"""What a shortened vocabulary keeps of the accepted length, and what it saves.
+
+One kind of tree is measured with several vocabularies on the same questions.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +20,24 @@ from quickbeam.presets import FULL
 
 @dataclass(frozen=True)
 class Kept:
-    """One vocabulary over some prompts, against the full one.
+    """The figures of one vocabulary over some prompts, against the full one.
 
-    `mat`: mean accepted tokens; `kept`: over that of the full vocabulary, `kept_error` its standard
-    error over prompts. `gap`: `kept` less that of the first vocabulary that was asked for, at the
-    same size, and `gap_error` likewise (None for the first itself). `head_ms`: milliseconds of
-    routing, head and softmax in a call of the drafter; `head_ratio`: over those of the full
-    vocabulary; `speedup`: of decoding, over the same tree with the full vocabulary. `rare`: by
-    depth, the share of the text's tokens that were neither frequent nor in the context, and
-    `rare_recall`, how many of those were scored.
+    - `mat`: mean accepted tokens.
+    - `kept`: `mat` over that of the full vocabulary. `kept_error`: its standard error over prompts.
+    - `gap`: `kept` less that of the first vocabulary that was asked for at the same size.
+      `gap_error`: its standard error. Both are None for that first vocabulary and for the full one.
+    - `recall`: the share of the text's tokens that were scored (`Summary.recall`).
+    - `rare`: how many of the text's tokens were neither frequent nor in the context. `rare_recall`:
+      the share of them that was scored. `rare_by_depth`, `rare_held_by_depth`: how many there were
+      and how many were scored, by depth.
+    - `head_ms`: milliseconds of routing, head and softmax in a call of the drafter. `head_ratio`:
+      over those of the full vocabulary.
+    - `speedup`: of decoding, over the same kind of tree with the full vocabulary.
     """
 
     vocab: str
-    asked: int | None  # tokens
-    scored: float  # tokens in a call, on average
+    asked: int | None  # tokens of the shortlist, as asked for
+    scored: float  # tokens scored in a call, on average
     share: float  # of the vocabulary
     mat: float
     kept: float
@@ -51,8 +57,10 @@ class Kept:
 def items(
     method: str, budget: int | None, vocabs: Sequence[str], sizes: Sequence[int]
 ) -> list[MethodItem]:
-    """The full vocabulary, then each of `vocabs` at each of `sizes`; the context, which has no size
-    to ask for, once."""
+    """Return the full vocabulary as a method, then each of `vocabs` at each of `sizes`.
+
+    The vocabulary "context" has no size to ask for, so it comes once.
+    """
     found = [MethodItem(FULL, method, budget, FULL)]
     for vocab in vocabs:
         if vocab == "context":
@@ -63,7 +71,7 @@ def items(
 
 
 def points(trials: Sequence[Trial], asked: Sequence[MethodItem], vocab_size: int) -> list[Kept]:
-    """Each of `asked`, the full vocabulary first, as shares of what that gives."""
+    """Return the figures of each of `asked`, the first of which must be the full vocabulary."""
     rows = {item.name: summarise(trials, item.name, FULL, True) for item in asked}
     mats = {
         item.name: _Ratio(
@@ -121,15 +129,17 @@ class _Figure:
 
     @property
     def error(self) -> float | None:
-        """Its standard error, prompts being drawn: sqrt(G / (G - 1) * sum of pulls squared); None
-        for one prompt."""
+        """The standard error over prompts: sqrt(G / (G - 1) * sum of squared pulls), G prompts.
+
+        None for one prompt.
+        """
         prompts = len(self.pull)
         return (
             sqrt(prompts / (prompts - 1) * sum(x * x for x in self.pull)) if prompts > 1 else None
         )
 
     def over(self, other: _Figure) -> _Figure:
-        """The quotient; an error that both have in common cancels (the delta method)."""
+        """The quotient. Errors that both have in common cancel (the delta method)."""
         if not other.value:
             return _Figure(0.0, [0.0] * len(self.pull))
         value = self.value / other.value
@@ -145,7 +155,7 @@ class _Figure:
 
 
 class _Ratio(_Figure):
-    """The sum of the first over the sum of the second of each prompt's pair."""
+    """The sum of the first numbers of pairs over the sum of the second ones, a pair per prompt."""
 
     def __init__(self, pairs: Sequence[tuple[float, float]]) -> None:
         above, below = (sum(column) for column in zip(*pairs, strict=True))
@@ -154,7 +164,7 @@ class _Ratio(_Figure):
 
 
 def record(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> dict[str, object]:
-    """What the JSON record has beside the trials."""
+    """Return what the JSON record holds beside the trials."""
     if not results.trials:
         return {"vocab_size": vocab_size, "points": [], "by_category": {}}
     return {
@@ -168,7 +178,7 @@ def record(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> di
 
 
 def overall_table(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> Table:
-    """A row a vocabulary and size."""
+    """Return a table with a row for each vocabulary and size."""
     table = Table("vocabulary", title=f"all questions, {vocab_size:,} tokens")
     others = (
         "asked",
@@ -208,7 +218,7 @@ def _with_error(value: float, error: float | None, sign: str = "") -> str:
 
 
 def category_table(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> Table:
-    """MAT kept, a row a category and a column a vocabulary."""
+    """Return a table of MAT kept, with a row per category and a column per vocabulary."""
     table = Table("category", title="MAT kept, by category (full: MAT)")
     for item in asked:
         table.add_column(item.name, justify="right")
@@ -222,7 +232,10 @@ def category_table(results: Results, asked: Sequence[MethodItem], vocab_size: in
 
 
 def plot(results: Results, asked: Sequence[MethodItem], vocab_size: int, path: Path) -> None:
-    """MAT kept and head time against the share of the vocabulary that is scored. Raises OSError."""
+    """Write plots of MAT kept and of head time, against the share of the vocabulary scored.
+
+    Raises `OSError` where the file `path` can't be written.
+    """
     import matplotlib
 
     matplotlib.use("Agg")

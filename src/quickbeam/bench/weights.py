@@ -1,5 +1,7 @@
-"""What fewer bits cost and save: one model with each kind of weights, on a text and on
-questions."""
+"""What weights of fewer bits cost and save.
+
+One model is measured with each kind of weights, on a text and on questions.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,22 @@ from quickbeam.target.batch import Batch, Draft
 from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 
-TEXT = "text.txt"  # our own, inside the package
-ROWS = 64  # of the text at a time
+TEXT = "text.txt"  # our own text, inside the package
+ROWS = 64  # tokens of the text in one pass
 METHODS = ("ar", "auto")
 
 
 @dataclass
 class Row:
-    """One kind of weights. `stays`: the share of the text's places where the likeliest next token
-    is that of the first kind."""
+    """The figures of one kind of weights.
+
+    - `pass_ms`: milliseconds of a pass, by width.
+    - `stays`: the share of the text's places where the likeliest next token is that of the first
+      kind.
+    - `tokens_per_second`: by method.
+    - `identical`: how many drafted answers equal the plain ones.
+    - `bytes`: what the products of a pass read.
+    """
 
     pass_ms: dict[int, float] = field(default_factory=dict)
     perplexity: float = 0.0
@@ -36,7 +45,7 @@ class Row:
     bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """The record of DESIGN's `bench weights`."""
+        """Return the JSON record of the row."""
         return vars(self)
 
 
@@ -46,7 +55,10 @@ def own_text() -> str:
 
 @torch.inference_mode()
 def read_text(llm: LLM, text: str) -> tuple[float, torch.Tensor]:
-    """The perplexity of a text, and the likeliest token after each of its own."""
+    """Return the perplexity of a text, and the likeliest token after each of its tokens.
+
+    The likeliest tokens are `[n]` int64. The text is cut at the model's context length.
+    """
     ids = list(llm.tokenizer(text)["input_ids"])[: llm.model.context_length]
     target, rows = Target(llm.model), list[torch.Tensor]()
     for begin in range(0, len(ids), ROWS):
@@ -65,8 +77,11 @@ def read_text(llm: LLM, text: str) -> tuple[float, torch.Tensor]:
 
 
 def answer(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, row: Row) -> None:
-    """Plain and drafted answers, one at a time; each method's tokens a second, and how many answers
-    are the same."""
+    """Answer the prompts one at a time with each of `METHODS`, plain and drafted, and fill `row`.
+
+    Fills in each method's tokens a second, and how many answers are the same with both methods. The
+    first token of an answer counts; prefill's time does not.
+    """
     expected, row.prompts = list[list[int]](), len(prompts)
     for method in METHODS:
         tokens, seconds = 0, 0.0
@@ -88,7 +103,7 @@ def answer(llm: LLM, prompts: Sequence[list[int]], params: SamplingParams, row: 
 
 
 def pass_of(llm: LLM, context: int) -> Pass:
-    """Passes behind `context` tokens."""
+    """Return a pass of the model after `context` random tokens."""
     target = Target(llm.model)
     ids = torch.randint(
         llm.model.vocab_size, (context,), generator=torch.Generator().manual_seed(0)
@@ -103,7 +118,10 @@ def take_passes(rows: Mapping[str, Row], figures: Figures, context: int) -> None
 
 
 def compare(rows: Mapping[str, Row]) -> dict[str, dict[str, Any]]:
-    """Each kind over the first: perplexity, passes by width, tokens a second."""
+    """Return each kind's figures over the first kind's: perplexity, passes, tokens a second.
+
+    `pass` holds by width how many times faster than the first kind's a pass is.
+    """
     first = next(iter(rows.values()))
     return {
         name: {

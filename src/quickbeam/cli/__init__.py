@@ -1,5 +1,7 @@
-"""The `quickbeam` command. Draws on stderr, writes data to stdout; everything else is the
-library's."""
+"""The `quickbeam` command.
+
+It draws on stderr and writes data to stdout. Everything else is the library's work.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ def main() -> None:
     """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     if not sys.warnoptions and not os.environ.get("QUICKBEAM_DEBUG"):
-        # libraries' remarks to each other are not the reader's business
+        # warnings of libraries don't concern the user of the command
         warnings.simplefilter("ignore")
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -25,7 +27,7 @@ def main() -> None:
     if sys.argv[1:] == ["--version"]:
         from quickbeam.cli.version import version
 
-        with suppress(InvalidInput):  # of which the app tells
+        with suppress(InvalidInput):  # the app reports this error
             print(version())
             return
     try:

@@ -86,7 +86,7 @@ def acceptance(
     if plot_path is not None:
         report.check_plot(plot_path)
     llm = load(model, method, dtype, device, nodes, drafter=drafter)
-    from quickbeam.bench.environment import environment  # transformers takes seconds
+    from quickbeam.bench.environment import environment  # imports transformers, which takes seconds
 
     results = Results({request.temperature: Tally() for request in requests})
     settings = {
@@ -130,13 +130,16 @@ def acceptance(
 
 
 def drafted() -> list[str]:
-    """The methods that draft with a model."""
+    """Return the methods that draft with a model."""
     return [name for name, entry in PRESETS.items() if "drafter" in entry.sources]
 
 
 def require_drafted(method: str, drafter: str | None, model: str | None) -> None:
-    """Raise `InvalidInput` for a method that is unknown, has no draft probabilities, or lacks the
-    drafter that it needs."""
+    """Raise `InvalidInput` if `method` can't be measured.
+
+    That is a method that is unknown, has no draft probabilities, or lacks the drafter that it
+    needs.
+    """
     if "drafter" not in preset(method).sources:
         raise InvalidInput(
             f"--method {method}: drafts without a model, so there are no draft "
@@ -146,8 +149,10 @@ def require_drafted(method: str, drafter: str | None, model: str | None) -> None
 
 
 def parse_temperatures(text: str) -> list[float]:
-    """Comma-separated numbers. Raises `InvalidInput` for none, for what is no number, and for one
-    that is given twice."""
+    """Return comma-separated numbers.
+
+    Raises `InvalidInput` if there is none, if a part is not a number, or if one is given twice.
+    """
     parts = [part.strip() for part in text.split(",")]
     try:
         values = [float(part) for part in parts]
@@ -176,8 +181,10 @@ def write(
     plot_path: Path | None,
     record: dict[str, object],
 ) -> None:
-    """Both files, where they are asked for. Raises `QuickbeamError` naming the one that could not
-    be written."""
+    """Write the record and the plot, as far as they are asked for.
+
+    Raises `QuickbeamError`, which names the file that could not be written.
+    """
     option, path = "--json", json_path
     try:
         if json_path is not None:

@@ -1,4 +1,4 @@
-"""The commands put together, and the one place where errors become a line and an exit code."""
+"""The command line as a whole, and the place where errors become a line and an exit code."""
 
 from __future__ import annotations
 
@@ -37,8 +37,10 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 
 
 class Commands(TyperGroup):
-    """Ends every error in one line: exit code 2 for bad input, 1 for a failure. `QUICKBEAM_DEBUG=1`
-    shows the traceback instead."""
+    """Reports every error in one line, and exits with 2 for bad input and 1 for a failure.
+
+    `QUICKBEAM_DEBUG=1` shows the traceback instead.
+    """
 
     def main(
         self,
@@ -53,7 +55,7 @@ class Commands(TyperGroup):
         except typer.Abort:
             code = 130
         except Exception as error:
-            # what the parser raises for options that it can't read
+            # the parser's errors about options have this method
             usage = getattr(error, "format_message", None)
             if usage is None and os.environ.get("QUICKBEAM_DEBUG"):
                 raise
@@ -66,7 +68,7 @@ class Commands(TyperGroup):
 
 
 def describe(error: Exception) -> str:
-    """One line for an error, with a hint where it is not one that we raise on purpose."""
+    """Return an error as one line, with a hint if it is none that quickbeam raises on purpose."""
     if isinstance(error, QuickbeamError):
         return str(error)
     if isinstance(error, OSError):

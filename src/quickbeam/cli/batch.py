@@ -1,4 +1,4 @@
-"""`quickbeam batch`: a file of requests, answered into another."""
+"""`quickbeam batch`: answer a file of requests into another file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from quickbeam.cli import options
 from quickbeam.cli.common import load
 from quickbeam.errors import InvalidInput
 
-AHEAD = 2  # requests that are asked, for each that is answered at a time
+AHEAD = 2  # requests under way for each answer that is computed at a time
 
 
 def batch(
@@ -136,13 +136,16 @@ async def follow(
     window: int,
     told: Callable[[], object],
 ) -> None:
-    """Answer all that is left."""
+    """Answer all requests that have no answer yet."""
     async with answers as answer:
         await run(read(source), answer, journal, window, told)
 
 
 def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManager[Answer]:
-    """Answers by a model in this process."""
+    """Return a context manager of a function that answers with a model in this process.
+
+    Raises `InvalidInput` if the packages of the extra `serve` are missing.
+    """
     try:
         from quickbeam.batch.answers import answering
     except ImportError as error:
@@ -155,7 +158,10 @@ def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManage
 def on_ray(
     count: int, threads: int, name: str | None, wanted: dict[str, Any]
 ) -> AbstractAsyncContextManager[Answer]:
-    """Answers by models on Ray."""
+    """Return a context manager of a function that answers with replicas on Ray.
+
+    Raises `InvalidInput` if the packages of the extras `ray` and `serve` are missing.
+    """
     try:
         from quickbeam.batch.ray import replicas
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`quickbeam bench`: methods and peers side by side on the same questions."""
+"""`quickbeam bench`: compare methods and peers on the same questions."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def bench(
     if plot_path is not None:
         report.check_plot(plot_path)
 
-    # the loaders' own bars
+    # stderr is redirected to hide the loaders' own progress bars
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
         from quickbeam.bench.environment import environment
 
@@ -214,7 +214,7 @@ def bench(
 
 
 def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
-    """What methods read from disk, as far as they do."""
+    """Return what each method reads from disk, for the methods whose weights stay there."""
     found = {}
     for name, runner in runners.items():
         if isinstance(runner, LLMRunner) and (streamed := runner.llm.model.streamed) is not None:
@@ -223,8 +223,11 @@ def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
 
 
 class Log:
-    """The JSON record on disk, with what `more` adds to it. A write that fails is tried again after
-    the next question: a full disk may have room by then."""
+    """The JSON record on disk, with what `more` returns added.
+
+    If it can't be written, `write` is called again after the next question: a full disk may have
+    room by then.
+    """
 
     def __init__(
         self,
@@ -268,7 +271,7 @@ def _ask(
     all_turns: bool,
     log: Log,
 ) -> None:
-    """Warm up, ask every question of every runner, show progress, write the record after each."""
+    """Warm up, ask every runner every question, show progress, and write the record after each."""
     prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
     what, left = TextColumn("{task.description}"), TextColumn("left")
     columns = (
@@ -279,8 +282,8 @@ def _ask(
         left,
         TimeRemainingColumn(),
     )
-    # Drawn when an answer is done and not by a thread: nothing of ours runs while an answer is
-    # timed.
+    # Progress is drawn when an answer is done, not by a thread, so that nothing else runs while an
+    # answer is timed.
     console = stderr()
     quiet = not console.is_terminal
     with Progress(
@@ -313,8 +316,12 @@ def carry_out(
     plot_path: Path | None,
     plot: Callable[[Path], None],
 ) -> None:
-    """Ask everything; then, however that ended, write, show and plot what there is, and say what
-    went wrong."""
+    """Ask everything, then write, show and plot the results.
+
+    This is done for what there is, however the asking ended. After Ctrl-C the exit code is 130.
+    Raises `QuickbeamError` for files that could not be written, and `InvalidInput` if no prompt
+    could be answered.
+    """
     results, interrupted = log.results, False
     try:
         _ask(asked, runners, results, all_turns, log)

@@ -1,4 +1,4 @@
-"""`quickbeam bench plan`: the figures of the documents, measured anew."""
+"""`quickbeam bench plan`: measure the documents' figures anew."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def bench_plan(
             metavar="NAME=VALUE",
             help="Fills {NAME} in commands, as the variable QUICKBEAM_BENCH_NAME does.",
         ),
-    ] = [],  # noqa: B006 (typer's way)
+    ] = [],  # noqa: B006 (typer copies it)
     render: Annotated[
         bool,
         typer.Option("--render", help="Measure nothing; write the documents from the records."),
@@ -95,7 +95,7 @@ def bench_plan(
         runnable = [entry for entry in entries if all(blank in values for blank in entry.blanks)]
         for entry in entries:
             if entry not in runnable and only is not None:
-                entry.words(values)  # raises
+                entry.words(values)  # raises the error for the missing value
             elif entry not in runnable:
                 _say(
                     f"{entry.name}: left out, as nothing fills "
@@ -119,8 +119,10 @@ def bench_plan(
 def _run(
     plan: Any, entries: Sequence[Any], values: dict[str, str], out: Path
 ) -> tuple[list[str], bool]:
-    """The names of entries that failed, and whether Ctrl-C came. Nothing is drawn while an entry is
-    measured."""
+    """Run the entries, and return the names of those that failed and whether Ctrl-C ended the run.
+
+    Nothing is drawn while an entry is measured.
+    """
     from quickbeam.bench.plan_run import run
 
     failed = list[str]()
@@ -139,19 +141,22 @@ def _run(
 
 
 def takes_file(words: Sequence[str]) -> bool:
-    """Whether the `--json` of `quickbeam WORDS` takes a file; otherwise it prints. Raises
-    `InvalidInput` for words that the command line doesn't know."""
+    """Whether the option `--json` of `quickbeam WORDS` takes a file; otherwise it prints.
+
+    Raises `InvalidInput` for words that the command line doesn't know, and for a command without
+    `--json`.
+    """
     command, rest = _commands(), list(words)
     while rest and rest[0] in getattr(command, "commands", {}):
         command = command.commands[rest.pop(0)]
     try:
         context = command.make_context("quickbeam", rest)
     except Exception as error:
-        said = getattr(error, "format_message", None)  # what the parser raises
+        said = getattr(error, "format_message", None)  # the parser's errors have it
         if said is None:
             raise
         raise InvalidInput(f"`quickbeam {' '.join(words)}`: {' '.join(said().split())}") from error
-    # what a group takes for its command's name
+    # words that a group takes for the name of a command
     if left := [*context.args, *getattr(context, "_protected_args", [])]:
         raise InvalidInput(f"`quickbeam {' '.join(words)}`: unknown command {left[0]!r}")
     option = next((parameter for parameter in command.params if "--json" in parameter.opts), None)
@@ -162,15 +167,17 @@ def takes_file(words: Sequence[str]) -> bool:
 
 @cache
 def _commands() -> Any:
-    """The whole command line."""
+    """Return the whole command line."""
     from quickbeam.cli.app import app
 
     return typer.main.get_command(app)
 
 
 def _settings(given: Sequence[str], blanks: set[str]) -> dict[str, str]:
-    """Raises `InvalidInput` for what is no NAME=VALUE, or names nothing that a command of the plan
-    has."""
+    """Return the values given as NAME=VALUE.
+
+    Raises `InvalidInput` for a text in another form, or for a name that no command of the plan has.
+    """
     found: dict[str, str] = {}
     for text in given:
         name, sign, value = text.partition("=")
@@ -184,7 +191,7 @@ def _settings(given: Sequence[str], blanks: set[str]) -> dict[str, str]:
 
 
 def _say(text: str) -> None:
-    """Lines as they are: no markup, no wrapping."""
+    """Print lines as they are, without markup or wrapping."""
     console = stdout()
     console.print(Text(text), soft_wrap=True)
     console.file.flush()

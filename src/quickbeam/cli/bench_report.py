@@ -1,4 +1,4 @@
-"""`quickbeam bench report`: one page of any records."""
+"""`quickbeam bench report`: one page from any records."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`quickbeam chat`: a conversation. The model keeps the KV rows of what two turns share, so a turn
-reads only what is new."""
+"""`quickbeam chat`: a conversation.
+
+The model keeps the keys and values of what two turns share, so that each turn reads only new text.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +91,12 @@ def chat(
             asked = [*messages, {"role": "user", "content": line}]
             try:
                 completion, _ = follow(partial(llm.chat_stream, asked, params))
-            # the conversation has outgrown the context: the earlier turns are still good
+            # the conversation no longer fits into the context; its earlier turns are kept
             except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")
                 continue
             say(statistics_line(completion, llm.describe()))
-            if completion.text:  # stopped before the first word: as if it had not been asked
+            if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 
 
@@ -103,8 +105,11 @@ def say(text: str) -> None:
 
 
 def lines() -> Iterator[str]:
-    """What is typed, line by line, blank ones left out. Ctrl-C drops the line, the end of input
-    ends it."""
+    """Yield the lines that are typed, without blank ones.
+
+    Ctrl-C drops a line. The end of the input ends the lines. Raises `InvalidInput` if the input is
+    not UTF-8.
+    """
     terminal = sys.stdin.isatty()
     if terminal:
         with suppress(ImportError):  # not on Windows

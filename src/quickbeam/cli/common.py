@@ -1,4 +1,4 @@
-"""What the commands share: loading with progress, showing a stream, the line of statistics."""
+"""What commands share: loading with progress, showing a stream, the line of statistics."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from quickbeam.engine.stream import Stream
     from quickbeam.llm import LLM
 
-PLAIN_WIDTH = 160  # columns of tables where the output is no terminal
-# characters that command a terminal; not tab and line end
+PLAIN_WIDTH = 160  # columns of tables if the output is not a terminal
+# control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def stdout() -> Console:
-    """A console for tables."""
+    """Return a console for tables."""
     console = Console()
     if not console.is_terminal:
         console.width = PLAIN_WIDTH
@@ -39,15 +39,19 @@ def stdout() -> Console:
 
 
 def stderr() -> Console:
-    """A console bound to today's stderr, which stays the real one while a loader's is
-    redirected."""
+    """Return a console on the present stderr.
+
+    It stays on that stream while stderr is redirected for a loader.
+    """
     return Console(file=sys.stderr, highlight=False)
 
 
 @contextmanager
 def progress_bar(first: str) -> Iterator[hub.Progress]:
-    """A line on stderr, when that is a terminal, that says what is going on; gone at the end.
-    Yields the callback that changes it."""
+    """Show a line on stderr that says what is going on, if stderr is a terminal.
+
+    Yields the callback that changes the line. The line disappears at the end.
+    """
     console = stderr()
     columns = (
         SpinnerColumn(),
@@ -92,9 +96,12 @@ def load(
     weights: WeightsKind = WeightsKind.bfloat16,
     **more: Any,
 ) -> LLM:
-    """The model behind a command, with progress on stderr. Raises as `LLM` does, and before
-    anything is loaded for an unknown method and for a drafter, or what is said of one, that the
-    method has no use for. `more`: of `LLM`'s arguments, as they are."""
+    """Load the model of a command, with progress on stderr.
+
+    `more` holds further arguments of `LLM`. Raises what `LLM` raises. Before anything is loaded, it
+    raises `InvalidInput` for an unknown method, and for a drafter or its settings if the method
+    doesn't use a drafter.
+    """
     given = {"--drafter": drafter, "--vocab": vocab, "--shortlist": shortlist}
     if "drafter" not in preset(method).sources and (
         useless := [f"{name} {value}" for name, value in given.items() if value is not None]
@@ -111,9 +118,9 @@ def load(
             name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)
         ):
             report = stack.enter_context(progress_bar(f"loading {model or hub.DEFAULT}"))
-            # where tqdm draws the loaders' bars
+            # hides the loaders' own progress bars (tqdm)
             stack.enter_context(redirect_stderr(io.StringIO()))
-        # Otherwise it comes from the hub, whose own bars show the download.
+        # Otherwise the model comes from the Hugging Face hub, whose own bars show the download.
         from quickbeam.llm import LLM
 
         place = device.value if device else None
@@ -136,11 +143,10 @@ def load(
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
-    """Write a stream to stdout as it comes (not where `show` is false), and give its completion.
-    True: Ctrl-C ended it early.
+    """Write a stream to stdout as it comes. Return its completion, and whether Ctrl-C ended it.
 
-    `begin` starts the stream, which may measure costs and read a long prompt before its first word:
-    a spinner tells of that.
+    Without `show`, nothing is written. `begin` starts the stream. It may measure costs and read a
+    long prompt before the first word; a spinner shows this.
     """
     console = stderr()
     shown = ""
@@ -161,7 +167,7 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
             stream.close()
     completion = stream.completion
     if show:
-        # what was held back, should it have become a stop string
+        # the text that the stream held back because it might have become a stop string
         if interrupted and completion.text.startswith(shown):
             write(completion.text[len(shown) :])
         write("\n")
@@ -169,24 +175,26 @@ def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, 
 
 
 def write(text: str) -> None:
-    """To stdout as it is; a terminal is shown its control characters instead of obeying them."""
+    """Write text to stdout. A terminal gets it with its control characters made visible."""
     sys.stdout.write(harmless(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
 
 
 def harmless(text: str) -> str:
-    """Text with control characters in Python's spelling (`\\x1b`), but for tabs and line ends: a
-    model's could command a terminal."""
+    """Return text with its control characters written as in Python (`\\x1b`).
+
+    Tabs and line ends stay. Control characters in a model's text could send commands to a terminal.
+    """
     return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
 
 
 def strict_json(record: Any) -> str:
-    """One line of JSON. Numbers that JSON lacks (infinities, and what is no number) are null."""
+    """Return a record as one line of JSON. Infinities and NaN, which JSON lacks, become null."""
     return json.dumps(finite(record), allow_nan=False)
 
 
 def finite(value: Any) -> Any:
-    """What JSON can hold of a value, in lists and dictionaries too."""
+    """Return a value with infinities and NaN replaced by None, in lists and dictionaries too."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -195,7 +203,7 @@ def finite(value: Any) -> Any:
 
 
 def statistics_line(completion: Completion, kernels: str) -> str:
-    """What an answer cost, in one line. `kernels`: what computed it."""
+    """Return what an answer cost, in one line. `kernels` says what computed it."""
     s = completion.statistics
     parts = [
         f"{s.new_tokens} tokens ({completion.finish_reason})",

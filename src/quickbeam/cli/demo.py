@@ -1,4 +1,4 @@
-"""`quickbeam demo`: the same prompts with plain and speculative decoding, side by side."""
+"""`quickbeam demo`: plain and speculative decoding of the same prompts, side by side."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
 
-# columns of the picture, which a README shows without making it smaller than its own code
+# columns of the picture: at this width a README shows its text no smaller than code
 WIDTH = 104
-# of accepted tokens, by who drafted them
+# of accepted tokens, by the source that drafted them
 COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}
 NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
 THEME = TerminalTheme(  # of the picture
@@ -59,13 +59,13 @@ THEME = TerminalTheme(  # of the picture
         (255, 255, 255),
     ],
 )
-FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # which a picture would fetch
+FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
 NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Example:
-    """A question."""
+    """A question of the demo."""
 
     title: str
     prompt: str
@@ -96,8 +96,10 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Answer:
-    """A completion and, for each of its tokens, the source that drafted it (None: the model's
-    own)."""
+    """A completion with the source that drafted each of its tokens.
+
+    The source is None for a token that the target chose itself.
+    """
 
     completion: Completion
     sources: list[str | None]
@@ -144,7 +146,7 @@ def demo(
         answer(name, "Say hello.", SamplingParams(max_tokens=min(16, max_tokens)))  # warm-up
     for example in EXAMPLES:
         rounds = [[answer(one, example.prompt, params) for one in ("ar", method)] for _ in range(2)]
-        # Of the two rounds the faster one counts: a machine has other things to do as well.
+        # The faster of two rounds counts, because other programs may slow one of them down.
         plain, fast = (
             min(answers, key=lambda one: one.completion.statistics.seconds)
             for answers in zip(*rounds, strict=True)
@@ -166,7 +168,10 @@ def demo(
 
 
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
-    """Who drafted each of an answer's tokens; None: the model's own, as the first is."""
+    """Return the source that drafted each of an answer's `tokens` tokens.
+
+    It is None for a token that the target chose itself, such as the first one.
+    """
     found: list[str | None] = []
     for step in steps:
         drafted = [step.tree.source[node] for node in step.path[1:]]
@@ -192,7 +197,7 @@ def panel(answer: Answer, tokenizer: Any) -> Panel:
 
 
 def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
-    """The answer's text, token by token, with who drafted each."""
+    """Yield the answer's text token by token, with the source that drafted each token."""
     text, ids, start = answer.completion.text, answer.completion.token_ids, 0
     for i, source in enumerate(answer.sources, 1):
         end = (
@@ -205,7 +210,7 @@ def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
 
 
 def legend(seen: Collection[str]) -> Text:
-    """Whose the colours are, of the sources that were seen."""
+    """Return a line that says which source each colour stands for, of those in `seen`."""
     text = Text("drafted and accepted: ", style="dim")
     for source in sorted(seen):
         text.append(f"{NAMES.get(source, source)} ", style=f"not dim {colour(source)}").append("· ")
@@ -217,14 +222,17 @@ def colour(source: str) -> str:
 
 
 def place(device: torch.device) -> str:
-    """What a model runs on, in words."""
+    """Return in words what a model runs on."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
 def write_svg(picture: Console, path: Path) -> None:
-    """What was drawn, as a picture that fetches nothing."""
+    """Write what was drawn as a picture that loads nothing from the network.
+
+    Raises `QuickbeamError` if the file can't be written.
+    """
     drawn = NO_XML.sub(
         "\ufffd",
         FONTS.sub(
@@ -238,7 +246,7 @@ def write_svg(picture: Console, path: Path) -> None:
 
 
 def verdict(plain: Completion, fast: Completion) -> str:
-    """Speed-up (decoding only) and whether the two answers are the same, token for token."""
+    """Return the speed-up of decoding, and whether both answers have the same tokens, in words."""
     before, after = plain.statistics, fast.statistics
     same = "the same tokens" if plain.token_ids == fast.token_ids else "the tokens differ"
     if not before.seconds or not after.seconds:

@@ -1,5 +1,8 @@
-"""`quickbeam doctor`: the machine, what is slow on it and why. Imports nothing that may be missing
-on a machine that needs it."""
+"""`quickbeam doctor`: look at the machine, and say what is slow on it and why.
+
+This module avoids imports that a broken installation may lack, so that it runs where the other
+commands don't.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from rich.text import Text
 from quickbeam import doctor as library
 from quickbeam.doctor.base import NOTE, OK, PROBLEM, Finding
 
-PLAIN_WIDTH = 160  # columns where the output is no terminal
+PLAIN_WIDTH = 160  # columns if the output is not a terminal
 COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
 
 
@@ -70,7 +73,7 @@ def show(out: Console, found: list[Finding]) -> None:
 
 
 def alone(arguments: list[str]) -> None:
-    """The command without the others, where what they import is missing."""
+    """Run this command without the others, for when packages that they import are missing."""
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     app.command()(doctor)
     app(arguments, prog_name="quickbeam doctor")

@@ -1,4 +1,4 @@
-"""`quickbeam bench drafting`: what growing trees costs apart from the drafter's calls."""
+"""`quickbeam bench drafting`: what growing trees costs, without the drafter's calls."""
 
 from __future__ import annotations
 

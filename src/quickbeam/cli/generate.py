@@ -166,8 +166,10 @@ def generate(
 
 
 def show(completion: Completion, as_json: bool, kernels: str, text: bool = True) -> None:
-    """The JSON record on stdout, or the text there (unless it was streamed) and the statistics on
-    stderr."""
+    """Print the JSON record to stdout, or the text to stdout and the statistics to stderr.
+
+    `text` is False if the text was streamed already.
+    """
     if as_json:
         write(strict_json({**completion.to_json(), "kernels": kernels}) + "\n")
         return
@@ -177,8 +179,10 @@ def show(completion: Completion, as_json: bool, kernels: str, text: bool = True)
 
 
 def read(prompt: str) -> str:
-    """The prompt, from standard input for `-` (without its last line end). Raises `InvalidInput`
-    where there is no text."""
+    """Return the prompt. `-` reads it from standard input, without its last line end.
+
+    Raises `InvalidInput` if it is empty or not UTF-8.
+    """
     try:
         text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
         text.encode()

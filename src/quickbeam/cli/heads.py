@@ -1,4 +1,4 @@
-"""`quickbeam bench heads`: what a drafter's head costs by how much of the vocabulary it scores."""
+"""`quickbeam bench heads`: what a drafter's head costs, by how many tokens it scores."""
 
 from __future__ import annotations
 

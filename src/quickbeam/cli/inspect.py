@@ -1,5 +1,4 @@
-"""`quickbeam inspect`: what a trace holds, as a table and as one page of HTML that needs nothing
-beside it."""
+"""`quickbeam inspect`: show a trace as a table, and as one HTML page that needs no other file."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from quickbeam.engine.trace import read_trace
 from quickbeam.errors import QuickbeamError
 
 SECONDS = ("draft_seconds", "verify_seconds", "seconds")
-# of sources, by name; the root is grey
+# of sources, in the order of their names; the root is grey
 COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
 STYLE = """
 :root { color-scheme: light dark; }
@@ -71,7 +70,7 @@ def inspect(
 
 
 def summary(trace: dict[str, Any]) -> dict[str, str]:
-    """The answer's figures, in words; times are milliseconds a step."""
+    """Return the answer's figures in words. Times are milliseconds per step."""
     answer, steps = trace["answer"], trace["steps"]
     figures = {
         "model": answer["model"],
@@ -91,8 +90,7 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
 
 
 def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
-    """For each source: nodes drafted, nodes accepted, and the mean of the values that the policy
-    gave them."""
+    """Return, for each source, nodes drafted, nodes accepted and the mean value of its nodes."""
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
     drafted = Counter(node["source"] for node in nodes)
     accepted = Counter(node["source"] for node in nodes if node["accepted"])
@@ -114,8 +112,10 @@ def milliseconds(seconds: float) -> str:
 
 
 def page(trace: dict[str, Any]) -> str:
-    """The whole HTML page: figures and answer on top, then a tree a step. Loads nothing, runs
-    nothing."""
+    """Return the whole HTML page: figures and answer at the top, then one tree for each step.
+
+    The page loads nothing and runs no script.
+    """
     sources = by_source(trace)
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
     steps = trace["steps"]
@@ -148,7 +148,10 @@ def page(trace: dict[str, Any]) -> str:
 
 
 def rows(lines: Any, colours: dict[str, str] | None = None) -> str:
-    """A table, the first cell of a line as its heading, in its source's colour where it has one."""
+    """Return a table in HTML.
+
+    The first cell of each line is its heading. It has its source's colour, if there is one.
+    """
     colours = colours or {}
     drawn = []
     for first, *others in lines:
@@ -162,7 +165,7 @@ def rows(lines: Any, colours: dict[str, str] | None = None) -> str:
 
 
 def histogram(emitted: list[int]) -> str:
-    """How many steps gave how many tokens, as bars."""
+    """Return bars that show how many steps emitted how many tokens."""
     counts = Counter(emitted)
     widest = max(counts.values(), default=1)
     bars = (
@@ -197,13 +200,16 @@ def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str
 
 
 def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
-    """Nested lists: a run of nodes with one child each is one line, a node with several begins a
-    list below its line."""
+    """Return a tree as nested lists.
+
+    Nodes with one child each share a line with that child. A node with several children begins a
+    list below its line.
+    """
     children: list[list[int]] = [[] for _ in nodes]
     for node, entry in enumerate(nodes[1:], 1):
         children[entry["parent"]].append(node)
     out: list[str] = ["<ul>"]
-    todo: list[int | str] = ["</ul>", 0]  # a stack: trees may be deeper than Python's own
+    todo: list[int | str] = ["</ul>", 0]  # a stack: trees may be deeper than Python can recurse
     while todo:
         item = todo.pop()
         if isinstance(item, str):
@@ -234,5 +240,5 @@ def draw_node(node: dict[str, Any], colours: dict[str, str]) -> str:
 
 
 def visible(text: str) -> str:
-    """A token's text with its white space to be seen, escaped."""
+    """Return a token's text with its white space made visible, escaped for HTML."""
     return escape(text.replace(" ", "·").replace("\n", "↵").replace("\t", "⇥") or "∅")

@@ -1,4 +1,4 @@
-"""Options that several commands share, declared once."""
+"""Options that several commands share. Each is declared once."""
 
 from __future__ import annotations
 
@@ -233,8 +233,10 @@ Lark = Annotated[
 def grammar(
     json_schema: str | None, json_object: bool, regex: str | None, lark: Path | None
 ) -> Grammar | None:
-    """What `SamplingParams` takes for these options. Raises `InvalidInput` for more than one, and
-    for files that can't be read."""
+    """Return what `SamplingParams` takes for these options.
+
+    Raises `InvalidInput` if more than one is given, and for files that can't be read.
+    """
     given = {
         "--json-schema": json_schema,
         "--json-object": json_object or None,
@@ -268,13 +270,15 @@ def _text(option: str, path: Path) -> str:
 
 
 def coupling(given: Coupling | None) -> str:
-    """What `SamplingParams` takes for `--coupling`."""
+    """Return what `SamplingParams` takes for `--coupling`."""
     return (given or Coupling.coupled).value
 
 
 def nodes(budget: str | None) -> int | None:
-    """What `LLM` takes for `--budget`: a number of nodes, 0 for auto, `None` where it is not given.
-    Raises `InvalidInput` for others."""
+    """Return what `LLM` takes for `--budget`: a number of nodes, 0 for auto, None if not given.
+
+    Raises `InvalidInput` for other values.
+    """
     if budget is None:
         return None
     if budget == "auto":

@@ -125,7 +125,7 @@ def passes(
         }
         if made.streamed is not None:
             record["memory"] = made.streamed.record()
-        # behind the first context
+        # those of the first context
         record["milliseconds"] = {name: found[contexts[0]] for name, found in figures.items()}
         record |= {
             "contexts": figures,
@@ -173,7 +173,10 @@ def passes(
 
 
 def numbers(option: str, text: str, most: int | None) -> list[int]:
-    """Comma-separated numbers from 1 on, each once. Raises `InvalidInput` for others."""
+    """Return comma-separated whole numbers, each once.
+
+    Raises `InvalidInput` for a number below 1 or above `most`, and for other text.
+    """
     found = [part.strip() for part in text.split(",")]
     if not all(
         part.isascii() and part.isdigit() and int(part) >= 1 and (most is None or int(part) <= most)
@@ -189,8 +192,10 @@ def numbers(option: str, text: str, most: int | None) -> list[int]:
 def compare(
     own: dict[int, dict[int, float]], peer: dict[int, dict[int, float]]
 ) -> dict[int, dict[str, float]]:
-    """One token of ours beside llama.cpp's, by context; without our figure where one token was not
-    among the widths."""
+    """Return the milliseconds of a pass with one token beside llama.cpp's, by context.
+
+    Our figure is left out if one token is not among the widths.
+    """
     found: dict[int, dict[str, float]] = {}
     for context, by_width in peer.items():
         found[context] = {"milliseconds": by_width[1]}

@@ -1,5 +1,7 @@
-"""`quickbeam generate --method hf-assisted` and its like: the answer of transformers' own generate,
-in the same words."""
+"""`quickbeam generate` with a peer as its method, such as `hf-assisted`.
+
+The answer of transformers' own `generate` is shown in the same form as ours.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
 
-# of the parameters: what a peer is told
+# the parameters that a peer takes
 LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")
 KERNELS = "PyTorch's (transformers as it comes)"
 
@@ -29,11 +31,10 @@ def answer(
     device: str | None,
     ours: Mapping[str, object],
 ) -> Completion:
-    """One answer of a peer to raw text or a conversation. `ours`: options that only our methods
-    have.
+    """Return a peer's answer to raw text or to a conversation.
 
-    Raises `InvalidInput` for those that are given, for parameters that a peer is not told of, and
-    as `load_runners` does.
+    `ours` holds options that only quickbeam's own methods have. Raises `InvalidInput` if any of
+    them is given, or a parameter that a peer doesn't take. Also raises what `load_runners` raises.
     """
     plain = SamplingParams()
     told = {

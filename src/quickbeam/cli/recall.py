@@ -1,5 +1,7 @@
-"""`quickbeam bench recall`: ways to choose a part of the vocabulary, on a training's own text,
-without decoding."""
+"""`quickbeam bench recall`: compare ways to choose a part of the vocabulary, without decoding.
+
+They are measured on the text that a drafter was trained on.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ from quickbeam.cli.vocabulary import percent
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.hub import DEFAULT
 
-HELD_OUT = 5  # one conversation in so many
+HELD_OUT = 5  # one in this many conversations
 
 
 def recall(

@@ -185,7 +185,7 @@ def serve(
             f"the server needs {error.name}: pip install 'quickbeam[serve]'"
         ) from error
     if default_temperature is not None:
-        SamplingParams(temperature=default_temperature)  # raises for what is none
+        SamplingParams(temperature=default_temperature)  # raises if it is not valid
     nodes, names = options.nodes(budget), served_name or [name_of(model or hub.DEFAULT)]
     settings = ServeSettings(
         host=host,
@@ -243,7 +243,10 @@ def serve(
 
 
 def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
-    """Serve by replicas until a signal ends it."""
+    """Serve with replicas until a signal ends it.
+
+    Raises `InvalidInput` if the packages of the extras `ray` and `serve` are missing.
+    """
     try:
         from quickbeam.serve.ray import run
     except ImportError as error:
@@ -261,12 +264,12 @@ def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
 
 
 def keys_of(text: str) -> list[str]:
-    """Comma-separated API keys."""
+    """Return the API keys in a comma-separated text."""
     return [key.strip() for key in text.split(",") if key.strip()]
 
 
 def greeting(runner: Runner, address: str) -> str:
-    """Where the server is, what it serves, and how to ask it."""
+    """Return a text that says where the server is, what it serves, and how to send it a request."""
     body = json.dumps({"model": runner.name, "messages": [{"role": "user", "content": "Hello"}]})
     key = f' -H "Authorization: Bearer ${KEY}"' if runner.settings.api_keys else ""
     warning = (

@@ -82,7 +82,7 @@ def throughput(
             metavar="NAME=COMMAND",
             help="A peer that serves OpenAI's interface, in a process of its own.",
         ),
-    ] = [],  # noqa: B006 (typer's way)
+    ] = [],  # noqa: B006 (typer copies it)
     served: Annotated[
         bool,
         typer.Option(
@@ -185,7 +185,7 @@ def throughput(
                     if value is not None
                     for word in (name, value)
                 ]
-                # a question comes once a method
+                # without sharing: each method asks the same questions
                 ours = stack.enter_context(Serving(ourselves([*words, "--no-share-prefixes"])))
                 others = {
                     f"{item.name} served": asking(ours, speculation(item.method, item.budget))

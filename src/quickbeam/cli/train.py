@@ -181,7 +181,7 @@ def drafter(
 
 
 def line(report: Report) -> str:
-    """One report, in words."""
+    """Return a report in words."""
     held = report.held
     agreement = (
         (f", held-out agreement {' '.join(f'{a:.3f}' for a in held.agreement)}") if held else ""
@@ -342,8 +342,10 @@ def shortlist(
 
 
 def stages_bar(console: Console, shown: bool = True) -> Progress:
-    """A bar for the stages of a training: what is going on, how far it is, its `figures`; gone at
-    the end."""
+    """Return a progress bar for the stages of a training.
+
+    It shows what is going on, how far it is, and the field `figures`. It disappears at the end.
+    """
     what, figures = TextColumn("{task.description}"), TextColumn("{task.fields[figures]}")
     columns = (what, BarColumn(), TaskProgressColumn(), TimeRemainingColumn(), figures)
     return Progress(

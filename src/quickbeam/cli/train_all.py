@@ -1,4 +1,4 @@
-"""`quickbeam train all`: from a model to a drafter with a shortlist, and what the two are worth."""
+"""`quickbeam train all`: make a drafter with a shortlist for a model, and measure both."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def train_all(
     )
     from accelerate import PartialState
 
-    if not PartialState().is_main_process:  # several train the drafter; the rest is one's work
+    if not PartialState().is_main_process:  # several processes train the drafter, one does the rest
         return
     gc.collect()
     if older(out / "router.json", out / "model.safetensors"):
@@ -110,5 +110,5 @@ def train_all(
 
 
 def older(path: Path, than: Path) -> bool:
-    """Whether a file is missing or older than another."""
+    """Whether `path` is missing, or older than `than`."""
     return not path.is_file() or path.stat().st_mtime < than.stat().st_mtime

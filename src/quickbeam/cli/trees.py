@@ -85,7 +85,7 @@ def bench_trees(
     if json_path is not None:
         report.check_output("--json", json_path)
     llm = load(model, "dyspec", dtype, device, None, drafter=drafter)
-    from quickbeam.bench.environment import environment  # transformers takes seconds
+    from quickbeam.bench.environment import environment  # imports transformers, which takes seconds
 
     results = Results({request.temperature: {item: [] for item in items} for request in requests})
     interrupted = True
@@ -129,7 +129,7 @@ def bench_trees(
 
 
 def table(results: Results, temperature: float, names: list[str], sizes: list[int]) -> Table:
-    """A row a policy, a column a budget."""
+    """Return a table with a row for each policy and a column for each budget."""
     found = Table(
         "tree",
         title=f"tokens a step at temperature {temperature:g}, {results.places(temperature)} places",
@@ -156,7 +156,7 @@ def table(results: Results, temperature: float, names: list[str], sizes: list[in
 def save(
     path: Path, results: Results, names: list[str], sizes: list[int], record: dict[str, object]
 ) -> None:
-    """Raises `QuickbeamError` where the file can't be written."""
+    """Write the record with the results. Raises `QuickbeamError` if the file can't be written."""
     record["complete"], record["prompts"] = results.complete, results.prompts
     record["temperatures"] = [
         {

@@ -1,5 +1,7 @@
-"""`quickbeam --version`. Imports neither PyTorch nor what the commands need, so that it answers at
-once."""
+"""`quickbeam --version`.
+
+This module imports neither PyTorch nor the packages of other commands, so that it answers at once.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,8 @@ from quickbeam.target.native.choice import outlook
 
 
 def version() -> str:
-    """The version, and the kernels that a model on a CPU will use. Raises `InvalidInput` as
-    `outlook` does."""
+    """Return the version, and the kernels that a model on a CPU will use.
+
+    Raises `InvalidInput` as `outlook` does.
+    """
     return f"{__version__}\nkernels: {outlook()}"

@@ -1,4 +1,4 @@
-"""`quickbeam bench vocabulary`: what shortlists keep and save."""
+"""`quickbeam bench vocabulary`: what shortlists keep of the accepted length, and what they save."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def bench_vocabulary(
     Differences are held against the first of --vocabs, at the same size; standard errors are over
     questions, the same for all."""
     words, parts = _words(vocabs), percent(shares)
-    # refuses a method without a drafter
+    # raises for a method that needs a drafter and has none
     parse_methods(f"{method}+full", drafter=drafter, model=model)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     asked = spread(load_questions(questions), limit)

@@ -1,4 +1,4 @@
-"""`quickbeam bench weights`: what fewer bits cost and save."""
+"""`quickbeam bench weights`: what weights of fewer bits cost and save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What of this machine makes quickbeam slow, inexact or unable to run, and what to do about it."""
+"""Checks for what makes quickbeam slow, inexact or unable to run on this machine.
+
+Each finding says what to do about it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from quickbeam import __version__
 from quickbeam.doctor.base import PROBLEM, Finding, look
 
-CHECKS = {  # by name, the module that has `check_…`; the load is looked at before anything works
+CHECKS = {  # name of a check: the module with its `check_…`. The load comes before checks cause any
     "load": "machine",
     "cpu": "machine",
     "memory": "machine",
@@ -29,27 +32,31 @@ CHECKS = {  # by name, the module that has `check_…`; the load is looked at be
 
 
 def findings(progress: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """All checks, one after the other; `progress` hears the name of each before it begins. Takes a
-    few seconds, compiles and pulls nothing, and raises nothing for what is missing."""
+    """Run all checks one after the other, and yield their findings.
+
+    `progress` is called with the name of each check before the check begins. All checks together
+    take a few seconds. They compile and download nothing, and raise nothing if something is
+    missing.
+    """
     for name, module in CHECKS.items():
         progress(name)
         yield look(name, partial(_check, module, name))
 
 
 def _check(module: str, name: str) -> Finding:
-    """Imported when it is looked at: a package that is missing costs one finding."""
+    """Run a check. Its module is imported only now, so a missing package costs one finding only."""
     found = getattr(import_module(f"{__name__}.{module}"), f"check_{name}")()
     assert isinstance(found, Finding)
     return found
 
 
 def can_run(found: Sequence[Finding]) -> bool:
-    """Whether nothing keeps models from running."""
+    """Whether no finding keeps models from running."""
     return all(finding.status != PROBLEM for finding in found)
 
 
 def record(found: Sequence[Finding]) -> dict[str, Any]:
-    """The findings as `quickbeam doctor --json` prints them."""
+    """Return the findings as `quickbeam doctor --json` prints them."""
     return {
         "quickbeam": __version__,
         "can_run": can_run(found),

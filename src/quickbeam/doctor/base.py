@@ -1,4 +1,7 @@
-"""A finding: one line on one thing, and what to do about it. Imports the standard library alone."""
+"""A finding: one line about one thing, and what to do about it.
+
+Imports the standard library only.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,12 @@ WEIGHT_BYTES = 269_000_000  # of the default model in bfloat16
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found. `status`: `ok`; `note`, which costs speed or a feature; `problem`, which
-    keeps models from running. `todo`: one line, empty where there is nothing to do. `data`: the
-    figures behind the words, as JSON has them."""
+    """What a check found.
+
+    `status` is `ok`, `note` (it costs speed or a feature) or `problem` (it keeps models from
+    running). `todo` is one line that says what to do; it is empty if there is nothing to do. `data`
+    holds the figures behind the text, in JSON's types.
+    """
 
     check: str
     status: str
@@ -27,7 +33,10 @@ Check = Callable[[], Finding]
 
 
 def look(name: str, check: Check) -> Finding:
-    """What a check finds. One that fails, for whatever is missing, is a note."""
+    """Run a check, and return its finding.
+
+    If the check raises an error, because something is missing for example, the finding is a note.
+    """
     try:
         return check()
     except Exception as error:

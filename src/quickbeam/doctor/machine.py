@@ -1,5 +1,4 @@
-"""The machine: processor, threads, memory, what else runs on it, and how fast memory and disks are
-read."""
+"""Checks of the machine: processor, threads, memory, other load, speed of memory and disk."""
 
 from __future__ import annotations
 
@@ -15,15 +14,15 @@ from time import perf_counter
 from quickbeam.doctor.base import NOTE, OK, WEIGHT_BYTES, Finding
 from quickbeam.target.native import build
 
-BUSY = 0.1  # of the cores: others that take more make times differ
-LITTLE = 2 * 10**9  # bytes of free memory that the default model answers in with ease
+BUSY = 0.1  # share of the cores; other programs that use more make times vary
+LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 BLOCK = 1 << 22  # bytes of a file read at once
-SCRATCH = 1 << 26  # bytes of the file that is written where there is none to read
-WAIT = 0.4  # seconds that others are watched
+SCRATCH = 1 << 26  # bytes of the file that is written if there is none as large to read
+WAIT = 0.4  # seconds for which the load of other programs is measured
 
 
 def cpu_name() -> str:
-    """The processor's model."""
+    """Return the name of the processor's model."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -33,7 +32,10 @@ def cpu_name() -> str:
 
 
 def usable_cores() -> int:
-    """Logical cores that this process may use, by its affinity and its container's quota."""
+    """Return the number of logical cores that this process may use.
+
+    The process's affinity and its container's CPU quota limit them.
+    """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )
@@ -45,7 +47,7 @@ def usable_cores() -> int:
 
 
 def check_load() -> Finding:
-    """Asked first: what follows is work of its own."""
+    """Check what else uses the processor. This check comes first, as the others use it, too."""
     import psutil
 
     share, cores = psutil.cpu_percent(WAIT) / 100, usable_cores()
@@ -133,7 +135,7 @@ def check_memory() -> Finding:
 
 
 def check_bandwidth() -> Finding:
-    """Plain decoding reads all weights for each token."""
+    """Check how fast memory is read. Plain decoding reads all weights for each token."""
     found = read_by_sum(64 if _free_memory() < LITTLE else 256, 3)
     most = found * 1e9 / WEIGHT_BYTES
     text = (
@@ -155,7 +157,10 @@ def _free_memory() -> int:
 
 
 def read_by_sum(megabytes: int, repeats: int) -> float:
-    """Gigabytes a second that PyTorch's threads read together: a sum of float32 numbers."""
+    """Return the GB/s at which PyTorch's threads read memory together.
+
+    They sum `megabytes` MB of float32 numbers. The median of the `repeats` counts.
+    """
     import torch
 
     numbers = torch.ones(megabytes * 250_000)
@@ -163,8 +168,10 @@ def read_by_sum(megabytes: int, repeats: int) -> float:
 
 
 def gigabytes_per_second(size: int, read: Callable[[], object], repeats: int) -> float:
-    """Of `read`, which reads `size` bytes: the median of the repeats, after one that does not
-    count."""
+    """Return the speed in GB/s of `read`, which reads `size` bytes.
+
+    The median of the `repeats` counts. One call before them does not.
+    """
     seconds = []
     for _ in range(repeats + 1):
         start = perf_counter()
@@ -174,9 +181,12 @@ def gigabytes_per_second(size: int, read: Callable[[], object], repeats: int) ->
 
 
 def read_speed(folder: Path, seconds: float = 0.8) -> float | None:
-    """Gigabytes a second of the disk under `folder`: its largest file, or one that is written for
-    that, read for so long. Where the system can be told to forget what it holds of the file it is
-    the disk's speed, else its cache's. None where nothing can be read or written."""
+    """Return the GB/s at which the disk under `folder` is read; None if that can't be measured.
+
+    It reads the folder's largest file for `seconds` seconds, or a file written for this purpose if
+    that is small. If the system can be told to drop the file from its cache, this is the disk's
+    speed, otherwise the cache's.
+    """
     files = (
         [(path.stat().st_size, path) for path in folder.rglob("*") if path.is_file()]
         if folder.is_dir()

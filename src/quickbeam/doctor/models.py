@@ -1,4 +1,4 @@
-"""What answers need: kernels, bits that hold, the cache folder and the default model."""
+"""Checks of what answers need: kernels, exactness, the cache folder and the default model."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from quickbeam.doctor.machine import read_speed
 from quickbeam.errors import InvalidInput
 from quickbeam.target.native import build, choice
 
-SMALL = 2 * 10**9  # bytes of free disk that further models soon take
-WIDTHS = range(4, 65, 6)  # rows of a pass that the probe compares with one row
-SHAPES = {  # the default model's, with two layers
+SMALL = 2 * 10**9  # bytes of free disk space that a few more models would use up
+WIDTHS = range(4, 65, 6)  # rows of the passes that the probe compares with a pass of one row
+SHAPES = {  # the default model's layer shapes, with two layers
     "vocab_size": 4096,
     "hidden_size": 576,
     "intermediate_size": 1536,
@@ -30,7 +30,7 @@ COMPILE = "python -m quickbeam.target.native.build"
 
 
 def check_kernels() -> Finding:
-    """What a model on a CPU in bfloat16 will use; compiles nothing."""
+    """Check which kernels a bfloat16 model on a CPU will use. Compiles nothing."""
     forced = {
         name: os.environ[name]
         for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA")
@@ -87,13 +87,15 @@ def check_kernels() -> Finding:
 
 
 def waits(outlook: str) -> bool:
-    """Whether kernels have to be compiled first."""
+    """Whether kernels still have to be compiled. `outlook` is the text of `choice.outlook`."""
     return outlook.endswith("compiled on first use")
 
 
 def check_exactness() -> Finding:
-    """Whether a row of a small random model of the default one's shapes has the same bits in passes
-    of 1 to 64 rows."""
+    """Check whether a row has the same bits in passes of 1 to 64 rows.
+
+    The probe is a small random model with the default model's layer shapes.
+    """
     data: dict[str, Any] = {"widths": [1, *WIDTHS], "exact": None}
     if waits(choice.outlook()):
         return Finding(
@@ -126,8 +128,11 @@ def check_exactness() -> Finding:
 
 
 def changing_widths(widths: Iterable[int]) -> list[int]:
-    """Of these numbers of rows, those of passes in which a row does not have the bits of a pass of
-    its own. Raises `InvalidInput` where they are not promised."""
+    """Return those of the `widths` (rows of a pass) at which the bits of a row change.
+
+    The bits are compared with those of a pass of one row. Raises `InvalidInput` if they are not
+    promised to be the same on this machine.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -189,7 +194,7 @@ def check_cache() -> Finding:
 
 
 def check_disk() -> Finding:
-    """How fast the cache folder's disk is read."""
+    """Check how fast the cache folder's disk is read."""
     found = read_speed(hub.cache_folder())
     data = {"gigabytes_per_second": found}
     if found is None:

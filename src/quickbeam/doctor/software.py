@@ -1,5 +1,4 @@
-"""The software: Python, what is installed of the packages that quickbeam asks for, its extras, the
-GPU that PyTorch finds."""
+"""Checks of the software: Python, required packages, extras, and the GPU that PyTorch finds."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from typing import Any
 from quickbeam import __version__
 from quickbeam.doctor.base import NOTE, OK, PROBLEM, Finding
 
-OLDEST, NEWEST = (3, 10), (3, 14)  # Python's versions that tests run on
+OLDEST, NEWEST = (3, 10), (3, 14)  # versions of Python that tests run on
 SHOWN = ("torch", "transformers")
 EXTRAS = {
     "serve": "quickbeam serve",
@@ -48,8 +47,11 @@ def check_python() -> Finding:
 
 
 def requirements() -> dict[str, list[Any]]:
-    """What quickbeam's own metadata asks for, as `packaging` has it, by extra; the empty name is
-    what it always needs. Raises `PackageNotFoundError` where it runs without being installed."""
+    """Return what quickbeam's own metadata requires, as `Requirement` of `packaging`, by extra.
+
+    The empty name holds what is always required. Raises `PackageNotFoundError` if quickbeam is not
+    installed.
+    """
     from packaging.requirements import Requirement
 
     found: dict[str, list[Any]] = {"": []}
@@ -65,8 +67,11 @@ def requirements() -> dict[str, list[Any]]:
 
 
 def lacking(wanted: list[Any]) -> dict[str, str]:
-    """Those of these requirements that aren't met, with the version that is there (empty: none) and
-    the one that is wanted."""
+    """Return the requirements that are not met, by package.
+
+    The value says which version is installed and which is wanted. It is empty if the package is
+    missing.
+    """
     missing = {}
     for one in wanted:
         version = installed(one.name)
@@ -76,7 +81,7 @@ def lacking(wanted: list[Any]) -> dict[str, str]:
 
 
 def installed(name: str) -> str:
-    """A package's version, empty where it is not there."""
+    """Return a package's version; it is empty if the package is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

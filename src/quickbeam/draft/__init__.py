@@ -1,1 +1,2 @@
-"""Sources of candidates. Each knows the text so far, none knows the tree that its tokens end in."""
+"""Sources of candidate tokens. They know the text so far, but not the tree that their tokens go
+into."""

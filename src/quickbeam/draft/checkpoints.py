@@ -1,9 +1,10 @@
-"""Published feature drafters: reads the folders that EAGLE, EAGLE-2, EAGLE-3 and `speculators`
-write, and our own, as an `EagleHead`.
+"""Loads published feature drafters as an `EagleHead`.
 
-The tensors decide what a drafter looks like (biases, heads, an embedding of its own), the
-configuration decides what they can't show. What the network can't represent is refused, never
-dropped: a tensor without a place is an error.
+Reads the folders that EAGLE, EAGLE-2, EAGLE-3 and `speculators` write, and quickbeam's own.
+
+The stored tensors decide what they can show: biases, heads, an embedding of its own. The
+configuration decides the rest. What the network can't represent is refused, never ignored: a tensor
+that has no place in it is an error.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ LAYER = (
     "hidden_act",
 )
 OTHER = ("vocab_size", "rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings")
+# A drafter whose config has another value for one of these fields is refused.
 PLAIN = {
     "layernorms": False,
     "add_para_norm": False,
@@ -51,12 +53,14 @@ PLAIN = {
     "partial_rotary_factor": 1,
     "use_aux_hidden_state": True,
 }
-ROWS = 64  # of the embedding that are compared with the target's
+ROWS = 64  # how many rows of the embedding are compared with the target's
 
 
 def is_eagle(folder: Path) -> bool:
-    """Whether `folder` holds a feature drafter rather than a causal language model. Reads its
-    configuration and tensor names."""
+    """Whether `folder` holds a feature drafter rather than a causal language model.
+
+    Reads only its configuration and tensor names.
+    """
     try:
         record = _record(folder)
         return (
@@ -77,17 +81,19 @@ def load_eagle(
     embedding: nn.Module,
     head: nn.Module,
 ) -> EagleHead:
-    """The drafter in `folder` for a target of `target_layers` layers, hidden states `target_size`
-    wide and `vocab_size` tokens.
+    """Load the drafter in `folder` for a target.
 
-    `embedding` (`[...]` ids to `[..., target_size]`) and `head` are the target's. The drafter keeps
-    an embedding of its own only where the stored one gives something else than the target's module:
-    another width, or other values in a sample of rows beyond bfloat16's rounding (it was trained,
-    or the target scales its own). A missing head is the target's too. Published weights keep the
-    dtype they are stored in, and stay mapped from the file until they are cast or moved.
+    The target has `target_layers` layers, hidden states `target_size` wide and `vocab_size` tokens.
+    `embedding` (`[...]` ids to `[..., target_size]`) and `head` are the target's modules.
+
+    The drafter keeps an embedding of its own only if the stored one differs from the target's
+    module: in width, or in the values of a sample of rows by more than bfloat16's rounding. It
+    differs if it was trained, or if the target scales its own. A drafter without a stored head uses
+    the target's. Published weights keep the dtype they are stored in. They stay memory-mapped until
+    they are cast or moved.
 
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
-    target, or is a variant `EagleHead` can't be.
+    target, or holds a variant that `EagleHead` can't represent.
     """
     record = _record(folder)
     try:
@@ -139,7 +145,11 @@ def _record(folder: Path) -> dict[str, Any]:
 
 
 def _index(folder: Path) -> tuple[Path, dict[str, str] | None]:
-    """The folder's weights: the one file, or the index and which file has which tensor."""
+    """Return the path of the folder's weights and, for an index, the file of each tensor by name.
+
+    A single file of weights comes with None. Raises `InvalidInput` if there are no weights, or if
+    the index can't be read or names files outside of its folder.
+    """
     found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
     if found is None:
         raise InvalidInput(
@@ -157,7 +167,7 @@ def _index(folder: Path) -> tuple[Path, dict[str, str] | None]:
             f"{found} is no index of weights ({error!r}); download it again"
         ) from error
     for file in sorted(set(index.values())):
-        path = PureWindowsPath(file)  # which knows both kinds of slashes
+        path = PureWindowsPath(file)  # splits at both kinds of slashes
         if path.anchor or ".." in path.parts:
             raise InvalidInput(
                 f"{found} names {file!r}, which is outside its folder: files of "
@@ -167,14 +177,16 @@ def _index(folder: Path) -> tuple[Path, dict[str, str] | None]:
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """A file's tensors, mapped: none is read before it is used. Nothing but tensors is
-    unpickled."""
+    """Return a file's tensors by name, memory-mapped: none is read before it is used.
+
+    Nothing but tensors is unpickled.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
         try:
             state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # of before 2020: can't be mapped
+        except RuntimeError:  # files from before 2020 can't be mapped
             state = torch.load(file, map_location="cpu", weights_only=True)
         return {
             str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
@@ -207,7 +219,7 @@ def _names(folder: Path) -> set[str]:
 
 
 def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors by name, without a leading `model.`."""
+    """Return all tensors by name, without a leading `model.`."""
     found, index = _index(folder)
     files = [found] if index is None else [folder / name for name in sorted(set(index.values()))]
     return {
@@ -218,7 +230,10 @@ def _read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str, str]:
-    """What the names of the layer's tensors start with, and the fusing product's name."""
+    """Return the prefix of the layer's tensor names, and the name of the fusing linear layer.
+
+    Raises `InvalidInput` if the names belong to no known layout.
+    """
     kind = record.get("speculators_model_type")
     prefix = next(
         (
@@ -265,7 +280,7 @@ def _config(
             **{name: fields[name] for name in LAYER + OTHER if fields.get(name) is not None}
         )
         LlamaRotaryEmbedding(layer)
-    except Exception as error:  # what they raise differs between the releases of transformers
+    except Exception as error:  # which exceptions are raised differs by release of transformers
         reason = (str(error).strip().splitlines() or [""])[-1].strip()
         raise InvalidInput(
             "its config describes no Llama layer and rotary angles: "
@@ -335,8 +350,12 @@ def _config(
 
 
 def _layers(fields: dict[str, Any], count: int) -> tuple[int, ...]:
-    """Of an EAGLE-3. Ids at the top level count the layers before a state (vLLM); those in
-    `eagle_config` name its layer (SGLang)."""
+    """Return the layers whose hidden states an EAGLE-3 drafter reads.
+
+    Ids at the top level of the configuration count the layers before a hidden state (vLLM). Ids in
+    `eagle_config` are the index of the layer that outputs it (SGLang). Without ids the layers are
+    2, `count // 2` and `count - 3`, for a target of `count` layers.
+    """
     nested = (fields.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     ids = (
         fields.get("eagle_aux_hidden_state_layer_ids")
@@ -347,7 +366,10 @@ def _layers(fields: dict[str, Any], count: int) -> tuple[int, ...]:
 
 
 def _differs(stored: torch.Tensor, embedding: nn.Module, vocab_size: int) -> bool:
-    """Whether rows of a drafter's embedding are others than the target's module gives."""
+    """Whether a drafter's stored embedding differs from the target's.
+
+    Compares the width and a sample of `ROWS` rows, up to bfloat16's rounding.
+    """
     ids = torch.linspace(0, min(len(stored), vocab_size) - 1, ROWS).long()
     parameter = next(embedding.parameters(), ids)
     with torch.inference_mode():
@@ -360,7 +382,8 @@ def _differs(stored: torch.Tensor, embedding: nn.Module, vocab_size: int) -> boo
 def _sources(
     config: EagleConfig, prefix: str, fc: str, state: dict[str, torch.Tensor]
 ) -> dict[str, tuple[str, ...]]:
-    """Which stored tensors, one below the other, are which of `EagleHead`'s."""
+    """Return, for each tensor of `EagleHead`, the stored tensors that form it one below the
+    other."""
     modules = {
         "fc": (fc,),
         "fused_norm": ("input_norm",),
@@ -399,8 +422,7 @@ def _check_tensors(
     state: dict[str, torch.Tensor],
     prefix: str,
 ) -> None:
-    """Raise `InvalidInput` naming a tensor that is missing, of another shape, or without a
-    place."""
+    """Raise `InvalidInput` naming a tensor that is missing, has another shape, or has no place."""
     split = {
         "qkv": [config.heads, config.kv_heads, config.kv_heads],
         "gate_up": [config.intermediate_size] * 2,
@@ -428,7 +450,7 @@ def _check_tensors(
         "verifier_norm.weight",
         "verifier_lm_head.weight",
     }
-    # the target's
+    # EAGLE and EAGLE-2 use the target's head; a stored one is not read.
     ignored |= {f"{prefix}.self_attn.rotary_emb.inv_freq"} | (
         {"lm_head.weight"} if config.join == "input" else set()
     )
@@ -444,8 +466,12 @@ def _check_tensors(
 def _tokens(
     state: dict[str, torch.Tensor], count: int, whole: int | None, vocab_size: int
 ) -> torch.Tensor:
-    """`[count]`: the target's token of every row of the drafter's head. `d2t`: how far they are
-    apart, ignored for a whole vocabulary."""
+    """Return `[count]`: the target's token for each row of the drafter's head.
+
+    The stored `d2t` holds the difference between token and row. It is ignored where the head has
+    the whole vocabulary (`whole` tokens, or the target's `vocab_size`). Raises `InvalidInput` if
+    `d2t` is missing or has another shape, or if `count` exceeds `vocab_size`.
+    """
     if count > vocab_size:
         raise InvalidInput(
             f"its draft_vocab_size is {count}, the target has {vocab_size} tokens: "
@@ -472,7 +498,7 @@ def _check_target(
     target_size: int,
     vocab_size: int,
 ) -> None:
-    """Raise `InvalidInput` for a drafter of another target."""
+    """Raise `InvalidInput` for a drafter that was made for another target."""
     if config.target_size != target_size or (
         config.hidden_size != target_size and not config.own_embedding
     ):

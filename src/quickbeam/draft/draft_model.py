@@ -20,20 +20,23 @@ from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
-# committed tokens not run yet beyond which they are read as a prompt is: without the logits of each
+# If about this many committed tokens are unread, they are read as a prompt is: without logits for
+# each of them.
 GAP = 64
 
 
 class LMState(DrafterState):
-    """One sequence's keys and values in the drafter, and the shadow of its growing tree. `calls`:
-    passes over trees."""
+    """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
+
+    The shadow is explained at `LMDrafter`. `calls`: how many passes over trees were run.
+    """
 
     def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
-        self.tree: TokenTree | None = None  # being grown
+        self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
-        self.done = 0  # nodes of the shadow that were run
-        self.place: dict[int, int] = {}  # node of the tree: node of the shadow
+        self.done = 0  # how many nodes of the shadow were run
+        self.place: dict[int, int] = {}  # from nodes of the tree to nodes of the shadow
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
@@ -54,20 +57,24 @@ class LMState(DrafterState):
 
 
 class LMDrafter(Drafter):
-    """Laws of the next token from any causal LM of transformers whose token ids mean what the
-    target's do (`check_vocabulary`).
+    """A drafter that is a smaller causal language model of transformers.
+
+    Its token ids must mean what the target's do (`check_vocabulary`).
 
     A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
-    growing tree the model runs only the nodes that it is asked for: they form its shadow, a tree of
-    its own, which grows by one pass a call. What was accepted of the last shadow stays computed;
-    the committed tokens that are not (accepted leaves, which nobody asked for) lead the next shadow
-    as a chain that ends in the root, so catching up takes no pass of its own.
+    growing tree the model runs only the nodes that are requested. They form the tree's *shadow*: a
+    tree of the drafter's own, which grows by one pass a call. The accepted nodes of the last shadow
+    stay computed. Other committed tokens are not computed yet, such as accepted leaves, which were
+    never requested. They begin the next shadow as a chain that ends in the root, so catching up
+    takes no extra pass.
 
-    `vocab_size`: width of the target's logits, and of the laws given. Tokens beyond this model's
-    own have probability 0. Top-k, top-p and penalties of a request don't shape the laws, only its
-    temperature does: no need of exactness, and the model's own law is what it knows. Takes the
-    model over, as `Model` does (`weights`, `kept` and `source` as there); raises `InvalidInput` for
-    models that `Model` can't run.
+    `vocab_size`: width of the target's logits, and of the distributions returned. Tokens beyond
+    this model's own have probability 0. Of a request's sampling parameters only the temperature
+    shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
+    the model's own distribution is its best estimate.
+
+    The drafter takes the model over, as `Model` does; `weights`, `kept` and `source` are the same
+    as there. Raises `InvalidInput` for models that `Model` can't run.
     """
 
     name = "drafter"
@@ -84,7 +91,7 @@ class LMDrafter(Drafter):
         source: Source | None = None,
     ) -> None:
         own = int(model.get_output_embeddings().weight.shape[0])
-        if own < vocab_size:  # so that any token that the target can emit can be read
+        if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
         self.model = Model(model, fast=fast, exact=False, weights=weights, kept=kept, source=source)
         self.pool, self.context_length = self.model.pool, self.model.context_length
@@ -103,10 +110,10 @@ class LMDrafter(Drafter):
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Laws `[len(nodes), vocab]` float32, on the drafter's device, by one pass (see `Drafter`).
+        """Return distributions `[len(nodes), vocab]` float32 on the drafter's device, by one pass.
 
-        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's
-        parent was never asked for.
+        See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
+        the root, or where a node's parent was never requested.
         """
         batch = Batch()
         for request in requests:
@@ -145,8 +152,11 @@ class LMDrafter(Drafter):
         return state
 
     def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
-        """Keep what the text took of the last shadow; a new one whose nodes are the committed
-        tokens not run yet, and the root's place."""
+        """Commit the accepted nodes of the last shadow, and start a new one.
+
+        The new shadow is the chain of the committed tokens that were not run yet. Returns it, and
+        the map from the root to its last node.
+        """
         cache, ids = state.cache, state.ids
         if state.shadow is not None and (path := beginning(state.shadow, ids[cache.length : -1])):
             path = [node for node in path if node < state.done]
@@ -159,7 +169,7 @@ class LMDrafter(Drafter):
         return shadow, {0: len(shadow) - 1}
 
     def _read(self, state: LMState) -> None:
-        """Run all but the last token of the text."""
+        """Run all committed tokens but the last, without logits, and forget the shadow."""
         state.shadow = state.tree = None
         while state.cache.length < len(state.ids) - 1:
             begin = state.cache.length
@@ -174,7 +184,8 @@ class LMDrafter(Drafter):
 
 
 def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """The nodes, root first, of the longest path from the root that begins `tokens`."""
+    """Return the nodes of the longest path from the root whose tokens begin `tokens`, root
+    first."""
     path: list[int] = []
     for token in tokens:
         node = tree.child(path[-1], token) if path else 0 if tree.token[0] == token else None
@@ -185,12 +196,11 @@ def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
 
 
 def check_vocabulary(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> None:
-    """Raise `InvalidInput`, naming the first token id that differs, where a drafter's ids don't
-    mean what the target's do.
+    """Raise `InvalidInput` where a drafter's token ids don't mean what the target's do.
 
-    `sizes`: widths of the target's and the drafter's logits. They may differ, and a token that only
-    one tokenizer knows may lie in the other's padded tail: after its last token, yet within its
-    logits.
+    The error names the first token id that differs. `sizes`: widths of the target's and the
+    drafter's logits, which may differ. A token that only one tokenizer knows is allowed in the
+    other model's padding: after the last token of its tokenizer, yet within its logits.
     """
     target, drafter = (
         {i: token for token, i in tokenizer.get_vocab().items()}

@@ -1,5 +1,7 @@
-"""The feature drafter at work: laws after the nodes of growing trees, from the target's hidden
-states (see `eagle_model.py`)."""
+"""The feature drafter at work: it gives distributions after the nodes of growing trees.
+
+It computes them from the target's hidden states with the network of `eagle_model.py`.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +29,25 @@ from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import RowList
 from quickbeam.target.pages import PagedStore
 
-CHUNK = 512  # rows a pass at most
-# of the target's likeliest tokens after the last committed one, that a shortlist takes up: they
-# tell of the tokens after it
+CHUNK = 512  # the most rows of committed tokens that one pass runs
+# How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
+# that follow the root.
 OFFERED = 16
-GAPS = (6.0, 10.0, 16.0)  # below the largest logit, tried one after the other
-MANY = 2048  # tokens near it, beyond which sorting them is no gain
+GAPS = (6.0, 10.0, 16.0)  # distances below the largest logit, tried in this order by `_largest`
+MANY = 2048  # with more tokens than this near the largest logit, sorting only these is no gain
 
 
 class EagleDrafter(Drafter):
-    """Laws of the next token from an `EagleHead` on the target's hidden states.
+    """A feature drafter: an `EagleHead` on the target's hidden states.
 
-    The request for a tree's root first reads what became committed since the last tree, with the
-    target's own hidden states; the rows of that tree, which stood on the drafter's outputs, are
-    overwritten. Each later request adds one row a node, behind the rows of its ancestors. Rows of
-    all requests go in one pass where the native kernels run it, else sequence by sequence.
+    The request for a tree's root first reads the tokens that were committed since the last tree,
+    with the target's own hidden states. Their rows overwrite those of the last tree, which were
+    computed from the drafter's own outputs. Each later request adds one row for each node. A row
+    attends to the rows of the node's ancestors. Where the native kernels run the network, the rows
+    of all requests go in one pass; otherwise each sequence has its own pass.
 
-    Takes the network over: its linears are packed on a CPU (`fast`). Makes `model` give the hidden
-    states that the network reads.
+    The drafter takes the network over: with `fast`, its linear layers are packed on a CPU. It makes
+    `model` return the hidden states that the network reads (`Model.watch`).
     """
 
     name = "drafter"
@@ -56,9 +59,9 @@ class EagleDrafter(Drafter):
         self.network = (
             network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
         )
-        self.network.rotary = config.rotary().to(model.device)  # angles stay float32
+        self.network.rotary = config.rotary().to(model.device)  # the angles stay float32
         self.vocab_size, self.device = model.vocab_size, model.device
-        self.folder: Path | None = None  # where it was read from
+        self.folder: Path | None = None  # where the drafter was read from
         found = (
             kernels()
             if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16
@@ -79,8 +82,8 @@ class EagleDrafter(Drafter):
             else self._native.pool
         )
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
-        # One operation instead of a dozen, each of which finds cold caches; nobody wants the bits
-        # that `attend_grouped` keeps.
+        # SDPA is one operation instead of a dozen, each of which would find cold caches. Drafts
+        # don't need the bit-identical results of `attend_grouped`.
         self._attend: Attend = attend_sdpa if fast else attend_plain
         self.overlap = Overlap(model.device)
 
@@ -107,18 +110,23 @@ class EagleDrafter(Drafter):
 
     @staticmethod
     def _readable(state: EagleState, early: bool) -> int:
-        """How many rows can be made of what is known: the last committed token's needs the one
-        after it. `early`: before a tree asks; the last row is then left, as routing and laws start
-        from it."""
+        """Return how many rows of committed tokens can be computed now.
+
+        A row needs the hidden state of a token and the id of the token after it. `early`: called
+        before a tree is requested. Then the last row is left out, as routing and distributions
+        start from it.
+        """
         return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Laws over the tokens that the head scored, on the target's device; one pass, and one more
-        where a tree's first request asks for further nodes than the root.
+        """Return distributions over the tokens that the head scored, on the target's device.
 
-        Raises `ValueError` where a tree's first request doesn't begin with the root or a node's
-        parent was never asked for.
+        This takes one pass, and one more where a tree's first request asks for nodes beside the
+        root. See `Drafter.answer`.
+
+        Raises `ValueError` where a tree's first request doesn't begin with the root, where a node's
+        parent was never requested, or where hidden states of unread tokens are missing.
         """
         firsts = [request for request in requests if request.nodes[0] == 0]
         for request in firsts:
@@ -159,8 +167,11 @@ class EagleDrafter(Drafter):
         return state
 
     def _read(self, states: Sequence[EagleState], asked: dict[int, int] | None) -> None:
-        """Make rows of all committed tokens that have hidden states; with `asked`, the last of each
-        stands for the root, whose law is wanted, without it that one is left."""
+        """Compute rows of the committed tokens that have hidden states.
+
+        With `asked`, the last row of each state stands for the root, whose distribution is wanted.
+        Without it, that row is left out.
+        """
         left = list(states)
         while left:
             works, room = list[Work](), CHUNK
@@ -180,7 +191,7 @@ class EagleDrafter(Drafter):
             left = [state for state in left if self._readable(state, asked is None) > 0]
 
     def _below(self, request: DraftRequest) -> Work:
-        """One row for each node but the root."""
+        """Return the work for one row for each requested node but the root."""
         state, tree = self._state(request), request.tree
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
@@ -198,14 +209,17 @@ class EagleDrafter(Drafter):
         )
 
     def _run(self, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Outputs and what the head reads of them, work by work. The works are all of committed
-        rows or all of nodes."""
+        """Run the works, and return for each its outputs and the features that the head reads.
+
+        The works are either all of committed rows or all of nodes. Without the native kernels the
+        outputs stand in for the features, which `_features` computes later.
+        """
         for work in works:
             work.state.calls += 1
         if self._native is None:
             return iter([(out := self._run_alone(work), out) for work in works])
         found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        groups: dict[int, list[int]] = {}  # what shares a router goes together
+        groups: dict[int, list[int]] = {}  # works with the same router go in one pass
         for i, work in enumerate(works):
             groups.setdefault(
                 id(work.state.shortlist.shared) if work.state.shortlist is not None else 0, []
@@ -219,8 +233,11 @@ class EagleDrafter(Drafter):
     def _run_native(
         self, native: NativeEagle, works: Sequence[Work]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """All works in one pass of the kernels, the router with it: a row sees the committed rows
-        and its path."""
+        """Run all works, and the router, in one pass of the kernels.
+
+        A committed row sees the committed rows up to itself. A node's row sees all of these and its
+        path.
+        """
         committed, listed = not works[0].nodes, RowList()
         for work in works:
             state = work.state
@@ -271,7 +288,7 @@ class EagleDrafter(Drafter):
 
     @staticmethod
     def _routes(work: Work) -> bool:
-        """Whether it asks the router."""
+        """Whether this work asks the router."""
         shortlist, above = work.state.shortlist, next(reversed(work.state.routed.values()), None)
         return (
             shortlist is not None
@@ -280,7 +297,7 @@ class EagleDrafter(Drafter):
         )
 
     def _run_alone(self, work: Work) -> torch.Tensor:
-        """The rows of one sequence by PyTorch's operators."""
+        """Run the rows of one sequence with PyTorch's operators, and return their outputs."""
         state, hidden = work.state, work.hidden
         store = state.cache
         assert isinstance(store, KVStore)
@@ -295,7 +312,7 @@ class EagleDrafter(Drafter):
             visible = torch.zeros(done + n, done + n, dtype=torch.bool)
             visible[:done, :done] = state.visible[:done, :done]
             for row, node in enumerate(work.nodes, done):
-                # rows of the tree begin behind the root's
+                # the root's row is a committed one, so the tree's own rows begin after it
                 if place := state.place[state.tree.parent[node]]:
                     visible[row] = visible[place - 1]
                 visible[row, row] = True
@@ -328,8 +345,11 @@ class EagleDrafter(Drafter):
         return out
 
     def _laws(self, requests: Sequence[DraftRequest]) -> list[Laws]:
-        """Of the nodes that were run last: one product for those that score everything, one a
-        sequence for those with a shortlist."""
+        """Return the distributions after the nodes that were run last.
+
+        One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
+        take one each.
+        """
         whole = [request for request in requests if self._state(request).shortlist is None]
         found = iter(self._score_whole(whole) if whole else [])
         return [
@@ -370,7 +390,7 @@ class EagleDrafter(Drafter):
 
     def _score_part(self, request: DraftRequest) -> Laws:
         nodes = request.nodes
-        if len(nodes) > 1 and nodes[0] == 0:  # routed in two passes
+        if len(nodes) > 1 and nodes[0] == 0:  # the root was routed in a pass of its own
             return Laws(
                 torch.cat(
                     [self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]
@@ -391,8 +411,10 @@ class EagleDrafter(Drafter):
 
 
 def _largest(logits: torch.Tensor, count: int) -> list[int]:
-    """The tokens with the `count` largest of `[vocab]` logits, the largest first. On a CPU only
-    what is near the peak is sorted."""
+    """Return the tokens with the `count` largest of the logits `[vocab]`, the largest first.
+
+    On a CPU only the tokens near the largest logit are sorted.
+    """
     if logits.device.type == "cpu" and logits.dtype is torch.float32:
         numbers = logits.numpy()
         for gap in GAPS:

@@ -1,10 +1,13 @@
-"""The feature drafter's network: one decoder layer that reads the target's hidden states (EAGLE,
-2401.15077; EAGLE-3, 2503.01840).
+"""The feature drafter's network: one decoder layer that reads the target's hidden states.
 
-Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1;
-the layer's output predicts token j+2. Where the target has not read a token yet (nodes of a draft
-tree), the layer's own output stands in for the hidden state. Knows nothing of trees and of how keys
-are kept: attention is a function that it is given.
+It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840).
+
+Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1.
+The layer's output for that row predicts token j+2. Nodes of a draft tree have not been read by the
+target yet: there the layer's own output stands in for the hidden state.
+
+The network knows nothing of trees and of how keys and values are kept: it is given attention as a
+function.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from quickbeam.errors import InvalidInput
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 MODEL_TYPE = "quickbeam-eagle"
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by transformers' names
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by name in transformers
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
@@ -39,14 +42,17 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by transfo
 
 @dataclass(frozen=True)
 class EagleConfig:
-    """The shape of a feature drafter, wide enough for the published ones.
+    """The shape of a feature drafter, general enough for the published ones.
 
-    `layers`: hidden states of the target that it reads (`hf_attention.Features`), each
-    `target_size` wide. `join` says where they meet the embedding: in the attention's input, after
-    norms of their own, the hidden states fused by one product (`attention`, EAGLE-3); or in one
-    product before an ordinary layer (`input`, EAGLE and EAGLE-2). `draft_vocab_size`: tokens of its
-    own head, or None for the target's. `rope`: further fields of a Llama configuration that shape
-    the rotary angles.
+    - `layers`: which hidden states of the target the drafter reads (`hf_attention.Features`), each
+      `target_size` wide.
+    - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
+      input, each after a norm of its own, once one linear layer has fused the hidden states.
+      `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
+    - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
+    - `rope`: further fields of a Llama configuration that shape the rotary angles.
+
+    The comments beside the other fields explain them.
     """
 
     hidden_size: int
@@ -62,14 +68,15 @@ class EagleConfig:
     eps: float = 1e-5
     activation: str = "silu"
     rope: dict[str, Any] = field(default_factory=dict)
-    feature_norms: bool = False  # a norm on every hidden state before they are fused
-    fused_norm: bool = False  # one norm on all of them side by side instead (`attention` only)
+    feature_norms: bool = False  # norm each hidden state before they are fused
+    fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
     norm_before_residual: bool = False  # the residual is the normed hidden state (`attention` only)
-    # the residual takes up the embedding too, by a product of its own (`attention` only; ours)
+    # add the embedding to the residual, after a linear layer of its own (`attention` only;
+    # quickbeam's own addition)
     lift: bool = False
     input_norm: bool = False  # the layer norms its input (`input` only; the published ones don't)
     final_norm: bool = True  # a norm before the head
-    # what stands in for the next hidden state is normed too, by that norm
+    # the final norm also applies to the output that stands in for the next hidden state
     norm_output: bool = False
     own_embedding: bool = False
     fc_bias: bool = False
@@ -81,7 +88,7 @@ class EagleConfig:
         return self.draft_vocab_size is not None
 
     def rotary(self) -> LlamaRotaryEmbedding:
-        """Transformers' module of the rotary angles."""
+        """Return transformers' module of the rotary angles."""
         heads = {
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
@@ -105,11 +112,14 @@ class Norm(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The network. `embedding` and `head` are the target's, unless the configuration says that it
-    has its own; the target's are kept outside of its parameters and of what is saved. Raises
+    """The feature drafter's network.
+
+    `embedding` and `head` are the target's, unless the configuration says that the drafter has its
+    own. The target's are not among this module's parameters and are not saved. Raises
     `InvalidInput` for an activation that is not in `ACTIVATIONS`.
 
-    Tensors have any leading dimensions `...`, the last of which is the sequence.
+    Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
+    sequence.
     """
 
     def __init__(
@@ -145,7 +155,7 @@ class EagleHead(nn.Module):
             self.own_embedding = nn.Embedding(config.vocab_size, d)
         if config.draft_vocab_size is not None:
             self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
-            # of the target, by the head's row
+            # the target's token for each row of the head
             self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
         self.rotary = config.rotary()
         if config.activation not in ACTIVATIONS:
@@ -153,30 +163,32 @@ class EagleHead(nn.Module):
                 f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
             )
         self.activation = ACTIVATIONS[config.activation]
-        # in a dictionary: no parameters of this module
+        # in a dictionary, so that they don't become parameters of this module
         self._shared = {"embedding": embedding, "head": head}
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """`[..., n]` token ids to `[..., n, d]`."""
+        """Return the embeddings `[..., n, d]` of token ids `[..., n]`."""
         return self.embedding(ids)  # type: ignore[no-any-return]
 
     @property
     def embedding(self) -> nn.Module:
-        """Its own or the target's."""
+        """The drafter's own embedding, or the target's."""
         module = self.own_embedding if self.config.own_embedding else self._shared["embedding"]
         assert module is not None, "built without an embedding"
         return module
 
     @property
     def head(self) -> nn.Module:
-        """Its own or the target's."""
+        """The drafter's own head, or the target's."""
         module = self.own_head if self.config.own_head else self._shared["head"]
         assert module is not None, "built without a head"
         return module
 
     def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states `[..., n, len(layers) * target_size]` to what the layer reads,
-        `[..., n, d]`."""
+        """Turn the target's hidden states into what the layer reads.
+
+        `hidden`: `[..., n, len(layers) * target_size]`. Returns `[..., n, d]`.
+        """
         if self.config.feature_norms:
             parts = hidden.reshape(*hidden.shape[:-1], -1, self.config.target_size).unbind(-2)
             hidden = torch.cat(
@@ -193,12 +205,16 @@ class EagleHead(nn.Module):
         positions: torch.Tensor,
         attend: Attention,
     ) -> torch.Tensor:
-        """One pass of the layer: `[..., n, d]`, which stands in for the hidden state of the next
-        row, and which `logits` reads.
+        """Run the layer once and return its output `[..., n, d]`.
 
-        `hidden`: `fuse`d or an output of this; `embedded`: of the tokens that follow, both `[...,
-        n, d]`; `positions`: `[..., n]`. `attend(query, key, value)` gets `[..., n, heads,
-        head_dim]` with rotated queries and keys, gives `[..., n, heads * head_dim]`.
+        The output stands in for the hidden state of the next row, and `logits` reads it.
+
+        - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
+        - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
+        - `positions`: `[..., n]`.
+        - `attend(query, key, value)`: the attention. `query` is `[..., n, heads, head_dim]`; `key`
+          and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
+          Returns `[..., n, heads * head_dim]`.
         """
         config = self.config
         if config.join == "attention":
@@ -228,20 +244,25 @@ class EagleHead(nn.Module):
         return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
-        """What the head reads of an output: normed where there is a norm."""
+        """Return what the head reads of an output: the output, normed where there is a norm."""
         return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
 
     def logits(self, out: torch.Tensor) -> torch.Tensor:
-        """`[..., n, draft vocabulary]` of an output (`tokens` says which tokens these are, where it
-        has its own head)."""
+        """Return the logits `[..., n, draft vocabulary]` of an output.
+
+        If the drafter has its own head, `tokens` holds the token of each column.
+        """
         return self.score(self.feature(out))
 
     def score(self, feature: torch.Tensor) -> torch.Tensor:
-        """The same of what the head reads."""
+        """Return the same logits as `logits`, from what the head reads (`feature`)."""
         return self.head(feature)  # type: ignore[no-any-return]
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
-        """Write `config.json` and `model.safetensors`, each complete or not at all."""
+        """Write `config.json` and `model.safetensors`, each complete or not at all.
+
+        Floating-point tensors are stored as `dtype`.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             k: v.to(dtype) if v.is_floating_point() else v
@@ -258,7 +279,7 @@ class EagleHead(nn.Module):
     def load(
         folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None
     ) -> EagleHead:
-        """What `save` wrote. Raises `InvalidInput` where it is something else."""
+        """Load what `save` wrote. Raises `InvalidInput` if the folder holds something else."""
         try:
             record = json.loads((folder / "config.json").read_text())
             if record.pop("model_type") != MODEL_TYPE:
@@ -273,8 +294,11 @@ class EagleHead(nn.Module):
         return network.take(state, str(folder))
 
     def take(self, state: dict[str, torch.Tensor], where: str) -> EagleHead:
-        """Load named weights. Raises `InvalidInput` naming what is missing, left over or of another
-        shape."""
+        """Load the named weights of `state` and return this network.
+
+        `where`: the folder that errors name. Raises `InvalidInput` naming tensors that are missing
+        or have another shape.
+        """
         expected = {k for k in self.state_dict() if not k.startswith("rotary.")}
         if missing := sorted(expected - state.keys()):
             raise InvalidInput(f"{where}: the drafter lacks {', '.join(missing[:4])}")

@@ -1,5 +1,7 @@
-"""The feature drafter's network in the native kernels: one call for its layer and the router, one
-for its head (see `eagle_model.py`)."""
+"""The feature drafter's network in the native kernels (see `eagle_model.py`).
+
+One call runs its layer and the router, another one its head.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +21,13 @@ from quickbeam.target.pages import PagePool
 
 
 class Ran(NamedTuple):
-    """What a pass of the layer gives, a row each: `out` stands in for the next hidden state,
-    `feature` is what the head reads, both `[n, d]` bfloat16; `routed`: the router's scores of the
-    rows that were wanted, `[wanted, clusters]` float32, where it was asked."""
+    """What a pass of the layer returns, one row each.
+
+    - `out`: `[n, d]` bfloat16, stands in for the next hidden state.
+    - `feature`: `[n, d]` bfloat16, what the head reads.
+    - `routed`: `[wanted, clusters]` float32, the router's scores of the wanted rows. None if the
+      router was not asked.
+    """
 
     out: torch.Tensor
     feature: torch.Tensor
@@ -29,8 +35,11 @@ class Ran(NamedTuple):
 
 
 class NativeEagle:
-    """An `EagleHead` on the kernels, with its pages of keys and values. Takes its weights over, in
-    8 bits (`rows_format`). Raises `ValueError` for an odd width."""
+    """An `EagleHead` in the native kernels, with the pages of its keys and values.
+
+    It takes the network over and packs its weights in 8 bits (`rows_format`). Raises `ValueError`
+    for an odd width.
+    """
 
     def __init__(self, network: EagleHead, kernels: Kernels) -> None:
         self.network, config = network, network.config
@@ -54,10 +63,10 @@ class NativeEagle:
 
     @staticmethod
     def fits(network: EagleHead) -> bool:
-        """Whether the kernels have all that this network computes."""
+        """Whether the kernels can compute everything in this network."""
         config = network.config
         sizes = (config.hidden_size, config.intermediate_size, config.head_dim, config.target_size)
-        plain = type(network.embedding) is torch.nn.Embedding  # others scale what they look up
+        plain = type(network.embedding) is torch.nn.Embedding  # other classes may scale the rows
         return plain and config.activation == "silu" and all(size % 2 == 0 for size in sizes)
 
     def _packer(self, weight: torch.Tensor) -> Packer:
@@ -74,8 +83,12 @@ class NativeEagle:
         last_position: int,
         router: NativeRouter | None,
     ) -> Ran:
-        """One pass. `states`: of `committed` rows the target's hidden states `[n, len(layers) *
-        target_size]`, of others the outputs of the rows above, `[n, d]`."""
+        """Run the layer once, and the `router` where one is given.
+
+        `states`: for `committed` rows the target's hidden states `[n, len(layers) * target_size]`,
+        for other rows the outputs of their parents' rows `[n, d]`. `last_position`: the largest
+        position of `rows`.
+        """
         key = committed, router
         program = self._programs.get(key)
         if program is None:
@@ -90,7 +103,10 @@ class NativeEagle:
         return Ran(out, feature, routed)
 
     def logits(self, feature: torch.Tensor) -> torch.Tensor:
-        """`[n, draft vocabulary]` float32 of all of the head."""
+        """Return the logits `[n, draft vocabulary]` float32 of the whole head.
+
+        `feature`: `[n, d]` bfloat16, what the head reads.
+        """
         if self._head is None:
             packed = self._pack_head(self.network.head)
             self._head = Program(self._kernels)
@@ -107,7 +123,11 @@ class NativeEagle:
         return logits
 
     def _pack_head(self, head: Any) -> AnyPacked:
-        """Its rows as `rows_format` has them: a copy, where the target keeps them in more bits."""
+        """Return the head's packed rows, in the format that `rows_format` names.
+
+        If the target keeps them quantised, its own rows are used. If it keeps more bits, this is a
+        copy.
+        """
         if not isinstance(head, NativeLinear):
             return self._pack(head)
         if isinstance(head.packed, QuantisedPacked):
@@ -180,7 +200,7 @@ class NativeEagle:
         return program
 
     def _fuse(self, program: Program, states: Buffer, width: int) -> Buffer:
-        """Norms of the target's hidden states, where the configuration has them."""
+        """Add the norms of the target's hidden states, where the configuration has them."""
         config, network = self.network.config, self.network
         if config.feature_norms:
             normed = program.buffer(width)

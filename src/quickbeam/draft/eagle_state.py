@@ -1,4 +1,4 @@
-"""What the feature drafter keeps of one sequence, and its rows of a pass."""
+"""What the feature drafter keeps of one sequence, and one sequence's rows of a pass."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from quickbeam.tree import TokenTree
 
 
 class EagleState(DrafterState):
-    """Of one sequence: a key and a value for every row of the committed text, and what is known of
-    the tree being grown.
+    """What the feature drafter keeps of one sequence.
 
-    Row j stands for the first j + 2 of `ids`. `calls`: passes of the network.
+    It holds a key and a value for every row of the committed text, and what is known of the tree
+    that is being grown. Row j stands for the first j + 2 of `ids` (see `eagle_model.py`). `calls`:
+    how many passes of the network were run.
     """
 
     def __init__(
@@ -29,21 +30,25 @@ class EagleState(DrafterState):
         self.calls = 0
         # hidden states of committed tokens that have no row yet
         self.pending: list[torch.Tensor] = []
-        self.waiting = 0  # how many those are
-        self.tree: TokenTree | None = None  # being grown
-        # outputs of the root's row, then of the rows of the nodes asked for
+        self.waiting = 0  # how many hidden states are in `pending`
+        self.tree: TokenTree | None = None  # the tree that is being grown
+        # outputs of the root's row, then of the rows of the requested nodes
         self.out = torch.empty(0)
-        self.feature = torch.empty(0)  # what the head reads of them, where the kernels give it
-        self.place: dict[int, int] = {}  # node: its row in `out`
-        # node: orders of what it sees behind the committed rows, for the kernels
+        self.feature = torch.empty(0)  # what the head reads of `out`; the native kernels only
+        self.place: dict[int, int] = {}  # by node: its row in `out`
+        # by node: the orders of the tree rows that it sees, itself last; the native kernels only
         self.path: dict[int, list[int]] = {}
-        # by node asked for: which of them are its ancestors or itself
+        # a row for each requested node below the root: which of these are its ancestors or itself
         self.visible = torch.empty(0, 0, dtype=torch.bool)
-        self.routed: dict[int, Routed] = {}  # by node whose law was made with a shortlist
+        # by node: the clusters scored for its distribution, with a shortlist
+        self.routed: dict[int, Routed] = {}
 
     @property
     def used(self) -> HeadUse:
-        """Waits for the device, where that counts what was scored."""
+        """The counters of the head.
+
+        Off the CPU this may wait for the device, which counts the scored tokens.
+        """
         return replace(
             self.counted,
             tokens=self.counted.tokens
@@ -74,8 +79,11 @@ class EagleState(DrafterState):
         self.shortlist.extend(tokens)
 
     def share(self, chunk: int, tokens: int) -> Any:
-        """Rows of these tokens. The last one is of the token after them, too: who adopts it makes
-        that one anew."""
+        """Return the rows of these tokens, or None if they were not read yet.
+
+        The last row also depends on the token after them, so whoever adopts the rows computes it
+        anew.
+        """
         return (
             self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
         )
@@ -102,24 +110,27 @@ class EagleState(DrafterState):
         self.out = self.feature = torch.empty(0)
 
     def first(self, count: int) -> torch.Tensor:
-        """The next hidden states that have no row yet."""
+        """Return the next `count` hidden states that have no row yet."""
         if len(self.pending) > 1:
             self.pending = [torch.cat(self.pending)]
         return self.pending[0][:count]
 
     def commit(self, count: int) -> None:
-        """They have rows now."""
-        rest = self.pending[0][count:].clone()  # not a slice, which would keep those that have rows
+        """Commit the next `count` rows, and drop the hidden states that they were computed from."""
+        rest = self.pending[0][count:].clone()  # a slice would keep all of them in memory
         self.pending, self.waiting = ([rest] if len(rest) else []), len(rest)
         self.cache.commit(range(count))
 
 
 class Work(NamedTuple):
-    """Rows of one sequence in a pass: what goes in, and the nodes that the last of them stand for,
-    with their depths."""
+    """The rows of one sequence in a pass.
+
+    The last rows stand for nodes whose distributions are wanted. `asked` maps these nodes to their
+    depths.
+    """
 
     state: EagleState
-    hidden: torch.Tensor  # the target's hidden states, or outputs of the rows above
+    hidden: torch.Tensor  # the target's hidden states, or outputs of the parents' rows
     tokens: Sequence[int]
     asked: dict[int, int]
-    nodes: Sequence[int] = ()  # of the tree; none for committed rows
+    nodes: Sequence[int] = ()  # the nodes of the rows; none for committed rows

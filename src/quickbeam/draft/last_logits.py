@@ -1,4 +1,4 @@
-"""What the last logits tell about the tokens after the one they chose."""
+"""The last logits as a source: guesses the token after the one that they chose."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quickbeam.noise import Places, Wanted
 class LastLogits(Source):
     """Guesses the token after the root from the logits that chose the root (LogitSpec).
 
-    A model that ranks a token high but picks another often emits the former next. It needs no
-    state.
+    If a model ranks a token high but picks another one, it often emits the former next. The source
+    needs no state.
     """
 
     name = "last_logits"
@@ -24,13 +24,14 @@ class LastLogits(Source):
         return SourceState()
 
     def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
-        """`(rank, token)` of the `k` largest of `context.logits` (all, if there are fewer), best
-        first, the root left out.
+        """Return `(rank, token)` of the `k` largest of `context.logits`, best first.
 
-        Where the noise of the next place is known, they are perturbed by it (`trees/perturbed.py`).
-        Rank 0 is the argmax. Greedy decoding makes that one the root, so ranks begin at 1; a
-        sampled root leaves its gap elsewhere. Under a grammar only tokens that it allows after the
-        root are ranked.
+        The root is left out. If there are fewer than `k` logits, all are ranked. Where the noise of
+        the next place is known, it perturbs the logits first (`trees/perturbed.py`).
+
+        Rank 0 is the argmax. Greedy decoding makes the argmax the root, so ranks begin at 1. With
+        sampling the root may have any rank, and this rank is missing. Under a grammar only tokens
+        that it allows after the root are ranked.
         """
         k = min(k, context.logits.shape[-1])
         if k < 1:
@@ -38,7 +39,7 @@ class LastLogits(Source):
         root, logits = context.ids[-1], context.logits
         if context.grammar is not None:
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
-        # the place that they guess has its noise, as drafters' children have theirs
+        # the guessed place has its own noise, as the places of a drafter's children do
         if context.noise is not None:
             rows = logits.float().softmax(-1)[None].cpu().numpy()
             places, wanted = (
@@ -56,5 +57,5 @@ class LastLogits(Source):
         ]
 
     def candidates(self, context: Context, k: int) -> list[int]:
-        """The tokens of `ranked`: at most `k` ids in order of rank."""
+        """Return the tokens of `ranked`: at most `k` ids, in order of rank."""
         return [token for _, token in self.ranked(context, k)]

@@ -1,5 +1,7 @@
-"""A drafter from what `--drafter` names: a smaller model, or a feature drafter in any layout that
-`checkpoints.py` reads."""
+"""Builds a drafter from what `--drafter` names.
+
+This is a smaller model, or a feature drafter in any layout that `checkpoints.py` reads.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,15 @@ def load_drafter(
     trust_remote_code: bool = False,
     weights: str = BFLOAT16,
 ) -> Drafter:
-    """`name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id. `tokenizer`: the
-    target's. `trust_remote_code`: whether Python code that comes with a smaller model may run.
-    `weights`: of a smaller model (`Model`).
+    """Load the drafter `name` for `target`.
+
+    - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id.
+    - `tokenizer`: the target's.
+    - `trust_remote_code`: whether Python code that comes with a smaller model may run.
+    - `weights`: the weight format of a smaller model (see `Model`).
 
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
-    other tensors.
+    other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
     """
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
@@ -93,9 +98,11 @@ def load_drafter(
 
 
 def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
-    """A smaller model beside a target that memory is short for: its packed weights come from a
-    file, and loading it never takes more than they do. None for one that has to be loaded as others
-    are."""
+    """Open a smaller model beside a target that doesn't fit into memory.
+
+    Its packed weights come from a file, and loading it never takes more memory than they do.
+    Returns None for a model that has to be loaded in the ordinary way.
+    """
     try:
         found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
     except InvalidInput as error:
@@ -107,8 +114,11 @@ def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool)
 
 
 def _fetch(name: str, code: bool) -> Path:
-    """A Hugging Face repository's folder in their cache; the older weight format only where there
-    is no other. `code`: Python files too."""
+    """Download a Hugging Face repository into its cache and return the folder.
+
+    The older weight format is fetched only where there is no other. `code`: fetch Python files,
+    too. Raises `InvalidInput` if the repository can't be fetched.
+    """
     others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
     try:
         folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from quickbeam.draft.base import Source, SourceState
 from quickbeam.errors import InvalidInput
 
-SCAN = 12  # occurrences of one n-gram that are looked at for continuations that differ
+SCAN = 12  # how many occurrences of one n-gram are searched for different continuations
 
 
 class Match(NamedTuple):
@@ -19,14 +19,16 @@ class Match(NamedTuple):
 
 
 class NgramIndex(SourceState):
-    """Finds the newest earlier occurrence of a suffix in one growing text, in constant work per
-    token and lookup.
+    """Finds the newest earlier occurrence of a suffix in one growing text.
 
-    Each n-gram of `min_n` to `max_n` tokens is mapped to the position right after its newest
-    occurrence, and each occurrence to the one before it; continuations are read from the text
-    itself, never copied, so memory is `2 * (max_n - min_n + 1)` entries a token at most. An n-gram
-    is entered only when the token after it arrives: the one at the very end of the text, which
-    nothing follows yet, can't hide an earlier occurrence, and a suffix never finds itself.
+    The work per token and per lookup is constant. Each n-gram of `min_n` to `max_n` tokens is
+    mapped to the position right after its newest occurrence, and each occurrence to the one before
+    it. So memory is at most `2 * (max_n - min_n + 1)` entries a token. Continuations are read from
+    the text itself and never copied.
+
+    An n-gram is entered only when the token after it arrives. So the n-gram at the very end of the
+    text, which nothing follows yet, can't hide an earlier occurrence, and a suffix never finds
+    itself.
 
     Raises `InvalidInput` unless `1 <= min_n <= max_n`.
     """
@@ -40,7 +42,7 @@ class NgramIndex(SourceState):
         self.max_n = max_n
         self.ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}
-        # by n-gram length and position: the position after the occurrence before
+        # by n-gram length and the position after an occurrence: the position after the one before
         self._older: dict[tuple[int, int], int] = {}
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -56,11 +58,11 @@ class NgramIndex(SourceState):
             ids.append(token)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
-        """The newest occurrence of the longest matching end of `suffix`, `max_n` tokens at most,
-        that some token of the text follows.
+        """Find the newest occurrence of the longest end of `suffix` that the text holds.
 
-        `suffix` is the end of the text, or that and further tokens that are only guessed; its last
-        `max_n` tokens are enough.
+        At most `max_n` tokens are matched, and some token of the text must follow the occurrence.
+        Returns None without a match. `suffix` is the end of the text, perhaps continued by tokens
+        that are only guessed; its last `max_n` tokens are enough.
         """
         for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
             position = self._after.get(tuple(suffix[len(suffix) - n :]))
@@ -69,10 +71,10 @@ class NgramIndex(SourceState):
         return None
 
     def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
-        """Up to `limit` matches of `suffix` with different tokens after them: longer matches first,
-        among equals the newest first.
+        """Return up to `limit` matches of `suffix` that are followed by different tokens.
 
-        Of each length the newest `SCAN` occurrences are looked at. The first is what `match` gives.
+        Longer matches come first, among equals the newest first. For each length the newest `SCAN`
+        occurrences are searched. The first match is what `match` returns.
         """
         found: dict[int, Match] = {}  # by the token that follows
         for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
@@ -85,8 +87,10 @@ class NgramIndex(SourceState):
         return list(found.values())
 
     def extent(self, match: Match, limit: int = 16) -> int:
-        """How many tokens before the match agree with the end of the text, up to `limit`: how long
-        the repetition has gone on."""
+        """Return how many tokens before the match agree with the end of the text, up to `limit`.
+
+        This shows how long the repetition has gone on.
+        """
         ids, length = self.ids, 0
         while (
             length < min(limit, match.position)
@@ -96,13 +100,14 @@ class NgramIndex(SourceState):
         return length
 
     def continuation(self, match: Match, length: int, guessed: Sequence[int] = ()) -> list[int]:
-        """`length` tokens that follow a match; `guessed` are the tokens that the matched suffix had
-        beyond the text.
+        """Return the `length` tokens that follow a match.
 
-        A match so near the end that the text runs out is read on into what it predicts, as LZ77
-        copies past its own end: text that has begun to repeat itself with some period is continued
-        with that period, however short. (LogitSpec's pool takes an older occurrence there, whose
-        continuation is longer.)
+        `guessed`: the tokens that the matched suffix had beyond the text.
+
+        Near the end of the text the tokens after the match may run out. Then the continuation goes
+        on with what it has predicted itself, as LZ77 copies past its own end: text that has begun
+        to repeat itself with some period is continued with that period, however short. (LogitSpec's
+        pool instead takes an older occurrence there, whose continuation is longer.)
         """
         tokens = self.ids[match.position : match.position + length]
         if len(tokens) < length:
@@ -112,13 +117,16 @@ class NgramIndex(SourceState):
 
 
 class Ngram(Source):
-    """The n-gram index as a source of candidates: the prompt and output so far."""
+    """The n-gram index as a source of candidates: it searches the prompt and output so far.
+
+    Raises `InvalidInput` unless `1 <= min_n <= max_n`.
+    """
 
     name = "ngram"
 
     def __init__(self, min_n: int = 1, max_n: int = 3) -> None:
         self.min_n, self.max_n = min_n, max_n
-        NgramIndex(min_n, max_n)  # raises
+        NgramIndex(min_n, max_n)  # raises `InvalidInput` now rather than in `begin`
 
     def begin(self, ids: Sequence[int]) -> NgramIndex:
         index = NgramIndex(self.min_n, self.max_n)

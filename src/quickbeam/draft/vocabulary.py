@@ -1,5 +1,4 @@
-"""What of the vocabulary a drafter scores: from `--vocab` and `--shortlist` to a shortlist over its
-head."""
+"""Makes the shortlist that `--vocab` and `--shortlist` ask for, over a drafter's head."""
 
 from __future__ import annotations
 
@@ -28,15 +27,15 @@ SHARES = {
     FREQUENCY + BESIDE: 16,
     "clusters": 8,
     "router": 16,
-}  # one token in so many of the vocabulary, where no size is asked for
-BOTH = (FREQUENCY + BESIDE, "router")  # have the context beside what the layout holds
-KEPT = 2  # shortlists: each holds a copy of the head's rows
+}  # by kind: the default size is the size of the vocabulary divided by this
+BOTH = (FREQUENCY + BESIDE, "router")  # kinds that score the context beside the layout's tokens
+KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
 
 
 def make_shortlist(
     drafter: Drafter, model: Model, vocab: str, size: int | None = None
 ) -> Shortlist | None:
-    """A shortlist of about `size` tokens, or `None` for `full`.
+    """Return a shortlist of about `size` tokens, or `None` for `full`.
 
     - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec,
       2502.14856).
@@ -46,8 +45,11 @@ def make_shortlist(
     - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
     - `router`: `clusters` and the tokens of `context`.
 
-    Raises `InvalidInput` for another word, a size that can't be, a drafter that scores its
-    vocabulary in another way, and one without the files that `quickbeam train shortlist` makes.
+    Without a `size`, all but `context` take a share of the vocabulary (`SHARES`).
+
+    Raises `InvalidInput` for an unknown `vocab`, a `size` that is not 1 to the vocabulary's, a
+    drafter that is no feature drafter or has a shortlist of its own, and a drafter without the
+    files that `quickbeam train shortlist` (and `train router`) writes.
     """
     check_vocab(vocab)
     vocab = plain_vocab(vocab)
@@ -100,15 +102,18 @@ def make_shortlist(
 
 
 class Shortlists:
-    """A drafter's, made when they are first asked for; the last `KEPT` are kept."""
+    """The shortlists of one drafter, each made when it is first requested.
+
+    The `KEPT` most recently used ones are kept.
+    """
 
     def __init__(self, drafter: Drafter, model: Model) -> None:
         self._drafter, self._model = drafter, model
-        # by vocabulary and size, the last used last
+        # by kind and size, the most recently used last
         self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()
 
     def get(self, vocab: str, size: int | None) -> Shortlist | None:
-        """See `make_shortlist`."""
+        """Return the shortlist for `vocab` and `size` (see `make_shortlist`)."""
         key = plain_vocab(vocab), size
         if (
             key not in self._made
@@ -165,8 +170,11 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
 
 @torch.inference_mode()
 def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
-    """`[vocab, size]`: the rows of a head, whatever form it keeps them in: its product with the
-    identity, which no rounding touches."""
+    """Return the rows of a head, `[vocab, size]`, in whatever form the head keeps them.
+
+    Where they can't be read off, they are the head's product with the identity matrix, which causes
+    no rounding.
+    """
     if isinstance(head, NativeLinear):
         return head.packed.rows()[: model.vocab_size]
     if isinstance(head, QuantisedLinear):

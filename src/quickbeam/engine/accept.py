@@ -1,4 +1,4 @@
-"""From logits to accepted tokens, for one sequence."""
+"""From the logits of a pass to accepted tokens, for one sequence."""
 
 from __future__ import annotations
 
@@ -16,15 +16,20 @@ from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
 class Chance(NamedTuple):
-    """Where a sequence's randomness comes from: the `noise` of its places, or `generator` for the
-    residual rule."""
+    """Where a sequence's randomness comes from.
+
+    It is the `noise` of its places, or, if that is None, the `generator` for the residual rule.
+    """
 
     noise: Noise | None
     generator: torch.Generator
 
 
 def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position: int) -> int:
-    """The token after a prompt, which stands at `position`, from raw logits `[vocab]`."""
+    """Return the token after a prompt, from raw logits `[vocab]`. Its place is `position`.
+
+    Raises `QuickbeamError` for NaN logits and `DeadEnd` if no token may come next.
+    """
     if sampler.params.greedy:
         return sampler.best(logits)
     if chance.noise is not None:
@@ -35,11 +40,13 @@ def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position
 def accept(
     sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int
 ) -> Verdict:
-    """The lossless choice of a path (`verify.py`). `position`: of the token after the root.
-    Distributions are made only for the nodes that it visits.
+    """Choose a path of the tree losslessly (`verify.py`).
 
-    Raises `DeadEnd` where no token may come after the root. Where that happens deeper in the tree,
-    the path ends before it: the answer may be over by then.
+    `position` is that of the token after the root. Distributions are made only for the nodes that
+    verification visits.
+
+    Raises `DeadEnd` if no token may come after the root. If that happens deeper in the tree, the
+    path ends before that node: the answer may be over by then.
     """
     reached = 0
 
@@ -88,7 +95,8 @@ def _verdict(
             ),
         )
     if not sampler.params.adjusts_logits:
-        # the kernels found them on the way; -1 stands for logits that are not finite
+        # the kernels already found the most probable tokens; -1 stands for logits that are not
+        # finite
         if (known := passed.best) is not None:
             return verify_equal(
                 tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node])

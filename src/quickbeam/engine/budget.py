@@ -1,11 +1,14 @@
-"""One budget for all running sequences: it decides how many nodes each tree gets and which calls of
-a drafter are made.
+"""One budget for all running sequences.
 
-Tokens a second are tokens over seconds. To maximise that ratio is to maximise tokens - rate *
-seconds, with the best rate there is (Dinkelbach, 1967). So a node or a call is added only if its
-expected tokens outweigh its time at the recent rate, in whichever tree it is; recent rates approach
-the best one. The time of a pass is measured by its rows. The more sequences share a pass, the more
-a further row costs beside what it takes alone, and in a full batch little but the roots is worth
+It decides how many nodes each tree gets and which calls of a drafter are made.
+
+The aim is the most tokens a second, a ratio of tokens to seconds. To maximise that ratio is to
+maximise `tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a
+node or a call is added only if its expected tokens outweigh its time at the recent rate, in
+whichever tree it is. Recent rates approach the best one.
+
+The time of a pass is measured by its number of rows. The more sequences share a pass, the more does
+a further row cost compared with what it costs alone. In a full batch little but the roots is worth
 its time.
 """
 
@@ -21,15 +24,20 @@ from typing import NamedTuple
 from quickbeam.draft.base import Prices
 from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 
-MOST = 64  # nodes of a measured tree,
-MOST_DEAR = 512  # and of one whose pass reads weights from disk
-OVERHEAD = 0.001  # seconds of a step beside passes and calls
+MOST = 64  # the most nodes of a tree under the measured budget
+MOST_DEAR = 512  # the same where a pass reads weights from disk
+OVERHEAD = 0.001  # seconds of a step apart from passes and calls
 
 
 class NodePrices(Prices):
-    """The marginal cost of a node, in tokens, by the size of its tree: the slope of the lower
-    convex hull of pass times. Steps in the time of a pass (a kernel's tiles) are spread over their
-    nodes. Beyond the widest measured tree a node costs infinitely much."""
+    """The marginal cost of a node, in tokens, by the size of its tree.
+
+    It is the slope of the lower convex hull of pass times. Where the time of a pass rises in steps
+    (a kernel's tiles), a step is thus spread over its nodes. Beyond the widest measured tree a node
+    costs infinitely much.
+
+    `widths` are numbers of nodes, `passes` the cost in tokens of a pass for each of them.
+    """
 
     def __init__(self, widths: Sequence[int], passes: Sequence[float], trial: bool = False) -> None:
         self.trial = trial
@@ -51,35 +59,42 @@ class NodePrices(Prices):
 
 
 class Expected:
-    """Expected tokens of a step by the number of nodes of its tree, learned separately for each
-    situation that a policy tells apart.
+    """Expected tokens of a step by the number of nodes of its tree.
 
-    Where a tree's first m nodes are the tree of budget m (`TreePolicy.nested`), one step shows for
-    every m up to its size what that tree would have emitted: the accepted nodes before m, the root
-    counted for the token that follows the path.
+    They are learned separately for each situation that a policy tells apart
+    (`TreePolicy.situation`). If a tree's first m nodes are the tree of budget m
+    (`TreePolicy.nested`), one step shows what each smaller tree would have emitted. For a tree of m
+    nodes that is the number of accepted nodes among its first m. The root counts for the token that
+    follows the path.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
-    TRUST = 3  # steps that a guess from smaller budgets counts for against what was observed
+    TRUST = 3  # how many observed steps a guess from smaller budgets counts for
 
     def __init__(self, limit: int) -> None:
         self.budgets = [width for width in (*WIDTHS, *WIDER) if width <= limit]
-        # by situation, for each budget: mean of what was observed
+        # by situation, for each budget: the mean of the observed tokens
         self._emitted: dict[int, list[float]] = {}
         self._count: dict[int, list[int]] = {}
 
     @staticmethod
     def prior(situation: int, nodes: int) -> float:
-        """Tokens a step before anything was observed: a chain whose tokens hold with a chance that
-        grows with the situation (a match of one token is right about 1 time in 4, a long one 9
-        times in 10), and a little for every doubling of guesses beside it."""
+        """Return the tokens of a step before anything was observed.
+
+        It assumes a chain whose tokens are accepted at a rate that grows with the situation. (A
+        match of one token is right about 1 time in 4, a long one 9 times in 10.) It adds a little
+        for every doubling of the nodes.
+        """
         chance = (0.0, 0.25, 0.5, 0.75, 0.9)[min(situation, 4)]
         return 1 + sum(chance**i for i in range(1, nodes)) + 0.1 * math.log2(nodes)
 
     def tokens(self, situation: int) -> list[float]:
-        """For each of `budgets`: what was observed, mixed with a guess from the next smaller
-        budget. The guess is the prior's growth, or, where the smaller one was observed, nine tenths
-        with each further node of what its last nodes added."""
+        """Return the expected tokens for each of `budgets`.
+
+        Each is what was observed, mixed with a guess from the next smaller budget. If that budget
+        was observed, the guess continues its growth: each further node adds nine tenths of what the
+        node before it added. Otherwise the guess grows as the prior does.
+        """
         emitted, count = self._records(situation)
         tokens = [1.0]
         for i in range(1, len(self.budgets)):
@@ -102,8 +117,11 @@ class Expected:
     def observe(
         self, situation: int, budget: int, path: Sequence[int], nested: bool = True
     ) -> None:
-        """Learn from a step: its tree was grown with `budget`, and the nodes of `path` (root first)
-        were accepted. `nested`: see `TreePolicy`; otherwise it tells of this budget alone."""
+        """Learn from a step whose tree was grown with `budget` nodes.
+
+        `path` is its accepted nodes, the root first. If not `nested` (see `TreePolicy`), the step
+        says something about this budget alone.
+        """
         emitted, count = self._records(situation)
         for i, width in enumerate(self.budgets):
             if width > budget:
@@ -120,31 +138,35 @@ class Expected:
 
 @dataclass
 class Rate:
-    """Tokens a second of one method under one load, as fading sums; at first those of one plain
-    step.
+    """Tokens a second of one method under one load, as fading sums.
 
-    Some steps are trials, in which the first call of the drafter is made whether or not it seems
-    worth its time: the first few steps, and later one now and then, on no more than a share `TRIAL`
-    of the time. Drafting that was not worth its cost may have become so.
+    They begin with those of one step of plain decoding.
+
+    Some steps are trials: the first call of the drafter is made whether or not it seems worth its
+    time. Drafting that was not worth its cost may have become so. The first few steps are trials.
+    Later one is a trial now and then, so that the calls take no more than a share `TRIAL` of the
+    time.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
-    # how many trials at first, and at least so many steps between later ones
+    # how many steps at first are trials; the fewest steps between later trials; their share of time
     FIRST, REST, TRIAL = 4, 32, 0.02
 
     tokens: float
     seconds: float
     steps: int = 0
     tried: int = 0
-    called: int = 0  # the step in which a call was last worth its time
+    called: int = 0  # the last step in which a call was worth its time
 
     @property
     def rate(self) -> float:
         return self.tokens / self.seconds
 
     def trial(self, call: float, plain: float) -> bool:
-        """Whether the step that begins is one; `call` and `plain`: seconds of a call and of a pass
-        without drafts."""
+        """Count the step that begins, and return whether it is a trial.
+
+        `call` and `plain` are the seconds of a call and of a step without drafts.
+        """
         self.steps += 1
         if self.steps > self.FIRST and self.steps - self.tried < max(
             self.REST, call / plain / self.TRIAL
@@ -154,12 +176,12 @@ class Rate:
         return True
 
     def worth_a_call(self) -> None:
-        """A call was made in this step because its tokens outweigh its time."""
+        """Record that a call was made in this step because its tokens outweigh its time."""
         self.called = self.steps
 
     @property
     def drafts(self) -> bool:
-        """Whether calls were worth their time of late, as far as is known."""
+        """Whether calls were worth their time recently, as far as is known."""
         return self.steps - self.called < self.REST
 
     def observe(self, tokens: int, seconds: float) -> None:
@@ -168,24 +190,31 @@ class Rate:
 
 
 class Plan(NamedTuple):
-    """What one sequence's next tree may cost. `nodes`: at most so many; `prices`: where each has to
-    be worth its own."""
+    """What one sequence's next tree may cost.
+
+    - `nodes`: the most nodes it may have, the root included.
+    - `prices`: if given, the marginal cost that each node has to be worth.
+    - `situation`: the class of `TreePolicy.situation`.
+    """
 
     nodes: int
     prices: Prices | None = None
     situation: int = 0
-    measured: bool = False  # `nodes` was chosen by `Expected`
+    measured: bool = False  # whether `Expected` chose `nodes`
 
 
 @dataclass
 class Load:
-    """One step's sequences, as far as the budget looks at them: by sequence, the tokens before its
-    tree and the nodes it had last."""
+    """The sequences of one step, as far as the budget needs them.
+
+    `contexts`: by sequence, the tokens before its tree. `nodes`: by sequence, the nodes of its last
+    tree.
+    """
 
     contexts: dict[Hashable, int]
     nodes: dict[Hashable, int] = field(default_factory=dict)
-    prompts: int = 0  # rows of prompts that are read beside
-    plain: float | None = None  # seconds of this step without drafts, once known
+    prompts: int = 0  # rows of prompts that the same pass reads
+    plain: float | None = None  # seconds of this step without drafts, once computed
 
     @property
     def rows(self) -> int:
@@ -193,32 +222,36 @@ class Load:
 
 
 class Budget:
-    """Converts measured time into the tokens that a node or a call must add; decides which calls
-    are made and how many nodes each tree has. Each `setting` (a method and what its drafts depend
-    on) has a record of its own."""
+    """Decides which calls of a drafter are made and how many nodes each tree has.
 
-    HOLD = 8  # steps that a tree's prices are kept for, if its neighbours stay about the same
-    CHOICE = 4  # steps that a number of nodes is kept for: choosing takes a tenth of a millisecond
-    # trees of so many nodes, of which the least time counts: the first of all may be slow
+    It converts measured time into the tokens that a node or a call must add. Each `setting` (a
+    method and what its drafts depend on) has a record of its own. `limit` is the most nodes of a
+    tree.
+    """
+
+    HOLD = 8  # how many steps a tree's prices are kept, if the rest of the pass stays about as wide
+    # how many steps a number of nodes is kept, because choosing one takes a tenth of a millisecond
+    CHOICE = 4
+    # for this many trees of a size the least time counts, because the very first may be slow
     FIRST = 4
 
     def __init__(self, cost: CostModel, limit: int = MOST) -> None:
         self.cost, self.limit = cost, limit
-        # beside a pass of seconds, making prices takes no time
+        # compared with a pass of seconds, making prices takes no time
         self._hold = self.HOLD if limit <= MOST else 1
         self.calls: dict[Hashable, CallCost] = {}
         self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
-        # by sequence: steps left, rows beside, prices
+        # by sequence: steps left, rows of the rest of the pass, prices
         self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}
-        # by sequence and situation: nodes, steps left, rows beside
+        # by sequence and situation: nodes, steps left, rows of the rest of the pass
         self._chosen: dict[tuple[Hashable, int], tuple[int, int, int]] = {}
-        # by setting and nodes: seconds of growing, how often seen
+        # by setting and nodes: seconds of growing a tree, how often seen
         self._drafting: dict[tuple[Hashable, int], tuple[float, int]] = {}
 
     def plain(self, load: Load) -> float:
-        """Seconds of a step without drafts. Prompts that are read in it don't count."""
+        """Return the seconds of a step without drafts. Prompts that it reads don't count."""
         if load.plain is None:
             many = max(1, len(load.contexts))
             reading = self.cost.reading(1, sum(load.contexts.values()), many)
@@ -226,30 +259,36 @@ class Budget:
         return load.plain
 
     def rate(self, setting: Hashable, load: Load) -> Rate:
-        """The record of a method under a load of about as many sequences."""
+        """Return the record of a method under a load of about as many sequences."""
         key = setting, _bucket(len(load.contexts))
         if key not in self._rates:
             self._rates[key] = Rate(float(len(load.contexts)), self.plain(load))
         return self._rates[key]
 
     def best_rate(self, setting: Hashable, load: Load) -> float:
-        """Tokens a second: the recent rate, and at least that of plain decoding."""
+        """Return tokens a second: the recent rate, but at least that of plain decoding."""
         return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
 
     def drafts(self, setting: Hashable, sequences: int) -> bool:
-        """Whether calls of a drafter were worth their time of late, with so many sequences side by
-        side; True where that is not known."""
+        """Whether calls of a drafter were worth their time recently.
+
+        The record is that of a load of about as many `sequences` side by side. True if nothing is
+        known.
+        """
         found = self._rates.get((setting, _bucket(max(1, sequences))))
         return found is None or found.drafts
 
     def call(self, setting: Hashable) -> CallCost:
-        """The cost of calls for this method."""
+        """Return the cost of a drafter's calls for this method."""
         if setting not in self.calls:
             self.calls[setting] = CallCost(self.cost.alone(1))
         return self.calls[setting]
 
     def prices(self, one: Hashable, setting: Hashable, load: Load, trial: bool = False) -> Plan:
-        """The plan for a policy that uses marginal costs itself (`TreePolicy.priced`)."""
+        """Return the plan for a policy that uses marginal costs itself (`TreePolicy.priced`).
+
+        `one` is the sequence. In a trial the tree may grow whatever the prices.
+        """
         beside, rate = load.rows - load.nodes.get(one, 1), self.best_rate(setting, load)
         steps, rows, made = self._held.get(one, (0, 0, None))
         if made is None or steps <= 0 or abs(rows - beside) * 4 > rows:
@@ -261,15 +300,17 @@ class Budget:
             steps, rows, made = self._hold, beside, NodePrices(self._widths, passes)
         self._held[one] = steps - 1, rows, made
         made.trial = trial
-        # At a full batch no node may be worth its row, however sure it is: then nothing is grown at
-        # all.
+        # A node gives one token at most. In a full batch its row may cost more than that, and then
+        # no tree is grown.
         return Plan(self.limit if trial or made.node(1) < 1.0 else 1, made)
 
     def nodes(self, one: Hashable, setting: Hashable, load: Load, situation: int) -> Plan:
-        """The plan for any other policy: the number of nodes with the most tokens a second. Beside
-        other sequences, the number whose expected tokens most exceed the cost of the rows it adds
-        (to maximise the common rate instead would reward every tree for being too wide where the
-        others are)."""
+        """Return the plan for any other policy: the number of nodes with the most tokens a second.
+
+        With other sequences in the pass it is the number whose expected tokens most exceed the cost
+        of the rows it adds. (Maximising the common rate instead would reward a tree for being too
+        wide when the others are.)
+        """
         beside = load.rows - load.nodes.get(one, 1)
         chosen, steps, rows = self._chosen.get((one, situation), (0, 0, 0))
         if steps <= 0 or abs(rows - beside) * 4 > rows:
@@ -293,8 +334,11 @@ class Budget:
         return Plan(chosen, None, situation, measured=True)
 
     def worthwhile(self, gains: Sequence[float], call: CallCost, rate: float) -> list[bool]:
-        """Which requests of a round to answer in one call: the set whose expected tokens (`gains`)
-        most exceed the cost of the call. Infinite gains are always answered."""
+        """Return which requests of a round to answer, all in one call.
+
+        They are the set whose expected tokens (`gains`) most exceed the cost of the call, at `rate`
+        tokens a second. Requests of infinite gain are always answered.
+        """
         order = sorted(range(len(gains)), key=lambda i: -gains[i])
         asked = sum(map(math.isinf, gains))
         count, best, total = asked, 0.0, 0.0
@@ -308,9 +352,12 @@ class Budget:
         return [i in taken for i in range(len(gains))]
 
     def share(self, values: Sequence[Sequence[float]], rows: int, rate: float) -> list[int]:
-        """How many nodes each tree keeps beside its root. `values`: for each tree, the expected
-        tokens of its nodes, in order of worth; `rows`: of the pass without them. The next node goes
-        to the tree with the largest value, as long as that exceeds the marginal cost of a row."""
+        """Return how many nodes each tree keeps, not counting its root.
+
+        `values`: for each tree, the expected tokens of its nodes, in order of worth. `rows`: the
+        rows of the pass without these nodes. The next node goes to the tree where it has the
+        largest value, as long as that exceeds the marginal cost of a row.
+        """
         kept = [0] * len(values)
         waiting = sorted(
             ((value, tree) for tree, row in enumerate(values) for value in row),
@@ -327,7 +374,7 @@ class Budget:
         return kept
 
     def _grid(self, rows: int) -> list[int]:
-        """Widths around `rows` and beyond at which a pass's cost is looked up."""
+        """Return the widths from `rows` on at which a pass's cost is looked up."""
         widths = {*WIDTHS, *self._widths}
         return sorted(
             {
@@ -338,8 +385,10 @@ class Budget:
         )
 
     def grew(self, setting: Hashable, nodes: int, seconds: float) -> None:
-        """Record how long growing a tree of a measured number of nodes took with a drafter. A
-        single slow one changes little."""
+        """Record how long it took to grow a tree with a drafter, if `Expected` chose its size.
+
+        A single slow tree changes little.
+        """
         key = setting, nodes
         known, count = self._drafting.get(key, (seconds, 0))
         after = (
@@ -350,8 +399,11 @@ class Budget:
         self._drafting[key] = after, count + 1
 
     def _growing(self, setting: Hashable, nodes: int) -> float:
-        """Expected time for growing a tree; between observed sizes it is interpolated, and 0 where
-        none was observed."""
+        """Return the expected seconds for growing a tree of `nodes` nodes.
+
+        Between observed sizes they are interpolated. Beyond the largest they grow with the square
+        root of the size. They are 0 if no size was observed.
+        """
         table = {1: 0.0} | {
             size: seconds
             for (name, size), (seconds, _) in self._drafting.items()
@@ -362,7 +414,7 @@ class Budget:
         return interpolate(dict(sorted(table.items())), nodes)
 
     def learn(self, setting: Hashable, plan: Plan, path: Sequence[int], nested: bool) -> None:
-        """Record which nodes of a tree of a measured size were accepted."""
+        """Record the accepted nodes of a tree whose size `Expected` chose."""
         self._expect(setting).observe(plan.situation, plan.nodes, path, nested)
 
     def observe(
@@ -373,7 +425,7 @@ class Budget:
             self.rate(setting, load).observe(tokens, seconds)
 
     def forget(self, one: Hashable) -> None:
-        """A sequence is over."""
+        """Forget a sequence that is over."""
         self._held.pop(one, None)
         for key in [key for key in self._chosen if key[0] == one]:
             del self._chosen[key]
@@ -385,5 +437,8 @@ class Budget:
 
 
 def _bucket(sequences: int) -> int:
-    """Loads that count as alike: up to 4 each its own, then by half powers of two."""
+    """Return the class of a number of sequences; loads of one class count as alike.
+
+    Up to 4 sequences each number is a class of its own. Beyond, classes go by half powers of two.
+    """
     return sequences if sequences <= 4 else round(2 * math.log2(sequences)) + 1

@@ -1,4 +1,4 @@
-"""What a pass of the target and a call of a drafter cost: seconds, measured."""
+"""The cost of a pass of the target and of a drafter's call: measured seconds."""
 
 from __future__ import annotations
 
@@ -15,28 +15,35 @@ from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-WIDER = (192, 256, 384, 512)  # where a pass is so dear that trees of so many nodes can be worth it
-DEAR = (1, 64, 128, 256, 512)  # numbers of nodes of which one pass each is timed there,
-STEEP = 1.5  # as long as it takes no longer than so many times the narrowest
-FAR = 1024  # tokens before a tree at which its cost is measured a second time,
-FAR_WIDTHS = (1, 8, 32)  # for these numbers of nodes
-MANY = 8  # sequences whose cost side by side is measured
-PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are left out
+WIDER = (192, 256, 384, 512)  # for passes so expensive that trees of these sizes can be worth it
+DEAR = (1, 64, 128, 256, 512)  # the numbers of nodes for which such a pass is timed, once each
+STEEP = 1.5  # timing stops after a pass that takes more than this many times the narrowest
+FAR = 1024  # tokens before a tree when its cost is measured a second time
+FAR_WIDTHS = (1, 8, 32)  # the numbers of nodes for which that is done
+MANY = 8  # how many sequences side by side are measured
+PATIENCE = 2.0  # seconds of measuring after which the remaining, wider passes are skipped
 
 
 class CostModel:
-    """Seconds of one pass of the target, by its number of rows and the tokens before each tree:
-    measured once, then corrected with every pass.
+    """Seconds of one pass of the target, by its number of rows and the tokens before each tree.
 
-    `seconds`: by rows, with nothing before the trees. `per_token`: by a tree's nodes, what each
-    token before it adds; every node reads them all, so a wide tree costs more in a long context.
-    Both are interpolated. Beyond the widest measured width they grow in proportion, or by the last
-    slope where that is steeper. `per_sequence`: what a row adds when it belongs to another sequence
-    and not to the same tree. `beside`: the part of `per_token` that remains when many sequences are
-    read side by side and all threads are busy.
+    They are measured once, then corrected with every pass.
+
+    - `seconds`: by rows, with nothing before the trees.
+    - `per_token`: by a tree's nodes, the seconds that each token before it adds. Every node reads
+      all these tokens, so a wide tree costs more in a long context.
+    - `per_sequence`: the seconds that a row adds if it belongs to another sequence and not to the
+      same tree.
+    - `beside`: the part of `per_token` that remains when many sequences are read side by side and
+      all threads are busy.
+
+    `seconds` and `per_token` are interpolated. Beyond the widest measured width they grow in
+    proportion, or by the last slope where that is steeper.
+
+    Raises `ValueError` if no cost was measured.
     """
 
-    RATE = 0.05  # of a difference that one pass corrects
+    RATE = 0.05  # the share of a difference that one pass corrects
 
     def __init__(
         self,
@@ -53,9 +60,12 @@ class CostModel:
 
     @classmethod
     def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
-        """Time trees of growing width, none wider than `limit` nodes, behind nothing and behind
-        `FAR` tokens, and the roots of `MANY` sequences. Which tokens they hold does not matter. The
-        pool's limit is lifted meanwhile."""
+        """Measure a model's passes.
+
+        It times trees of growing width, none wider than `limit` nodes, with nothing before them and
+        with `FAR` tokens before them. It also times the roots of `MANY` sequences. Which tokens
+        they hold does not matter. The pool's limit is lifted meanwhile.
+        """
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         per_token: dict[int, float] = {}
@@ -79,11 +89,15 @@ class CostModel:
 
     @classmethod
     def of_few_passes(cls, model: Model, limit: int) -> CostModel:
-        """The same for a model whose passes take seconds, as its weights come from disk: a pass for
-        each of a few widths, and none that follows one that took clearly longer than the narrowest.
-        What stands before a tree is left out: passes that are run correct that."""
+        """Measure a model whose passes take seconds, because its weights come from disk.
+
+        It times one pass for each of a few widths, and stops after one that took clearly longer
+        than the narrowest. The tokens before a tree are left out: the passes that follow correct
+        for them.
+        """
         seconds: dict[int, float] = {}
-        _time(model, TokenTree(0), 0, 0)  # the first begins with nothing read
+        # not counted, since the first pass begins with nothing read
+        _time(model, TokenTree(0), 0, 0)
         for width in (w for w in DEAR if w <= limit):
             seconds[width] = _time(model, _bushy(model, width), 0, 0)
             if seconds[width] > STEEP * seconds[1]:
@@ -91,16 +105,24 @@ class CostModel:
         return cls(seconds)
 
     def seconds(self, rows: int, context: int = 0) -> float:
-        """Expected time of a pass over one tree of `rows` nodes behind `context` tokens."""
+        """Return the expected time of a pass over one tree.
+
+        The tree has `rows` nodes and `context` tokens before it.
+        """
         return self.alone(rows) + self.reading(rows, context)
 
     def alone(self, rows: int, sequences: int = 1) -> float:
-        """Of a pass over `rows` rows of so many sequences, nothing before them."""
+        """Return the expected time of a pass with nothing before its trees.
+
+        The pass has `rows` rows, of `sequences` sequences.
+        """
         return interpolate(self._seconds, rows) + self._per_sequence * (sequences - 1)
 
     def reading(self, nodes: int, context: int, sequences: int = 1) -> float:
-        """What `context` tokens before a tree of `nodes` nodes add, in a pass over `sequences`
-        trees."""
+        """Return the seconds that `context` tokens before a tree of `nodes` nodes add.
+
+        The pass runs over `sequences` trees.
+        """
         return (
             context
             * interpolate(self._per_token, nodes)
@@ -108,35 +130,46 @@ class CostModel:
         )
 
     def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
-        """Record that a pass over trees of `sequences` sequences took `seconds`, of which `reading`
-        are expected for the tokens before the trees. A single slow pass (the machine was busy)
-        changes little."""
+        """Record that a pass over trees of `sequences` sequences took `seconds`.
+
+        `reading` of these seconds are expected for the tokens before the trees. A single slow pass
+        (the machine was busy) changes little.
+        """
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         for width in set(_bracket(self._seconds, rows)[:2]):
             self._seconds[width] *= 1 + self.RATE * (ratio - 1)
 
 
 class CallCost:
-    """Seconds of one call of the drafter and what growing from it takes, by how many sequences it
-    serves."""
+    """Seconds of one call of the drafter and of growing from it, by how many sequences it serves.
 
-    CALLS = 16  # recent calls that tell what one costs
-    ENOUGH = 4  # calls that tell what one for so many sequences costs,
-    ALIKE = 1.5  # or for so many times as many
-    GUESS = 0.25  # of a plain pass, before one was seen
-    # of a call for one, what each further sequence is taken to add before that was seen
+    `plain`: seconds of a plain pass of the target.
+    """
+
+    CALLS = 16  # how many recent calls are kept
+    ENOUGH = 4  # this many calls are enough for an estimate for the same number of sequences,
+    ALIKE = 1.5  # or for up to this many times more or fewer
+    GUESS = 0.25  # share of a plain pass that a call is taken to cost before one was seen
+    # Share of a call for one sequence that each further sequence is taken to add before that was
+    # seen.
     MORE = 0.15
 
     def __init__(self, plain: float) -> None:
         self._plain = plain
         self._seen: dict[int, deque[float]] = {}
-        self.row = 0.0  # seconds that each token adds which the drafter has to read first
+        self.row = 0.0  # seconds that each token adds that the drafter has to read first
 
     def seconds(self, sequences: int) -> float:
-        """The lower quartile of recent calls for about as many sequences, where there were
-        `ENOUGH`; otherwise the least that calls for other numbers of sequences suggest. Some calls
-        are slow (new shapes, a busy machine). An estimate that is too low gets corrected, because
-        the call is then made and timed; one that is too high never would be."""
+        """Return the expected seconds of a call for `sequences` sequences.
+
+        It is the lower quartile of recent calls for about as many sequences, if there were
+        `ENOUGH`. Otherwise it is the least that calls for other numbers of sequences suggest.
+        Before any call was timed, it is a share `GUESS` of a plain pass.
+
+        Some calls are slow (new shapes, a busy machine), so the estimate is a low one. An estimate
+        that is too low gets corrected, since the call is then made and timed. One that is too high
+        never would be.
+        """
         if not self._seen:
             return self.GUESS * self._plain * self._more(sequences)
         found = {
@@ -158,14 +191,17 @@ class CallCost:
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
     def observe_reading(self, sequences: int, tokens: int, seconds: float) -> None:
-        """The same of a call before which so many tokens had to be read."""
+        """Record a call for which the drafter first had to read `tokens` tokens."""
         self.row = max(0.0, seconds - self.seconds(sequences)) / tokens
 
 
 @torch.inference_mode()
 def _time(model: Model, tree: TokenTree, context: int, repeats: int, sequences: int = 1) -> float:
-    """Seconds of a pass over `tree`, behind `context` tokens, in each of so many sequences: the
-    median of `repeats`, after a first one, or with none the first."""
+    """Return the seconds of a pass over `tree` behind `context` tokens, in each of `sequences`
+    sequences.
+
+    It is the median of `repeats` passes after a first one. If `repeats` is 0, it is the first.
+    """
     caches = [model.pool.new()]
     times: list[float] = []
     with model.pool.unbounded():
@@ -194,8 +230,10 @@ def _bushy(model: Model, nodes: int) -> TokenTree:
 
 
 def interpolate(table: dict[int, float], nodes: int) -> float:
-    """Between the numbers of `table`; beyond the widest in proportion, or as fast as they grew last
-    where that is faster."""
+    """Return the value of `table` at `nodes`, interpolated between its keys.
+
+    Beyond the widest key it grows in proportion, or as fast as it grew last where that is faster.
+    """
     low, high, part = _bracket(table, nodes)
     found = table[low] * (1 - part) + table[high] * part
     if nodes <= high or len(table) < 2:
@@ -205,7 +243,7 @@ def interpolate(table: dict[int, float], nodes: int) -> float:
 
 
 def _bracket(table: dict[int, float], nodes: int) -> tuple[int, int, float]:
-    """The keys of `table` around `nodes`, and how far between them it lies."""
+    """Return the keys of `table` around `nodes`, and how far between them it lies (0 to 1)."""
     widths = list(table)
     i = bisect_left(widths, nodes)
     if i == len(widths):

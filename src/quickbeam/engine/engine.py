@@ -1,5 +1,8 @@
-"""The engine: all running sequences, one step after another. Trees grow side by side, one pass
-verifies all of them, each sequence keeps its path."""
+"""The engine: it answers all running sequences, step by step.
+
+In each step the trees grow side by side, one pass verifies all of them, and each sequence keeps its
+accepted path.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +31,15 @@ from quickbeam.target.native.noise import NativeLoops
 from quickbeam.target.pages import PagePool
 from quickbeam.tree import TokenTree
 
-MOST_ACTIVE = 32  # sequences side by side
-UNHEARD = 1024  # hidden states that a drafter may leave unread, before they are read without a tree
+MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
+UNHEARD = 1024  # a drafter that is not asked reads hidden states once this many are waiting
 
 
 class Ready(NamedTuple):
-    """A sequence with its part of the next pass. `growing`: its draft tree; None for a text that is
-    read."""
+    """A sequence with its part of the next pass.
+
+    `growing` is its draft tree; None for a text that is read.
+    """
 
     sequence: SequenceState
     part: Part
@@ -42,13 +47,17 @@ class Ready(NamedTuple):
 
 
 class Engine:
-    """Answers any number of requests through one model. `add` one, then `step` until it is over; or
-    `cancel` it.
+    """Answers any number of requests with one model.
 
-    `budget` is made when it is first needed, because it measures. `most`: sequences side by side;
-    the others wait. `pages`: of keys and values, None for any number. `share`: whether texts that
-    begin alike share their beginning. Every request ends with a reason or an `error` of its own:
-    nothing that goes wrong in one sequence touches another. Calls from several threads take turns.
+    Call `add` for a request, then `step` until it is over, or `cancel` it.
+
+    - `most`: how many sequences run side by side; the others wait.
+    - `pages`: pages of keys and values, None for any number.
+    - `share`: whether texts that begin alike share their beginning.
+
+    Every request ends with a reason or with an `error` of its own: a failure in one sequence does
+    not touch another. Calls from several threads take turns. Raises `InvalidInput` if `most` is
+    below 1.
     """
 
     def __init__(
@@ -58,21 +67,21 @@ class Engine:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
         self.model, self.lock = model, Turns()
         self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
-        # those that no step has seen yet: whoever brings them never waits
+        # sequences that no step has seen yet; adding one never waits for the lock
         self._arrived: deque[SequenceState] = deque()
-        self._cancelled: deque[SequenceState] = deque()  # likewise
+        self._cancelled: deque[SequenceState] = deque()  # cancelled ones that no step has seen yet
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
         if self.prefixes is not None:
             model.pool.spare = self.prefixes.evict
         self._budget: Budget | None = None
-        self._nodes: dict[Hashable, int] = {}  # by sequence: of its last tree
-        self.prompt_rows = 0  # tokens of prompts that the last step read
+        self._nodes: dict[Hashable, int] = {}  # by sequence: nodes of its last tree
+        self.prompt_rows = 0  # how many rows of prompts the last step read
 
     @property
     def budget(self) -> Budget:
-        """Measured when it is first asked for."""
+        """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             if self.model.streamed is not None:
                 self._budget = Budget(CostModel.of_few_passes(self.model, MOST_DEAR), MOST_DEAR)
@@ -81,8 +90,11 @@ class Engine:
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
-        """Take a request. Raises `InvalidInput` where it might not fit the model's context, its
-        drafter's, or the memory."""
+        """Take a request and return its sequence.
+
+        Raises `InvalidInput` if the request might not fit the context of the model or of its
+        drafter, or the memory.
+        """
         self.model.check_prompt(request.prompt)
         limit, prompt, most = (
             self.model.context_length,
@@ -111,7 +123,10 @@ class Engine:
             self._sort()
 
     def drop(self, sequence: SequenceState) -> None:
-        """`cancel` that never waits: now where nothing is under way, else with the next step."""
+        """Do as `cancel` does, but never wait.
+
+        If nothing is under way, it happens now, otherwise with the next step.
+        """
         self._mark(sequence)
         if self.lock.take_if_free():
             try:
@@ -125,7 +140,7 @@ class Engine:
             self._cancelled.append(sequence)
 
     def _sort(self) -> None:
-        """Take up sequences that arrived, and let go of cancelled ones."""
+        """Hand sequences that arrived to the scheduler, and end cancelled ones."""
         while self._arrived:
             sequence = self._arrived.popleft()
             if sequence.over:  # cancelled before it was taken up
@@ -163,8 +178,11 @@ class Engine:
 
     @property
     def used(self) -> float:
-        """Share of the pool that sequences hold; what only the prefix cache holds is free. From any
-        thread: a step may be under way."""
+        """The share of the pool that sequences hold.
+
+        What only the prefix cache holds counts as free. May be read from any thread, even during a
+        step.
+        """
         pool = self.model.pool
         if not pool.limit:
             return 0.0
@@ -175,15 +193,20 @@ class Engine:
 
     @property
     def nodes(self) -> float:
-        """Of the last tree of each running sequence, on average; 0 where none runs. From any
-        thread."""
+        """The average number of nodes of the last trees of all running sequences; 0 if none runs.
+
+        May be read from any thread.
+        """
         nodes = list(self._nodes.values())
         return sum(nodes) / len(nodes) if nodes else 0.0
 
     @torch.inference_mode()
     def step(self) -> None:
-        """One step of all. However it ends (an interrupt included), outputs hold what was emitted,
-        and nothing is lost of it; an interrupt ends all that were under way."""
+        """Run one step of all sequences.
+
+        However it ends, by an interrupt too, the outputs hold all that was emitted. An interrupt
+        ends all sequences that were under way.
+        """
         with self.lock:
             try:
                 self._step()
@@ -245,8 +268,10 @@ class Engine:
         return sequence.cache
 
     def _leave(self, sequence: SequenceState) -> None:
-        """A sequence is over: keep what was computed of its text in the prefix cache, free the
-        rest."""
+        """Remove a sequence that is over.
+
+        What was computed of its text goes to the prefix cache; the rest is freed.
+        """
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
@@ -255,8 +280,11 @@ class Engine:
             self._budget.forget(sequence.arrival)
 
     def _whole(self, sequence: SequenceState) -> int:
-        """Tokens whose keys and values others can use: all, or where bits depend on how they were
-        computed, those of the prompt."""
+        """Return how many tokens have keys and values that other sequences can use.
+
+        With native kernels it is all tokens read. Otherwise the bits depend on how they were
+        computed, and only those of the prompt can be used.
+        """
         return (
             sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
         )
@@ -265,8 +293,11 @@ class Engine:
         return Load({one.arrival: len(one.ids) for one in running}, self._nodes, rows)
 
     def _with_room(self, ready: list[Ready]) -> list[Ready]:
-        """Those that can go on: where the pool runs short, trees shrink to their roots, then the
-        latest sequences are set back."""
+        """Return the parts that can run.
+
+        If the pool runs short, trees shrink to their roots. If that is not enough, the latest
+        sequences are set back.
+        """
         pool = self.model.pool
         if pool.limit is None:
             return ready
@@ -310,8 +341,10 @@ class Engine:
             ready = [one for one in ready if one.sequence is not last]
 
     def _forward(self, ready: Sequence[Ready]) -> list[Passed | None]:
-        """One pass for all; where it fails, sequence by sequence, so that only the one that makes
-        it fail ends."""
+        """Run one pass for all parts.
+
+        If it fails, run them one by one, so that only the sequence that makes it fail ends.
+        """
         if not ready:
             return []
         try:
@@ -329,7 +362,8 @@ class Engine:
         return passed
 
     def _have_read(self, one: Ready, passed: Passed) -> int:
-        """Commit tokens of a text; after the last of a prompt comes the first token."""
+        """Commit tokens of a text that was read. After the last token of a prompt, emit the first
+        token."""
         sequence, part = one.sequence, one.part
         self._commit(sequence, list(range(part.rows)), passed)
         if sequence.started or sequence.unread:
@@ -350,7 +384,7 @@ class Engine:
         verify_seconds: float,
         began: float,
     ) -> int:
-        """Accept a path of a tree, commit it, emit its tokens; how many."""
+        """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
         path, token = accept(
             sequence.request.sampler, tree, passed, sequence.chance, len(sequence.ids)
         )
@@ -384,13 +418,13 @@ class Engine:
         return len(tokens)
 
     def _commit(self, sequence: SequenceState, path: Sequence[int], passed: Passed) -> None:
-        """Keep rows of the pass, and let the drafter hear their hidden states."""
+        """Keep the path's rows of the pass, and give their hidden states to the drafter."""
         cache, before = self._cache(sequence), sequence.read
         cache.commit(path)
         drafter, state = sequence.drafter, sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
-        straight = path[-1] == len(path) - 1  # the usual case, without an index to make
+        straight = path[-1] == len(path) - 1  # the usual case, in which a slice will do
         hidden = passed.hidden[: len(path)] if straight else passed.hidden[list(path)]
         state.hear(_own(hidden))
         if self.prefixes is not None:
@@ -400,17 +434,21 @@ class Engine:
                 sequence.edges[chunk] = hidden[at : at + 1].clone()
 
     def _reads_along(self, sequence: SequenceState) -> bool:
-        """Whether its drafter is going to be asked, so that it reads the prompt along with the
-        target. In a full batch no call may be worth its time; then the hidden states are kept, in
-        case one is later on."""
+        """Whether the drafter should read the prompt along with the target.
+
+        It should if it is going to be asked. In a full batch no call may be worth its time. Then
+        the hidden states are kept, in case one is later on.
+        """
         request, many = sequence.request, len(self.scheduler.active)
         if request.budget is not None or not sequence.policy.priced or self._budget is None:
             return True
         return self._budget.drafts(request.setting, many)
 
     def _tell_drafters(self, ready: Sequence[Ready]) -> None:
-        """Drafters read prompts, and what they were not asked about for long; whole chunks are
-        remembered."""
+        """Let drafters read prompts, and hidden states that have waited for long.
+
+        Whole chunks of texts that are read are entered in the prefix cache.
+        """
         for one in ready:
             sequence = one.sequence
             if sequence.over or sequence.cache is None:
@@ -459,6 +497,9 @@ class Engine:
 
 
 def _own(rows: torch.Tensor) -> torch.Tensor:
-    """A copy without the rest of the larger tensor that it is a slice of, which would stay in
-    memory with it."""
+    """Return `rows` without the larger tensor that they are a slice of.
+
+    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
+    as they are.
+    """
     return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows

@@ -1,5 +1,4 @@
-"""The draft trees of one step, grown side by side: the requests of all trees are one call of the
-drafter."""
+"""The draft trees of one step, grown side by side: one call of the drafter serves all trees."""
 
 from __future__ import annotations
 
@@ -18,12 +17,17 @@ from quickbeam.trees.constrained import constrained, situation
 
 logger = logging.getLogger(__name__)
 
-CAUGHT_UP = 32  # tokens a sequence that a call may read by the way
+CAUGHT_UP = 32  # a call that first reads more tokens a sequence than this is timed as reading
 
 
 @dataclass
 class Growing:
-    """A tree in the making. `laws`: the answer to its last request."""
+    """A tree that is being grown.
+
+    - `wish`: its next request to the drafter, None once it is grown.
+    - `grown`: the result, once there is one.
+    - `calls`, `seconds`: the drafter's calls for it and its share of their time.
+    """
 
     sequence: SequenceState
     plan: Plan
@@ -32,11 +36,11 @@ class Growing:
     grown: Grown | None = None
     calls: int = 0
     seconds: float = 0.0
-    beside: int = 1  # how many trees grew in the same time
+    beside: int = 1  # how many trees grew side by side
 
     @property
     def tree(self) -> TokenTree:
-        """Once it is grown."""
+        """The tree, once it is grown."""
         assert self.grown is not None
         return self.grown.tree
 
@@ -63,16 +67,21 @@ class Growing:
 
 
 class Grower:
-    """Grows the trees of one step. `budget` returns the budget, which may have to be measured
-    first; it is called where a tree's size is not fixed. `load`: of the step. A sequence whose tree
-    fails ends with an error of its own."""
+    """Grows the trees of one step.
+
+    `budget` returns the budget, which may have to be measured first. It is called only if a tree's
+    size is not fixed. `load` is that of the step. If a tree fails, its sequence ends with an error
+    of its own.
+    """
 
     def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
         self.model, self.budget, self.load = model, budget, load
 
     def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
-        """The trees of all running sequences, side by side: each round answers one request of each
-        tree in one call."""
+        """Grow the trees of all running sequences, side by side.
+
+        Each round answers one request of each tree, all in one call.
+        """
         growing, trials = list[Growing](), set[Hashable]()
         for sequence in running:
             setting = sequence.request.setting
@@ -86,7 +95,7 @@ class Grower:
                     cost, plain = self.budget().call(setting), self.budget().plain(self.load)
                     call = cost.seconds(1) + cost.row * _unread(sequence)
                     trial = self.budget().rate(setting, self.load).trial(call, plain)
-                    trials.add(setting)  # one sequence of a method tries
+                    trials.add(setting)  # one sequence of a setting is enough for a trial
                 plan = self._plan(sequence, trial)
                 assert sequence.context is not None and sequence.cache is not None
                 sequence.context.prices = plan.prices
@@ -113,7 +122,7 @@ class Grower:
         return growing
 
     def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
-        """How many nodes and calls its next tree may have."""
+        """Return how many nodes and calls the sequence's next tree may have."""
         request, policy = sequence.request, sequence.policy
         assert sequence.context is not None
         if request.budget is not None:
@@ -124,7 +133,8 @@ class Grower:
         plan = self.budget().nodes(
             sequence.arrival, request.setting, self.load, situation(policy, sequence.context)
         )
-        self.load.nodes[sequence.arrival] = plan.nodes  # for those that are planned after it
+        # counts for the sequences that are planned after it
+        self.load.nodes[sequence.arrival] = plan.nodes
         return plan
 
     def _round(self, drafter: Drafter, wishing: list[Growing]) -> None:
@@ -166,12 +176,15 @@ class Grower:
             )
             if unread > CAUGHT_UP * len(asked):
                 cost.observe_reading(len(asked), unread, seconds)
-            elif not fresh:  # a first call may read the prompt
+            elif not fresh:  # not a first call, which may read the prompt
                 cost.observe(len(asked), seconds)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
-        """The distributions for all requests. Where the call fails it is made again sequence by
-        sequence, so that only the one that makes it fail goes without drafts."""
+        """Return the distributions for all requests.
+
+        If the call fails, it is repeated sequence by sequence, so that only the sequence that makes
+        it fail ends.
+        """
         wishes = [one.wish for one in asked if one.wish is not None]
         try:
             return list(drafter.answer(wishes))
@@ -183,7 +196,7 @@ class Grower:
             return [None]
 
     def _send(self, one: Growing, laws: Laws | None) -> None:
-        """Let a tree grow to its next request, or to its end."""
+        """Let a tree grow until its next request or its end."""
         try:
             one.wish = one.growth.send(laws)
         except StopIteration as end:
@@ -193,7 +206,8 @@ class Grower:
             fail(one.sequence, error)
 
     def _share(self, growing: Sequence[Growing]) -> None:
-        """Among several trees, nodes go where the most tokens are expected."""
+        """Divide the pass's rows among several trees: nodes stay where the most tokens are
+        expected."""
         priced = [
             one
             for one in growing
@@ -217,7 +231,7 @@ class Grower:
 
 
 def _unread(sequence: SequenceState) -> int:
-    """Tokens that its drafter has yet to read."""
+    """Return how many tokens the sequence's drafter has yet to read."""
     return 0 if sequence.draft_state is None else sequence.draft_state.waiting
 
 

@@ -1,5 +1,5 @@
-"""From token ids to text, one token at a time: detokenisation, and where the answer ends. Knows
-nothing of drafting."""
+"""From token ids to text, one token at a time, and where the answer ends. Knows nothing of
+drafting."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from typing import Any
 from quickbeam.params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
-PENDING = 32  # tokens that may wait for text to show; valid text needs few
+PENDING = 32  # how many tokens may wait before they show text; valid text needs few
 
 
 class Detokenizer:
-    """Turns ids into pieces of text whose concatenation is `tokenizer.decode(ids,
-    skip_special_tokens=...)` for ids that spell valid text.
+    """Turns ids into pieces of text.
 
-    Only a window of the last few tokens is decoded each time: those that are not shown in full yet,
-    after the last ones that are, since a token's spaces may depend on its neighbours. A character
-    whose bytes are still arriving is held back. Tokens that decoding leaves out, such as special
-    ones, do not enter the window, so that its length has a bound. Works with any tokenizer of
-    transformers; `decode` is all that it asks for.
+    For ids that spell valid text, the pieces joined together are
+    `tokenizer.decode(ids, skip_special_tokens=...)`.
+
+    Each time, only a window of the last few tokens is decoded. It holds the tokens that are not
+    shown in full yet, and before them the last ones that are, since a token's spaces may depend on
+    its neighbours. A character whose bytes are still arriving is held back. Tokens that decoding
+    leaves out, such as special ones, do not enter the window, so that its length has a bound. It
+    works with any tokenizer of transformers, of which it uses only `decode`.
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
@@ -28,13 +30,13 @@ class Detokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._context = 0  # leading tokens of the window that are shown in full
-        self._text = ""  # of the window
-        self._shown = ""  # how much of it is shown so far
-        self._blank: dict[int, bool] = {}  # by token: whether it shows nothing alone
+        self._text = ""  # the decoded window
+        self._shown = ""  # the part of it that is shown so far
+        self._blank: dict[int, bool] = {}  # by token: whether it shows no text alone
         self._waiting = 0  # tokens that ended in an incomplete character since text was last shown
 
     def append(self, token: int) -> str:
-        """The text that `token` completes, often its own, possibly empty."""
+        """Return the text that `token` completes: often its own, possibly none."""
         text = self._decode([*self._window, token])
         if text == self._text and self._left_out(token):
             return ""
@@ -42,12 +44,12 @@ class Detokenizer:
         self._text = text
         whole = text.rstrip(INCOMPLETE)
         self._waiting = self._waiting + 1 if len(whole) < len(text) else 0
-        # a character has 4 bytes at most: what is no character after as many tokens never will be
-        # one
+        # A character has 4 bytes at most. What is no character after as many tokens never will be
+        # one.
         if self._waiting > 4:
             whole = text
         if len(whole) <= len(self._shown):
-            # only spaces for ever, of a tokenizer that strips them, come this far
+            # only endless spaces, with a tokenizer that strips them, get here
             if len(self._window) - self._context > PENDING:
                 del self._window[self._context]
             return ""
@@ -60,10 +62,10 @@ class Detokenizer:
         return piece
 
     def flush(self) -> str:
-        """The end: what was held back, an incomplete character as U+FFFD."""
+        """Return the text held back at the end. An incomplete character becomes U+FFFD."""
         text = self._decode(self._window)
-        # Byte-fallback decoders show a whole run of bytes as U+FFFD where its end is incomplete,
-        # characters shown before included.
+        # If the end of a run of bytes is incomplete, byte-fallback decoders show the whole run as
+        # U+FFFD, even characters shown before.
         piece = (
             text[len(self._shown) :]
             if text.startswith(self._shown)
@@ -73,11 +75,11 @@ class Detokenizer:
         return piece
 
     def _left_out(self, token: int) -> bool:
-        """Whether decoding leaves `token` out: it shows nothing alone, and nothing in the middle of
+        """Whether decoding leaves `token` out: it shows nothing alone and nothing in the middle of
         a text.
 
-        Alone is not enough, since some tokenizers strip spaces at both ends of a text. It is tried
-        twice in a row, since others strip one.
+        The first test is not enough, since some tokenizers strip spaces at both ends of a text.
+        That test decodes the token twice in a row, since other tokenizers strip one space.
         """
         if token not in self._blank:
             self._blank[token] = not self._decode([token, token])
@@ -91,17 +93,19 @@ class Detokenizer:
 
 
 class Output:
-    """The answer so far, fed one emitted token at a time, so that it ends at the same token however
-    the tokens were found.
+    """The answer so far, fed one emitted token at a time.
 
-    `finish_reason` is None until it ends: `stop` at an end-of-sequence id, a stop id or a stop
-    string, `length` at `max_tokens`, or what `close` was given. `token_ids` keeps all tokens fed,
-    up to and including the one that ended it. `text` is their text, cut before the earliest stop
-    string, or right after it with `include_stop_str_in_output`; an id that ended the answer gives
-    no text.
+    It ends at the same token whatever drafts the tokens came from.
 
-    The first `min_tokens` tokens end it only by `max_tokens`: `ends`, the ids that would, should
-    not be emitted there (`Sampler`), and a stop string that is complete by then stays in the text.
+    - `finish_reason`: None until the answer ends. Then `stop` (an end-of-sequence id, a stop id or
+      a stop string), `length` (`max_tokens`), or what `close` was given.
+    - `token_ids`: all tokens fed, including the one that ended the answer.
+    - `text`: their text, cut before the earliest stop string, or right after it with
+      `include_stop_str_in_output`. An id that ended the answer gives no text.
+    - `ends`: the ids that end the answer.
+
+    Among the first `min_tokens` tokens only `max_tokens` ends the answer. `ends` should not be
+    emitted there (`Sampler` bans them). A stop string that is complete by then stays in the text.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams, eos_ids: Iterable[int] = ()) -> None:
@@ -113,11 +117,13 @@ class Output:
         self._stop = tuple(params.stop)
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
-        self._taken = 0  # characters that `take` has handed out
+        self._taken = 0  # how many characters `take` has returned
 
     def append(self, token: int) -> bool:
-        """Add an emitted token; True when the answer ends with it. Raises `ValueError` after the
-        end."""
+        """Add an emitted token. Returns True if the answer ends with it.
+
+        Raises `ValueError` after the end.
+        """
         if self.finish_reason is not None:
             raise ValueError(
                 f"the answer has ended already ({self.finish_reason}): feed no more tokens"
@@ -132,15 +138,16 @@ class Output:
         return self.finish_reason is not None
 
     def close(self, reason: str) -> None:
-        """End the answer here, with what the detokenizer held back. Does nothing after the end."""
+        """End the answer here, with the text that the detokenizer held back. Does nothing after the
+        end."""
         if self.finish_reason is None:
             self.finish_reason = "stop" if self._add(self._detokenizer.flush()) else reason
 
     def take(self) -> str:
-        """For streaming: text that is certain since the last call.
+        """Return the text that has become certain since the last call, for streaming.
 
-        What may be the beginning of a stop string waits until it is not, unless stop strings stay
-        in the text.
+        Text that may be the beginning of a stop string waits until it is not, unless stop strings
+        stay in the text.
         """
         start, self._taken = (
             self._taken,
@@ -149,8 +156,10 @@ class Output:
         return self.text[start : self._taken]
 
     def _add(self, piece: str) -> bool:
-        """Append text; where that completes a stop string, cut at the earliest and return True. Of
-        two that begin together, the shorter."""
+        """Append text. If it completes a stop string, cut the text there and return True.
+
+        The earliest stop string counts; of two that begin at the same place, the shorter one.
+        """
         before = len(self.text)
         self.text += piece
         if len(self.token_ids) <= self._min_tokens:
@@ -166,7 +175,7 @@ class Output:
         return bool(found)
 
     def _held(self) -> int:
-        """Length of the longest end of the text that a stop string could still cut."""
+        """Return the length of the longest end of the text that a stop string could still cut."""
         if self._include_stop:
             return 0
         return max(

@@ -1,12 +1,13 @@
-"""The prefix cache: beginnings of texts that were computed, in chunks of tokens, so that requests
-that begin alike share them.
+"""The prefix cache: what was computed of the beginnings of texts, in chunks of tokens.
 
-Only whole chunks are shared, cut where the model cuts prompts (`Model.granularity`), so what is
-read from here has the bits of what would be computed anew. A drafter's rows lie beside the
-target's. The drafter's last row of a chunk depends on the token after it, too; where texts differ
-there, the row is that of the text that came first. That may cost accepted drafts, never an answer.
-Of a chunk that the drafter has not read yet, the hidden states lie there, from which whoever drafts
-makes its rows.
+Requests whose texts begin alike share these chunks. Only whole chunks are shared, cut where the
+model cuts prompts (`Model.granularity`). So what is read from the cache has the bits of what would
+be computed anew.
+
+A drafter's rows are kept beside the target's. The drafter's last row of a chunk also depends on the
+token after the chunk. If texts differ there, the cache holds the row of the text that came first.
+That may cost accepted drafts, but never changes an answer. If the drafter has not read a chunk yet,
+the chunk holds its hidden states. A sequence that drafts makes the rows from these.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from quickbeam.target.kv_cache import NoRoom, Pool
 
 
 class Chunk:
-    """One chunk of tokens behind those of its parents: keys and values of the target, of the
-    drafter if known, and the hidden states `[1, layers * d]` of the last token. `hidden`: those of
-    all its tokens, as long as the drafter's rows are not known."""
+    """One chunk of tokens, behind those of its parents.
+
+    - `key`: its tokens.
+    - `held`: the target's keys and values.
+    - `draft`: the drafter's rows, if known.
+    - `edge`: the hidden states `[1, layers * d]` of the last token, if known.
+    - `hidden`: the hidden states of all its tokens, as long as the drafter's rows are not known.
+    """
 
     __slots__ = ("children", "draft", "edge", "held", "hidden", "key", "parent")
 
@@ -39,24 +45,29 @@ class Chunk:
 
 
 class PrefixCache:
-    """A tree of chunks of `size` tokens. `pool` is the target's; `drafter`: the one whose rows are
-    kept beside them, that of the first sequence that has one. Where the pool runs short, the least
-    recently used chunks that no sequence holds are dropped."""
+    """A tree of chunks of `size` tokens each.
+
+    `pool` is the target's. `drafter` is the one whose rows are kept too: that of the first sequence
+    that has one. If the pool runs short, the least recently used chunks that no sequence holds are
+    dropped.
+    """
 
     def __init__(self, size: int, pool: Pool) -> None:
         self.size, self._pool = size, pool
         self.drafter: Drafter | None = None
         self._root = Chunk(None, (), None, None)
-        # the least recently used first; children before their parents
+        # least recently used first; children come before their parents
         self._order: OrderedDict[Chunk, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._order)
 
     def find(self, ids: Sequence[int], drafter: Drafter | None = None) -> list[Chunk]:
-        """The chunks that begin `ids` and leave at least one token; for a drafter that needs the
-        hidden states of every token, only as far as its rows are known, and behind those, the
-        hidden states."""
+        """Return the chunks that `ids` begin with, leaving at least one token.
+
+        For a drafter that needs the hidden states of every token, they end where neither its rows
+        nor the hidden states are known.
+        """
         chunk, found, rows = self._root, list[Chunk](), True
         drafted = drafter is not None and drafter.needs_hidden
         if drafted and drafter is not self.drafter:
@@ -74,8 +85,10 @@ class PrefixCache:
         return found
 
     def remember(self, sequence: SequenceState, tokens: int) -> None:
-        """Enter the whole chunks among the first `tokens` ids of a sequence, which have keys and
-        values."""
+        """Enter the whole chunks among the first `tokens` ids of a sequence.
+
+        These ids must have keys and values.
+        """
         cache, chunks, state = sequence.cache, sequence.chunks, sequence.draft_state
         assert cache is not None
         while (len(chunks) + 1) * self.size <= tokens:
@@ -113,7 +126,7 @@ class PrefixCache:
         self._touch(chunks)
 
     def idle_pages(self, enough: int) -> int:
-        """Pages that could be had by dropping chunks, counted up to `enough`."""
+        """Return how many pages could be freed by dropping chunks, counted up to `enough`."""
         pages, size = 0, -(-self.size // self._pool.page)
         for chunk in self._order:
             if pages >= enough:
@@ -122,15 +135,18 @@ class PrefixCache:
         return pages
 
     def idle(self) -> int:
-        """Pages that could be had by dropping chunks. From any thread, about: what is dropped
-        meanwhile doesn't count."""
+        """Return about how many pages could be freed by dropping chunks.
+
+        May be called from any thread. Chunks that are dropped meanwhile don't count.
+        """
         held = [chunk.held for chunk in list(self._order)]
         return -(-self.size // self._pool.page) * sum(
             self._pool.idle(one) for one in held if one is not None
         )
 
     def evict(self) -> bool:
-        """Drop the least recently used chunk that nothing else holds; whether there was one."""
+        """Drop the least recently used chunk that nothing else holds. Returns whether there was
+        one."""
         for chunk in self._order:
             if not chunk.children and self._pool.idle(chunk.held):
                 self._drop(chunk)
@@ -138,7 +154,7 @@ class PrefixCache:
         return False
 
     def clear(self) -> None:
-        """Drop all."""
+        """Drop all chunks."""
         for chunk in list(self._order):
             self._drop(chunk)
 

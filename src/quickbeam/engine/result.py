@@ -15,19 +15,21 @@ class SourceCount:
 
 @dataclass
 class Statistics:
-    """How the time of an answer was spent, in seconds. `seconds` is decoding only: it starts when
-    target and sources have read the prompt, which takes `prefill_seconds`, and the first token is
-    known."""
+    """How the time of an answer was spent, in seconds.
+
+    `seconds` is decoding only. It starts when target and sources have read the prompt and the first
+    token is known. Reading the prompt takes `prefill_seconds`.
+    """
 
     new_tokens: int = 0
-    steps: int = 0  # target passes over a tree
+    steps: int = 0  # passes of the target over a tree
     seconds: float = 0.0
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    cached_tokens: int = 0  # of the prompt that were not computed anew
-    nodes: int = 0  # of all trees that were verified, roots included
-    # how often memory ran short, so that keys and values had to be computed again
+    cached_tokens: int = 0  # tokens of the prompt that were taken from the prefix cache
+    nodes: int = 0  # nodes of all verified trees, roots included
+    # how often the sequence was set back: its keys and values had to be computed again
     set_back: int = 0
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
@@ -40,13 +42,15 @@ class Statistics:
 
     @property
     def mean_accepted_tokens(self) -> float:
-        """MAT: tokens a step emits on average, 1.0 for plain decoding (and where no step was
-        needed). Prefill's token is not counted."""
+        """MAT: the tokens that a step emits on average.
+
+        It is 1.0 for plain decoding, and if no step was needed. Prefill's token is not counted.
+        """
         return (self.new_tokens - 1) / self.steps if self.steps else 1.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Decoding only: tokens after prefill's, over `seconds`."""
+        """Tokens after prefill's, over `seconds`: decoding only."""
         return (
             (self.new_tokens - 1) / self.seconds
             if self.seconds > 0 and self.new_tokens > 1
@@ -56,8 +60,10 @@ class Statistics:
 
 @dataclass
 class Logprob:
-    """Log-probability of an emitted token under the model's own distribution, and of the most
-    probable alternatives (token id: log-probability)."""
+    """The log-probability of an emitted token under the model's own distribution.
+
+    `top` holds those of the most probable alternatives, by token id.
+    """
 
     token: int
     logprob: float
@@ -66,9 +72,13 @@ class Logprob:
 
 @dataclass
 class Completion:
-    """One answer. `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string),
-    `length`, `interrupted`, or `error`. `seed`: what a sampled answer was drawn with, given or not;
-    None at temperature 0."""
+    """One answer.
+
+    - `finish_reason`: `stop` (an end-of-sequence or stop id, or a stop string), `length`,
+      `interrupted`, or `error`.
+    - `seed`: the seed that a sampled answer was drawn with, given or not; None at temperature 0.
+    - `logprobs`: one entry a token where they were asked for.
+    """
 
     text: str
     token_ids: list[int]
@@ -80,7 +90,7 @@ class Completion:
     seed: int | None = None
 
     def to_json(self) -> dict[str, object]:
-        """The record that `generate --json` prints."""
+        """Return the record that `generate --json` prints."""
         s = self.statistics
         record: dict[str, object] = {
             "text": self.text,

@@ -1,4 +1,4 @@
-"""The scheduler: first come, first served, as far as there is room for keys and values."""
+"""The scheduler: first come, first served, as long as there is room for keys and values."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from quickbeam.target.kv_cache import Pool
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
-TREE = 64  # rows that a sequence may need beside its tokens
+TREE = 64  # how many rows a sequence may need besides its tokens
 
 
 class Queue:
-    """Sequences in order of arrival. To add one, to remove any and to look at the first takes about
-    as long however many there are."""
+    """Sequences in order of arrival.
+
+    Adding one, removing any and looking at the first take about as long however many there are.
+    """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, SequenceState] = {}  # by arrival
-        # a heap of arrivals, those of removed ones among them until they come first
+        self._waiting: dict[int, SequenceState] = {}  # sequences by arrival
+        # A heap of arrivals. Those of removed sequences stay in it until they come first.
         self._order: list[int] = []
 
     def __len__(self) -> int:
@@ -34,29 +36,30 @@ class Queue:
         return iter([self._waiting[arrival] for arrival in sorted(self._waiting)])
 
     def add(self, sequence: SequenceState) -> None:
-        """It comes before those that arrived later, whoever was added first."""
+        """Add a sequence. It comes before those that arrived later, whichever was added first."""
         self._waiting[sequence.arrival] = sequence
         heappush(self._order, sequence.arrival)
 
     def first(self) -> SequenceState:
-        """The one that arrived first. Raises `IndexError` where there is none."""
+        """Return the sequence that arrived first. Raises `IndexError` if there is none."""
         while self._order[0] not in self._waiting:
             heappop(self._order)
         return self._waiting[self._order[0]]
 
     def remove(self, sequence: SequenceState) -> None:
-        """Does nothing where it is not waiting."""
+        """Remove a sequence. Does nothing if it is not waiting."""
         self._waiting.pop(sequence.arrival, None)
         if not self._waiting:
             self._order.clear()
 
 
 class Scheduler:
-    """`waiting` and `active` sequences, both in order of arrival; the active ones are read or run.
-    At most `most` are active.
+    """`waiting` and `active` sequences, both in order of arrival.
 
-    A sequence is admitted when there is room for its text, never before one that came earlier.
-    Where memory runs short later, the active sequence that came last is set back: its text stays,
+    Active sequences are read or run; at most `most` are active.
+
+    A sequence is admitted when there is room for its text, and never before one that came earlier.
+    If memory runs short later, the active sequence that came last is set back: its text stays, and
     its keys and values are computed anew when there is room again. So the first one always makes
     progress.
     """
@@ -71,7 +74,7 @@ class Scheduler:
         return self.model.pool
 
     def check(self, sequence: SequenceState) -> None:
-        """Raise `InvalidInput` for a request that can never have room."""
+        """Raise `InvalidInput` for a request for which there can never be room."""
         tokens, limit = len(sequence.request.prompt) + sequence.params.max_tokens, self.pool.limit
         if limit is not None and tokens + 1 > limit * self.pool.page:
             raise InvalidInput(
@@ -82,25 +85,25 @@ class Scheduler:
             )
 
     def add(self, sequence: SequenceState) -> None:
-        """Let it wait for its turn."""
+        """Let a sequence wait for its turn."""
         self.waiting.add(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
-        """It is over: give back what it holds."""
+        """Remove a sequence that is over, and free what it holds."""
         if sequence in self.active:
             self.active.remove(sequence)
         self.waiting.remove(sequence)
         sequence.release()
 
     def admit(self) -> None:
-        """Move from waiting to active whoever has room, in order."""
+        """Make waiting sequences active, in order, as long as there is room."""
         while self.waiting and len(self.active) < self.most:
             sequence = self.waiting.first()
             if self.active and not self._fits(sequence):
                 return
             if self._soon_known(sequence):
                 return
-            # first, so that it ends with the others where the rest fails
+            # added first, so that it is ended like the others if the rest fails
             insort(self.active, sequence, key=lambda one: one.arrival)
             self.waiting.remove(sequence)
             try:
@@ -111,8 +114,10 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether its text and a tree fit beside what the active sequences are still going to read,
-        without setting one of them back."""
+        """Whether a sequence's text and a tree fit without setting an active sequence back.
+
+        What the active sequences are still going to read counts as taken.
+        """
         if self.pool.limit is None:
             return True
         page = self.pool.page
@@ -129,24 +134,27 @@ class Scheduler:
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _soon_known(self, sequence: SequenceState) -> bool:
-        """Whether an active sequence is reading the same beginning right now, so that waiting for
-        it saves reading it twice."""
+        """Whether an active sequence is reading the same beginning right now.
+
+        Waiting for it then saves reading that text twice.
+        """
         if self.prefixes is None:
             return False
         size, ids = self.prefixes.size, sequence.ids
         for other in self.active:
             if other.started or not other.unread:
                 continue
-            behind = other.read // size * size  # what is known of it, and what comes next
+            # compares the chunks that the other has read and the one that it reads next
+            behind = other.read // size * size
             whole = min(len(ids) - 1, len(other.request.prompt)) // size * size
             if whole > behind and ids[: behind + size] == other.ids[: behind + size]:
                 return True
         return False
 
     def _reuse(self, sequence: SequenceState, prefixes: PrefixCache) -> None:
-        """Begin with the chunks that are known."""
+        """Begin a sequence with the chunks that the prefix cache holds."""
         if not self.model.native and sequence.started:
-            return  # tokens of the answer are run as they were then, not read as a prompt is
+            return  # tokens of the answer must be run as they were before, not read as a prompt is
         drafter, state = sequence.drafter, sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks or sequence.cache is None:
@@ -165,14 +173,15 @@ class Scheduler:
         sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def set_back(self, sequence: SequenceState) -> None:
-        """Take everything from an active sequence but its text; it waits for its turn again."""
+        """Free everything of an active sequence but its text, and let it wait for its turn
+        again."""
         self.active.remove(sequence)
         sequence.release()
         sequence.statistics.set_back += 1
         self.add(sequence)
 
     def to_read(self) -> list[tuple[SequenceState, Part]]:
-        """Sequences whose text is to be read in this step, and what of it."""
+        """Return the sequences whose text is read in this step, each with the part that is read."""
         reading = [one for one in self.active if one.unread]
         running = len(reading) < len(self.active)
         found = list[tuple[SequenceState, Part]]()
@@ -184,7 +193,7 @@ class Scheduler:
                 for one, count in zip(reading, counts, strict=True)
                 if count
             ]
-        for one in reading[:1]:  # at fixed places: PyTorch's bits depend on the cuts
+        for one in reading[:1]:  # cut at fixed places, since PyTorch's bits depend on the cuts
             text = (
                 len(one.request.prompt)
                 if one.read < len(one.request.prompt)
@@ -196,13 +205,13 @@ class Scheduler:
         return found
 
     def _text(self, sequence: SequenceState, count: int) -> Part:
-        """The next `count` tokens that are to be read."""
+        """Return the next `count` tokens to be read, as a part of a pass."""
         assert sequence.cache is not None
         cache, read = sequence.cache, sequence.read
         tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
         if self.model.native or read < prompt:
             return Chain(cache, tokens, wanted=not sequence.started and read + count == prompt)
-        # After a set-back, tokens of the answer are run in the way they were then.
+        # After a set-back, tokens of the answer are run as a draft, as they were before.
         deepest = min(self.model.depth_limit(cache) + 1, self.model.nodes_of(TREE))
         tree = TokenTree(tokens[0])
         for token in tokens[1:deepest]:
@@ -211,9 +220,11 @@ class Scheduler:
 
 
 def shares(unread: Sequence[int], room: int) -> list[int]:
-    """How much of each text is read in a step that has room for `room` tokens. Half of it is for
-    whoever came first, so that everyone's turn comes, the rest for those that have least to read: a
-    short text does not wait for the end of a long one."""
+    """Return how many tokens of each text are read in a step that has room for `room` tokens.
+
+    Half of the room is for the text that came first, so that everyone's turn comes. The rest goes
+    to those that have least to read: a short text does not wait for the end of a long one.
+    """
     counts = [min(unread[0], room - room // 2)] if unread else []
     room -= sum(counts)
     counts += [0] * (len(unread) - 1)

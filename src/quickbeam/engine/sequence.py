@@ -1,4 +1,4 @@
-"""One request under way: all of its state, and nothing of any other."""
+"""One request that is being answered: all of its state, and nothing of any other request's."""
 
 from __future__ import annotations
 
@@ -23,28 +23,33 @@ from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.kv_cache import SequenceCache
 from quickbeam.trees.base import TreePolicy
 
-# what sets the seed of drawn drafts apart from the seed of the answer,
+# makes the seed of drawn drafts differ from the seed of the answer
 DRAFTING = 0x9E3779B97F4A7C15
-CHOICE = 0xD1B54A32D192ED03  # and those of further answers to a prompt from the first one's
+# makes the seeds of further answers to a prompt differ from the first one's
+CHOICE = 0xD1B54A32D192ED03
 _arrivals = count()
 
 
 @dataclass
 class Times:
-    """When a request arrived, was taken up and so on, in seconds of `time.perf_counter`; None: not
-    yet."""
+    """When a request arrived, was taken up, and had its first token.
+
+    In seconds of `time.perf_counter`; None means not yet.
+    """
 
     arrived: float
-    began: float | None = None  # to be read: it had found room
-    first: float | None = None  # its first token was known
+    began: float | None = None  # when there was room for it and its text was first read
+    first: float | None = None  # when its first token was known
 
 
 class Request:
     """A request: a prompt in token ids, how it is answered, and by which method.
 
-    `budget`: nodes a tree, the root included; None: the measured budget. `setting`: the method and
-    all that its drafts depend on, by which acceptance rates and costs are learned. `observer` is
-    called with every step. `choice`: which of several answers to the prompt it is.
+    - `budget`: nodes of a tree, the root included; None takes the measured budget.
+    - `setting`: the method and all that its drafts depend on. Acceptance rates and costs are
+      learned for each setting.
+    - `observer`: called with every step.
+    - `choice`: which of several answers to the prompt this is.
     """
 
     def __init__(
@@ -79,13 +84,13 @@ class Request:
 class SequenceState:
     """A request and its state so far.
 
-    It waits, is read (its prompt), runs, and is over: `output.finish_reason` then says why, or
-    `error` holds what went wrong. `context` exists while it is running. `ids`, `output` and the
-    generators survive a set-back, after which the rest is computed anew. `read`: how many of the
-    `ids` have keys and values.
+    A sequence waits, then its prompt is read, then it runs, and then it is over.
+    `output.finish_reason` then says why, or `error` holds what went wrong. `context` exists only
+    while it is active. If the sequence is set back, `ids`, `output` and the generators survive, and
+    the rest is computed anew.
 
-    The request's seed, or one that is drawn where none was given, makes the noise of its places.
-    For the residual rule it makes two generators, one for what is emitted and one for what is drawn
+    The request's seed makes the noise of its places. If none was given, a seed is drawn. For the
+    residual rule the seed makes two generators: one for what is emitted, and one for what is drawn
     while drafting.
     """
 
@@ -105,14 +110,14 @@ class SequenceState:
         self.error: BaseException | None = None
         self.cancelled = False
         self.ids = list(request.prompt)
-        self.logits = torch.empty(0)  # that the last of the ids was chosen from
+        self.logits = torch.empty(0)  # the logits that the last of the ids was chosen from
         self.cache: SequenceCache | None = None
         self.context: Context | None = None
-        self.chunks: list[Any] = []  # of the prefix cache, that hold the beginning of the ids
+        self.chunks: list[Any] = []  # chunks of the prefix cache that hold the beginning of the ids
         self.edges: dict[int, torch.Tensor] = {}  # by chunk: hidden states of its last token
         self.times = Times(time.perf_counter())
         seed = self.params.seed
-        # One that is drawn is this answer's own, so that it repeats it alone.
+        # A seed drawn here belongs to this one answer. With choice 0, the seed alone repeats it.
         self.seed, choice = (secrets.randbits(63), 0) if seed is None else (seed, request.choice)
         self.generator, self.drafting = torch.Generator(), torch.Generator()
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
@@ -140,8 +145,10 @@ class SequenceState:
 
     @property
     def unread(self) -> int:
-        """How many tokens are to be read before it can run: all of the prompt, or all but the last
-        token once there is an answer."""
+        """How many tokens have to be read before the sequence can run.
+
+        That is all of the prompt at first. Once there is an answer, it is all but the last token.
+        """
         return len(self.ids) - self.started - self.read
 
     @property
@@ -151,12 +158,12 @@ class SequenceState:
 
     @property
     def drafter(self) -> Drafter | None:
-        """That of its policy."""
+        """The drafter of its policy, or None."""
         return next((source for source in self.policy.sources if isinstance(source, Drafter)), None)
 
     @property
     def draft_state(self) -> DrafterState | None:
-        """What its drafter keeps."""
+        """What its drafter keeps of it, or None."""
         drafter = self.drafter
         return (
             None
@@ -165,7 +172,7 @@ class SequenceState:
         )
 
     def begin(self, cache: SequenceCache) -> None:
-        """Have the sources read the text so far; keys and values are in `cache`."""
+        """Let the sources read the text so far. Keys and values go to `cache`."""
         self.cache = cache
         self.times.began = self.times.began or time.perf_counter()
         self.context = Context(
@@ -180,7 +187,7 @@ class SequenceState:
                 self.context.states[source.name] = source.begin(self.ids)
 
     def release(self) -> None:
-        """Give keys and values back, and what sources keep. The text stays."""
+        """Free keys and values and what sources keep. The text stays."""
         if (state := self.draft_state) is not None:
             self._count_head(state)
             state.release()
@@ -190,7 +197,7 @@ class SequenceState:
         self.chunks, self.edges = [], {}
         if self.chance.noise is not None:
             self.chance.noise.forget()
-        # not a slice of what a pass gave
+        # a copy, since a slice would keep all logits of its pass in memory
         self.logits = torch.empty(0) if self.over else self.logits.clone()
 
     def _count_head(self, state: DrafterState) -> None:
@@ -200,14 +207,16 @@ class SequenceState:
             )
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
-        """End it; does nothing where it was over."""
+        """End the sequence. Does nothing if it is over."""
         if not self.over:
             self.error = error
             self.output.close(reason)
 
     def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
-        """Feed tokens to the output until it ends; give those it took. `row(i)`: the raw logits
-        that the i-th was chosen from."""
+        """Feed tokens to the output until it ends, and return those that it took.
+
+        `row(i)` returns the raw logits `[vocab]` that the i-th token was chosen from.
+        """
         self.times.first = self.times.first or time.perf_counter()
         taken = []
         for i, token in enumerate(tokens):
@@ -223,10 +232,10 @@ class SequenceState:
         return taken
 
     def extend(self, tokens: Sequence[int], logits: torch.Tensor) -> None:
-        """Tokens became committed, the last of them chosen from `logits`."""
+        """Record committed tokens, the last of which was chosen from `logits` `[vocab]`."""
         self.logits = logits
         if self.context is None:
             self.ids.extend(tokens)
             return
         self.context.logits = logits
-        self.context.extend(tokens)  # whose ids are these
+        self.context.extend(tokens)  # the context's ids are this sequence's own list

@@ -1,4 +1,4 @@
-"""Streams: an answer as it comes. And answers run to their ends."""
+"""Streams: answers piece by piece, and answers run to their ends."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from quickbeam.engine.sequence import SequenceState, Times
 class Delta(NamedTuple):
     """The new part of an answer."""
 
-    text: str  # that became certain; it may lag behind the tokens
+    text: str  # text that became certain; it may lag behind the tokens
     token_ids: list[int]
-    logprobs: list[Logprob]  # one a token where they are asked for, else none
-    steps: list[dict[str, Any]]  # records as in a trace, where one is kept
+    logprobs: list[Logprob]  # one for each token if they are asked for, else none
+    steps: list[dict[str, Any]]  # records as in a trace, if one is kept
 
     def plus(self, later: Delta) -> Delta:
-        """Both as one."""
+        """Return this part and a later one as one."""
         return Delta(
             self.text + later.text,
             self.token_ids + later.token_ids,
@@ -33,17 +33,17 @@ class Delta(NamedTuple):
 
 
 class Stream(Iterator[str]):
-    """Pieces of an answer's text as they come; `completion` afterwards, or at any time for the
-    answer so far.
+    """The pieces of an answer's text as they come.
 
-    Any number may be open at once, in any threads: a step that one of them takes advances all. A
+    `completion` gives the whole answer afterwards, or the answer so far at any time. Any number of
+    streams may be open at once, in any threads. A step that one of them takes advances all. A
     stream that is dropped frees what it held.
     """
 
     def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
         self._engine, self._sequence = engine, sequence
         self._model, self._method = model, method
-        self._given = 0  # tokens that `new` has handed out
+        self._given = 0  # how many tokens `new` has returned
         weakref.finalize(self, engine.drop, sequence)
 
     def __next__(self) -> str:
@@ -59,15 +59,15 @@ class Stream(Iterator[str]):
                 self._engine.step()
 
     def close(self) -> None:
-        """Stop here; the answer ends as `interrupted` unless it had ended."""
+        """Stop here. The answer ends as `interrupted` unless it had ended."""
         self._engine.cancel(self._sequence)
 
     def taken(self) -> str:
-        """The text since the last call, without taking a step."""
+        """Return the text since the last call, without taking a step."""
         return self._sequence.output.take()
 
     def new(self) -> Delta:
-        """The new part since the last call, without taking a step."""
+        """Return the new part of the answer since the last call, without taking a step."""
         sequence, start = self._sequence, self._given
         text, ids = sequence.output.take(), sequence.output.token_ids[start:]
         self._given += len(ids)
@@ -80,12 +80,12 @@ class Stream(Iterator[str]):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The answer's so far."""
+        """The token ids of the answer so far."""
         return self._sequence.output.token_ids
 
     @property
     def times(self) -> Times:
-        """When it arrived, was taken up, and had its first token."""
+        """When the request arrived, was taken up, and had its first token."""
         return self._sequence.times
 
     @property
@@ -95,13 +95,12 @@ class Stream(Iterator[str]):
 
     @property
     def error(self) -> BaseException | None:
-        """What ended it, where something went wrong."""
+        """The error that ended the answer, or None."""
         return self._sequence.error
 
     @property
     def completion(self) -> Completion:
-        """The answer so far; its `finish_reason` is `interrupted` where it didn't come to its
-        end."""
+        """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
         sequence = self._sequence
         output = sequence.output
         return Completion(
@@ -117,19 +116,21 @@ class Stream(Iterator[str]):
 
 
 def finish(stream: Stream) -> Completion:
-    """Run an answer to its end."""
+    """Run an answer to its end and return it. Raises the error that ended it."""
     for _ in stream:
         pass
     return stream.completion
 
 
 def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
-    """Run answers side by side, in order of arrival, to their ends, with a bar where it is to be
-    `shown`. Raises what ended one of them."""
+    """Run answers side by side, in order of arrival, to their ends.
+
+    `shown`: whether to show a bar. Raises the error that ended one of them.
+    """
     running, later = list[Stream](), deque(streams)
     with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
         while running or later:
-            # no other can be over: whoever came first runs first
+            # no later one can be over yet, since sequences run in order of arrival
             while later and len(running) < engine.scheduler.most:
                 running.append(later.popleft())
             with engine.lock:

@@ -1,5 +1,7 @@
-"""Traces: what every step drafted and what was accepted, kept to be looked at afterwards. Knows
-nothing of models."""
+"""Traces: what every step drafted and what was accepted, kept to be looked at afterwards.
+
+This module knows nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -44,12 +46,12 @@ ANSWER: dict[str, Any] = {
 
 
 class StepRecord(NamedTuple):
-    """One step of the loop."""
+    """One step of a sequence."""
 
     tree: TokenTree
     path: list[int]  # the accepted nodes, the root first
-    token: int  # what the target emitted after the last of them
-    # what the answer took of the accepted tokens and `token`: less than all where it ended
+    token: int  # the token that the target emitted after the last of them
+    # the accepted tokens and `token`, as far as the answer took them: less than all where it ended
     emitted: list[int]
     draft_seconds: float
     verify_seconds: float
@@ -57,7 +59,7 @@ class StepRecord(NamedTuple):
 
 
 class Trace:
-    """An observer of an answer that keeps its steps."""
+    """An observer that keeps an answer's steps."""
 
     def __init__(self) -> None:
         self._steps: list[dict[str, Any]] = []
@@ -88,15 +90,21 @@ class Trace:
         )
 
     def take(self, text: Callable[[int], str]) -> list[dict[str, Any]]:
-        """The steps so far, as `to_json` has them, which are then forgotten. `text`: of a token."""
+        """Return the steps so far, in the form of `to_json`, and forget them.
+
+        `text` returns the text of a token.
+        """
         steps, self._steps = self._steps, []
         _name(steps, text)
         return steps
 
     def to_json(self, completion: Completion, tokenizer: Any) -> dict[str, Any]:
-        """The record that `generate --trace` writes: the answer, and for each step its nodes (the
-        root first, which was emitted before; `parent` is an index), the token that the target
-        emitted after the accepted ones, and how many tokens the answer took."""
+        """Return the record that `generate --trace` writes.
+
+        It holds the answer and, for each step, its nodes, the token that the target emitted after
+        the accepted ones, and how many tokens the answer took. The root comes first among the
+        nodes; it was emitted before. `parent` is an index.
+        """
         _name(self._steps, lambda token: str(tokenizer.decode([token])))
         return {
             "format": FORMAT,
@@ -107,15 +115,17 @@ class Trace:
 
 
 def _name(steps: Sequence[dict[str, Any]], text: Callable[[int], str]) -> None:
-    """Put the text of each token beside it."""
+    """Add the text of each token to its record."""
     for step in steps:
         for token in (*step["nodes"], step["next"]):
             token["text"] = text(token["token"])
 
 
 def read_trace(path: Path) -> dict[str, Any]:
-    """What `Trace.to_json` gave, from a file. Raises `InvalidInput` naming what is wrong with a
-    file that is not such a record."""
+    """Return the record of `Trace.to_json` from a file.
+
+    Raises `InvalidInput` that names what is wrong with a file that is not such a record.
+    """
     try:
         trace = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -150,8 +160,10 @@ def read_trace(path: Path) -> dict[str, Any]:
 
 
 def _check(record: Any, fields: dict[str, Any], where: str) -> None:
-    """Raise `InvalidInput` unless `record` is an object with these fields of these types; numbers
-    must be finite."""
+    """Raise `InvalidInput` unless `record` is an object with these fields of these types.
+
+    Numbers must be finite.
+    """
     if not isinstance(record, dict):
         raise InvalidInput(f"{where}: {str(record)[:40]!r}; must be an object")
     for name, kind in fields.items():

@@ -7,10 +7,10 @@ from collections import deque
 
 
 class Turns:
-    """A fair lock. `threading.Lock` may be taken again by the thread that just released it, before
-    a waiting one has woken up.
+    """A fair lock.
 
-    The thread that holds it may enter it again.
+    `threading.Lock` may be taken again by the thread that just released it, before a waiting thread
+    has woken up. The thread that holds this lock may enter it again.
     """
 
     def __init__(self) -> None:
@@ -51,8 +51,10 @@ class Turns:
                 turn.release()
 
     def take_if_free(self) -> bool:
-        """Take it where nobody holds it, not even this thread, without ever waiting: fit for
-        finalizers, which may run anywhere."""
+        """Take the lock if no thread holds it, this one included. Returns whether it was taken.
+
+        It never waits, so finalizers, which may run anywhere, can call it.
+        """
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -64,5 +66,5 @@ class Turns:
             self._guard.release()
 
     def leave(self) -> None:
-        """After `take_if_free`."""
+        """Release the lock after `take_if_free`."""
         self.__exit__()

@@ -1,4 +1,4 @@
-"""Grammars made ready for one model's tokenizer, by llguidance."""
+"""Compiles grammars for one model's tokenizer, with llguidance."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
 logger = logging.getLogger(__name__)
-KEPT = 64  # compiled grammars
+KEPT = 64  # how many compiled grammars are kept
 LIKE_PYTHON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Compiler:
-    """Compiles grammars for a tokenizer of transformers, and keeps those used last. `eos`: the
-    model's end-of-sequence ids.
+    """Compiles grammars for a tokenizer of transformers, and keeps those used last.
 
-    The tokenizer's own form for llguidance is made with the first grammar: it takes a second for a
-    large vocabulary. Calls may come from several threads.
+    `vocab` is the width of the model's logits, `eos` its end-of-sequence ids. The tokenizer is
+    converted to llguidance's form with the first grammar; that takes a second for a large
+    vocabulary. Calls may come from several threads.
     """
 
     def __init__(self, tokenizer: Any, vocab: int, eos: Collection[int]) -> None:
@@ -35,10 +35,11 @@ class Compiler:
         self._lock = threading.Lock()
 
     def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
-        """The masks of an answer that `ends` end.
+        """Return the masks of an answer that the ids `ends` end.
 
-        Raises `InvalidInput` where llguidance is missing or can't take the tokenizer or the
-        grammar, and where no id is left by which the answer could end."""
+        Raises `InvalidInput` if llguidance is missing, if it can't take the tokenizer or the
+        grammar, and if no id is left that could end the answer.
+        """
         with self._lock:
             compiled = self._compile(grammar)
             assert self._tokenizer is not None
@@ -92,7 +93,7 @@ class Compiler:
         return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
 
     def _prepared(self) -> LLTokenizer:
-        """The tokenizer in llguidance's own form."""
+        """Return the tokenizer in llguidance's form."""
         import llguidance.hf
 
         known = [token for token in self._eos if token < len(self._hf)]
@@ -104,7 +105,7 @@ class Compiler:
             return llguidance.hf.from_tokenizer(
                 self._hf, n_vocab=max(self._vocab, len(self._hf)), eos_token=known
             )
-        except Exception as error:  # it raises what it likes
+        except Exception as error:  # llguidance may raise anything here
             raise InvalidInput(
                 f"grammar: llguidance can't take this model's tokenizer ({error})"
             ) from error

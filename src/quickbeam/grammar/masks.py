@@ -1,5 +1,7 @@
-"""Which tokens a grammar allows after any path of a draft tree. Knows nothing of models, and of
-sampling only which ids end an answer."""
+"""Which tokens a grammar allows after any path of a draft tree.
+
+This module knows nothing of models. Of sampling it knows only which ids end an answer.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,12 @@ class DeadEnd(InvalidInput):
 
 
 class Place(NamedTuple):
-    """What may follow a path. `banned`: `[vocab]` bool; `left`: how many tokens are not; `first`:
-    the lowest of them."""
+    """What may follow a path.
+
+    - `banned`: `[vocab]` bool.
+    - `left`: how many tokens are not banned.
+    - `first`: the lowest of these.
+    """
 
     banned: torch.Tensor
     left: int
@@ -33,8 +39,12 @@ class Place(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A grammar for one tokenizer. `matcher`: has read nothing yet; `ends`: the ids by which it
-    tells that the text may end; `size`: how many tokens its masks have."""
+    """A grammar compiled for one tokenizer.
+
+    - `matcher`: a matcher that has read nothing yet.
+    - `ends`: the ids by which the matcher says that the text may end.
+    - `size`: how many tokens its masks have.
+    """
 
     matcher: LLMatcher
     ends: Sequence[int]
@@ -42,15 +52,15 @@ class Compiled(NamedTuple):
 
 
 class Masks:
-    """Where one answer stands in its grammar, and what may follow, for any path below it.
+    """Where one answer stands in its grammar, and what may follow any path from there.
 
-    `vocab`: width of the logits; tokens that the tokenizer doesn't know are never allowed. `ends`:
-    ids that end the answer; after one of them nothing is asked of the text any more. `closing`:
-    those of them that are no text: they are allowed where the grammar may end, and nothing else is
-    where it must.
+    - `vocab`: the width of the logits. Tokens that the tokenizer doesn't know are never allowed.
+    - `ends`: ids that end the answer. After one of them the grammar asks nothing more of the text.
+    - `closing`: those of `ends` that are not text. They are allowed where the grammar may end.
+      Where it must end, nothing else is.
 
-    One matcher walks from path to path: it goes back to where two of them part and reads the rest.
-    What is allowed is a function of the tokens alone. Places are kept until the answer grows.
+    One matcher goes from path to path: it rolls back to where the two paths part and reads the
+    rest. What is allowed depends on the tokens alone. Places are cached until the answer grows.
     """
 
     def __init__(
@@ -59,7 +69,7 @@ class Masks:
         self._compiled, self._vocab, self._ends = compiled, vocab, frozenset(ends)
         self._closing = [token for token in closing if token < vocab]
         self._text: list[int] = []  # the answer so far
-        self._path: list[int] = []  # what the matcher has read beyond it
+        self._path: list[int] = []  # what the matcher has read after it
         self._over = False
         self._places: dict[tuple[int, ...], Place] = {}
         self._forced: dict[tuple[int, ...], int | None] = {}
@@ -67,7 +77,7 @@ class Masks:
         self._matcher = self._begun()
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Tokens became output."""
+        """Record tokens that became output."""
         self._places.clear()
         self._forced.clear()
         for token in tokens:
@@ -78,8 +88,10 @@ class Masks:
                 self._path = self._path[1:]
 
     def place(self, path: Sequence[int] = ()) -> Place | None:
-        """What may follow output and `path`; None where the answer is over by then. Raises
-        `DeadEnd` where nothing can."""
+        """Return what may follow output and `path`, or None if the answer is over by then.
+
+        Raises `DeadEnd` if no token may follow.
+        """
         if self._over or not self._ends.isdisjoint(path):
             return None
         key = tuple(path)
@@ -88,10 +100,10 @@ class Masks:
         return self._places[key]
 
     def ban(self, scores: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
-        """Scores `[vocab]` of what follows `path`, changed in place: minus infinity where a token
-        may not.
+        """Set the scores of banned tokens after `path` to minus infinity.
 
-        Raises `DeadEnd` where none is left."""
+        `scores` `[vocab]` are changed in place and returned. Raises `DeadEnd` if no token is left.
+        """
         place = self.place(path)
         if place is None:
             return scores
@@ -105,18 +117,21 @@ class Masks:
         return scores
 
     def find(self, path: Sequence[int] = ()) -> Place | None:
-        """`place` for drafting: None where nothing can follow, too."""
+        """Return `place`, for drafting: None also if no token may follow."""
         try:
             return self.place(path)
         except DeadEnd:
             return None
 
     def forces(self, place: Place) -> bool:
-        """Whether only one token may come there, and the answer goes on after it."""
+        """Whether only one token may come there and the answer goes on after it."""
         return place.left == 1 and place.first not in self._ends
 
     def forced(self, path: Sequence[int] = ()) -> int | None:
-        """That token. Where there is none, a mask is seldom made."""
+        """Return the token that is forced after `path`, or None.
+
+        If none is forced, this seldom has to compute a mask.
+        """
         key = tuple(path)
         if key not in self._forced:
             place = self.find(key) if key in self._places or self._is_written(key) else None
@@ -124,8 +139,10 @@ class Masks:
         return self._forced[key]
 
     def follows(self, path: Sequence[int], tokens: Sequence[int]) -> int:
-        """How many of `tokens` may follow `path`, for drafting: one that ends the answer doesn't
-        count. No mask is made."""
+        """Return how many of `tokens` may follow `path`, for drafting.
+
+        A token that ends the answer doesn't count, nor do those after it. No mask is computed.
+        """
         if self._over or not self._ends.isdisjoint(path):
             return 0
         before_end = list(takewhile(lambda token: token not in self._ends, tokens))
@@ -136,7 +153,7 @@ class Masks:
         )
 
     def _is_written(self, path: tuple[int, ...]) -> bool:
-        """Whether llguidance knows the next token by the text alone."""
+        """Whether the grammar fixes the next text, so that llguidance knows it without a mask."""
         if self._over or not self._ends.isdisjoint(path):
             return False
         return bool(self._ask(path, lambda matcher: matcher.compute_ff_tokens()))
@@ -164,21 +181,23 @@ class Masks:
         )
 
     def _ask(self, path: Sequence[int], question: Callable[[LLMatcher], T]) -> T | None:
-        """What a matcher that has read `path` says; None where it fails, for `_reason`."""
+        """Return what a matcher that has read `path` answers; None if it fails, with `_reason`
+        set."""
         for _ in range(2):
             self._go(path)
             if not self._matcher.is_error():
                 answer = question(self._matcher)
                 if not self._matcher.is_error():
                     return answer
-            # Limits that many drafts used up, and grammars that can't be read backwards, don't stop
-            # one that comes the straight way.
+            # The matcher's limits may be used up by many drafts, and some grammars can't be rolled
+            # back. A new matcher that reads the path from the beginning does not have these
+            # problems.
             self._reason = str(self._matcher.get_error()).partition("\n")[0]
             self._matcher = self._begun()
         return None
 
     def _go(self, path: Sequence[int]) -> None:
-        """Move the matcher to where `path` ends."""
+        """Move the matcher to the end of `path`."""
         shared = 0
         while shared < min(len(path), len(self._path)) and path[shared] == self._path[shared]:
             shared += 1
@@ -189,7 +208,7 @@ class Masks:
         self._path = list(path)
 
     def _begun(self) -> LLMatcher:
-        """A matcher that has read the output only."""
+        """Return a matcher that has read the output only."""
         matcher = self._compiled.matcher.deep_copy()
         if self._text:
             matcher.consume_tokens(self._text)

@@ -14,13 +14,17 @@ KINDS = ("json_schema", "regex", "lark")
 
 @dataclass(frozen=True)
 class Grammar:
-    """A language that an answer has to be of, for `SamplingParams(grammar=…)`. Made by one of its
-    class methods.
+    """A formal language that an answer has to belong to, for `SamplingParams(grammar=…)`.
 
-    What llguidance makes of it is the meaning of it: see its documentation for the keywords of JSON
-    schema, the syntax of regular expressions (Rust's, without look-around) and its dialect of Lark.
-    What can't be used is told when a request begins. `kind`: one of `KINDS`; `text`: the schema,
-    expression or grammar. `any_whitespace`: of JSON; see `json_schema`.
+    Make one with a class method. llguidance defines its meaning. See llguidance's documentation for
+    the keywords of JSON schema, the syntax of regular expressions (Rust's, without look-around) and
+    its dialect of Lark. What llguidance can't use is reported when a request begins.
+
+    - `kind`: one of `KINDS`.
+    - `text`: the schema, expression or grammar.
+    - `any_whitespace`: for JSON; see `json_schema`.
+
+    Raises `InvalidInput` for an unknown kind, and if `text` is not text.
     """
 
     kind: str
@@ -39,11 +43,12 @@ class Grammar:
     ) -> Grammar:
         """JSON that fits a schema, given as a mapping or as text.
 
-        It is written as Python's `json.dumps` writes it: `": "` after keys and `", "` between
-        items. So what stands between two values is forced, and needs no thought of the model.
-        `any_whitespace` leaves that to the model, which may then indent, or write blanks for ever.
-        What the schema has as its own `x-guidance` goes before that. Raises `InvalidInput` for what
-        is not JSON.
+        The answer is written as Python's `json.dumps` writes it: `": "` after keys and `", "`
+        between items. So what stands between two values is forced, and the model need not choose
+        it. `any_whitespace` leaves whitespace to the model, which may then indent, or write blanks
+        for ever. An `x-guidance` entry of the schema itself takes precedence over both.
+
+        Raises `InvalidInput` for what is not JSON.
         """
         if not isinstance(schema, str | Mapping):
             raise InvalidInput(f"json_schema={schema!r}: must be a mapping, or a schema as text")
@@ -60,7 +65,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
-        """Text that an expression matches from its first character to its last."""
+        """Text that a regular expression matches from the first character to the last."""
         return cls("regex", pattern)
 
     @classmethod

@@ -1,5 +1,7 @@
-"""An OpenAI-compatible server. Imports nothing heavy: what is in here comes with the extra
-`serve`."""
+"""An OpenAI-compatible server.
+
+This module imports nothing heavy: the packages that the server needs come with the extra `serve`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The gate: who may wait for an answer. Knows neither HTTP nor models.
+"""Admission control: decides which requests may wait for an answer. Knows neither HTTP nor models.
 
-What a request weighs is guessed before anything is computed for it, so that turning it away costs
-nothing. What the engine has taken up is never turned away. All of it belongs to one event loop.
+The size of a request is estimated before anything is computed for it, so that refusing it costs
+nothing. A request that the engine has started is never refused. Everything here must be used on one
+event loop.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from typing_extensions import Self
 from quickbeam.errors import QuickbeamError
 from quickbeam.serve.settings import ServeSettings
 
-BYTES_A_TOKEN = 4  # about, of text in English
-LONGEST_WAIT = 60  # seconds that a client is told to wait, at most
-SEEN = 64  # requests of late whose rate says how long one will wait
+BYTES_A_TOKEN = 4  # roughly, for English text
+LONGEST_WAIT = 60  # seconds, the longest wait that a client is told
+SEEN = 64  # recent starts that the waiting time is estimated from
 
 
 class TurnedAway(QuickbeamError):
-    """A request that may come again. `retry_after`: in so many seconds."""
+    """A request that is refused for now. It may be sent again in `retry_after` seconds."""
 
     def __init__(self, message: str, retry_after: int) -> None:
         super().__init__(message)
@@ -31,11 +32,11 @@ class TurnedAway(QuickbeamError):
 
 
 class Busy(TurnedAway):
-    """Too many wait already (HTTP 429)."""
+    """Too many answers or prompt tokens wait already (HTTP 429)."""
 
 
 class Unavailable(TurnedAway):
-    """The server is starting or ending, or the request has waited for too long (HTTP 503)."""
+    """The server is starting or shutting down, or the request waited for too long (HTTP 503)."""
 
 
 class Phase(str, Enum):
@@ -45,21 +46,21 @@ class Phase(str, Enum):
 
 
 class Place:
-    """One answer's place: it waits, runs, and is over."""
+    """The place of one answer: it first waits, then runs, and then is over."""
 
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._waits = self._inside = True
 
     def begin(self) -> None:
-        """The engine has taken it up."""
+        """Record that the engine has started the answer."""
         if self._waits and self._inside:
             self._ticket.gate.began()
             self._ticket.lighten()
             self._stop_waiting()
 
     def end(self) -> None:
-        """It is over, or will never be."""
+        """Record that the answer is over, or that it will never be started."""
         if self._inside:
             self._inside = False
             self._stop_waiting()
@@ -72,34 +73,38 @@ class Place:
 
 
 class Ticket:
-    """One request's: `choices` answers to prompts of about `tokens` tokens, which count as waiting
-    until the first answer is taken up. Leaving its `with` block ends what was not handed on by
-    `place`."""
+    """The admission of one request, for `choices` answers to prompts of about `tokens` tokens.
+
+    The prompts' tokens count as waiting until the engine starts the first answer. Leaving the
+    `with` block ends the places that were not taken with `place`.
+    """
 
     def __init__(self, gate: Gate, tokens: int, choices: int) -> None:
         self.gate, self.tokens = gate, tokens
         self.entered = time.perf_counter()
         self._free = [Place(self) for _ in range(choices)]
-        self._inside = choices  # places that are not over
+        self._inside = choices  # number of places that are not over
 
     def place(self) -> Place:
-        """One of its places; whoever takes it ends it. Raises `IndexError` for more answers than
-        were asked for."""
+        """Take one of the ticket's places. Whoever takes it must end it.
+
+        Raises `IndexError` if more places are taken than answers were asked for.
+        """
         return self._free.pop()
 
     def weigh(self, tokens: int) -> None:
-        """How many tokens its prompts really have."""
+        """Replace the estimated number of prompt tokens by the real one, while the prompts wait."""
         if self.tokens:
             self.gate.waiting_tokens += tokens - self.tokens
             self.tokens = tokens
 
     def lighten(self) -> None:
-        """Its prompts wait no longer."""
+        """Stop counting the prompts' tokens as waiting."""
         self.gate.waiting_tokens -= self.tokens
         self.tokens = 0
 
     def left(self) -> None:
-        """One of its answers is over."""
+        """Record that one of the answers is over."""
         self._inside -= 1
         if not self._inside:
             self.lighten()
@@ -114,11 +119,11 @@ class Ticket:
 
 
 class Gate:
-    """Lets requests in. `phase` says whether any may come; `places`: how many answers the engine
-    makes side by side.
+    """Lets requests in or turns them away.
 
-    `inside`: answers that are not over; `waiting`: those of them that the engine has not taken up;
-    `waiting_tokens`: of their prompts.
+    `phase` says whether any request may enter. `places` is the number of answers that the engine
+    computes at the same time. `inside` counts the answers that are not over, `waiting` those of
+    them that the engine has not started, and `waiting_tokens` the tokens of their prompts.
     """
 
     def __init__(self, settings: ServeSettings) -> None:
@@ -129,10 +134,12 @@ class Gate:
         self._empty.set()
 
     def enter(self, tokens: int, choices: int = 1) -> Ticket:
-        """Raises `Unavailable` where the server is not ready, `Busy` where too much waits already.
+        """Let a request in, and return its ticket.
 
-        A prompt that is longer than all that may wait is let in where no other waits: its turn
-        would never come otherwise.
+        `tokens` is the estimated number of its prompt tokens, `choices` the number of its answers.
+        Raises `Unavailable` if the server is not ready, and `Busy` if too many answers or prompt
+        tokens wait already. A prompt of more than `max_waiting_tokens` is let in if no prompt is
+        waiting, because its turn would never come otherwise.
         """
         self.check()
         settings = self.settings
@@ -157,7 +164,7 @@ class Gate:
         return Ticket(self, tokens, choices)
 
     def check(self) -> None:
-        """Raise `Unavailable` where the server is not ready."""
+        """Raise `Unavailable` if the server is not ready."""
         if self.phase is Phase.starting:
             raise Unavailable("the server is starting: the model is being loaded", 5)
         if self.phase is Phase.draining:
@@ -167,8 +174,10 @@ class Gate:
             )
 
     def retry_after(self, choices: int = 1) -> int:
-        """Seconds until as many answers as wait now will have been taken up, by the rate of
-        late."""
+        """Estimate the seconds until the waiting answers and `choices` more are started.
+
+        The estimate uses the rate of recent starts. It is at least 1 and at most `LONGEST_WAIT`.
+        """
         now = time.perf_counter()
         recent = [at for at in self._began if now - at < LONGEST_WAIT]
         if len(recent) < 2:
@@ -183,11 +192,11 @@ class Gate:
         )
 
     def began(self) -> None:
-        """An answer was taken up."""
+        """Record that the engine has started an answer."""
         self._began.append(time.perf_counter())
 
     def left(self) -> None:
-        """An answer is over."""
+        """Record that an answer is over."""
         self.inside -= 1
         if not self.inside:
             self._empty.set()

@@ -1,5 +1,4 @@
-"""The answers to one request while they are made: their parts as they come, whole answers, what
-they took; and how they are streamed."""
+"""The answers to one request while they are computed: parts, whole answers, counts, streaming."""
 
 from __future__ import annotations
 
@@ -21,15 +20,18 @@ DONE = {"data": "[DONE]"}
 
 
 class Part(NamedTuple):
-    """What is new of one of the answers."""
+    """A new part of one of the answers."""
 
-    number: int  # of the answer
-    delta: Delta | None  # None: it is complete
+    number: int  # index of the answer
+    delta: Delta | None  # None: the answer is complete
 
 
 class Answers:
-    """Answers under way, `n` to each of the `prompts`, those to the first prompt first. `seeds`: of
-    each prompt. Leaving its `with` block ends them."""
+    """The answers to one request while they are computed, `n` to each of the `prompts`.
+
+    The answers to the first prompt come first. `prompts` holds token ids, `seeds` one seed for each
+    prompt. Leaving the `with` block ends the answers.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,11 @@ class Answers:
         return len(self.streams)
 
     async def parts(self) -> AsyncIterator[Part]:
-        """Parts of all answers as they come. Raises what ended one before its time."""
+        """Yield the parts of all answers as they arrive.
+
+        Raises the error that ended an answer, and `Interrupted` for an answer that the server cut
+        short.
+        """
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
         tasks = [
             asyncio.ensure_future(self._follow(index, parts)) for index in range(len(self.streams))
@@ -81,20 +87,23 @@ class Answers:
             await parts.put(Part(index, None))
 
     async def finished(self) -> list[Completion]:
-        """All of them, whole."""
+        """Wait until all answers are complete, and return them. Raises as `parts` does."""
         async for _ in self.parts():
             pass
         return self.completions
 
     @property
     def completions(self) -> list[Completion]:
-        """What there is of them."""
+        """The answers, as far as they have come."""
         return [stream.completion for stream in self.streams]
 
     def usage(self) -> dict[str, Any]:
-        """What they took so far, as chats and completions tell it. `prompt_tokens`: each prompt
-        once, `cached_tokens`: of those, what was not computed anew, `accepted_prediction_tokens`
-        and `rejected_prediction_tokens`: drafted tokens, `steps`: passes over a tree."""
+        """Return the token counts so far in the form of chats and completions.
+
+        `prompt_tokens` counts each prompt once. `cached_tokens` are those of them that were not
+        computed anew. `accepted_prediction_tokens` and `rejected_prediction_tokens` count drafted
+        tokens. `steps` counts passes over a draft tree.
+        """
         counts = self.counts()
         return {
             "prompt_tokens": counts.prompt,
@@ -110,7 +119,7 @@ class Answers:
         }
 
     def counts(self) -> Counts:
-        """What they took so far."""
+        """Return the counts so far, over all answers."""
         every = [one.statistics for one in self.completions]
         sources = [source for one in every for source in one.sources.values()]
         accepted = sum(source.accepted for source in sources)
@@ -143,13 +152,16 @@ async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[s
 
 
 def event_stream(runner: Runner, chunks: AsyncIterator[dict[str, Any]]) -> EventSourceResponse:
-    """The response that streams `chunks`, then `[DONE]`. An error comes as its object in place of
-    the rest. A comment keeps the connection when there is nothing to say."""
+    """Return the response that streams `chunks` and then `[DONE]`.
+
+    If an error ends the chunks, its error object is sent in place of the rest. While there is
+    nothing to send, comments keep the connection open.
+    """
     return sse(runner, _events(chunks))
 
 
 def sse(runner: Runner, events: AsyncIterator[dict[str, str]]) -> EventSourceResponse:
-    """The response that streams server-sent events."""
+    """Return the response that streams server-sent events."""
     return EventSourceResponse(
         events,
         sep="\n",

@@ -1,5 +1,4 @@
-"""The server's application: what stands at which path, and what each request passes before it gets
-there."""
+"""The server's application: its routes, and what each request passes before it gets there."""
 
 from __future__ import annotations
 
@@ -18,25 +17,27 @@ from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import OPEN, BodyLimit, Keys
 
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # as a Host header names this machine
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # names of this machine in a Host header
 
 
 def create_app(runner: Runner) -> FastAPI:
-    """What answers HTTP for a runner, which is closed when the application ends. Handlers find it
-    as `request.app.state.runner`."""
+    """Return the HTTP application for a runner.
+
+    The runner is closed when the application ends. Handlers find it as `request.app.state.runner`.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
         await runner.close()
 
-    # their pages load scripts
+    # no documentation pages: they would load scripts from elsewhere
     app = FastAPI(
         title="quickbeam", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
     app.state.runner = runner
     errors.install(app)
-    # nobody reads it
+    # the client has left, so nobody reads this response
     app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
     for module in (chat, completions, responses, tokens):
         app.include_router(module.router)
@@ -48,7 +49,7 @@ def create_app(runner: Runner) -> FastAPI:
 
 
 def protect(app: FastAPI, runner: Runner) -> None:
-    """Put what is asked for before the application. The last one added comes first."""
+    """Add the middlewares that the settings ask for. A request passes the last one added first."""
     settings = runner.settings
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_keys:
@@ -84,7 +85,7 @@ async def index() -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 where requests are answered, else 503 with the reason."""
+    """200 if requests are answered, else 503 with the reason."""
     ailment = request.app.state.runner.ailment
     if ailment is None:
         return JSONResponse({"status": "ok"})

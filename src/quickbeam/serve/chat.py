@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`. `answer` and `stream` make answers without HTTP, too."""
+"""The endpoint `/v1/chat/completions`. `answer` and `stream` can be called without HTTP, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", response_model=None)
 async def create(request: ChatRequest, http: Request) -> Response:
-    """An answer to a conversation, whole or as a stream of chunks."""
+    """Answer a conversation, with one object or as a stream of chunks."""
     runner: Runner = http.app.state.runner
     if request.stream:
         return event_stream(runner, await unless_gone(http, stream(runner, request)))
@@ -34,16 +34,21 @@ async def create(request: ChatRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: ChatRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
-    and what ended an answer."""
+    """Return the response object.
+
+    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
+    that is turned away, and the error that ended an answer.
+    """
     chat = await _begin(runner, request)
     with chat.answers:
         return await chat.whole()
 
 
 async def stream(runner: Runner, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
-    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on
-    while they come."""
+    """Wait until the engine has begun, and return the chunks.
+
+    Until then it raises what `answer` raises. Later errors are raised while the chunks are read.
+    """
     return (await _begin(runner, request)).chunks()
 
 
@@ -70,14 +75,14 @@ async def _begin(runner: Runner, request: ChatRequest) -> Chat:
 
 
 class Chat:
-    """A chat under way."""
+    """A chat request while it is answered."""
 
     def __init__(
         self, runner: Runner, request: ChatRequest, answers: Answers, calling: Calling | None
     ) -> None:
         self.request, self.answers = request, answers
         self._readers = [calling and calling.reader() for _ in range(len(answers))]
-        self._called = [0] * len(answers)  # calls that were told
+        self._called = [0] * len(answers)  # tool calls of each answer that were sent
         self._texts = TokenTexts(runner.llm.tokenizer) if request.logprobs else None
         self._head = {
             "id": f"chatcmpl-{secrets.token_hex(12)}",
@@ -89,7 +94,7 @@ class Chat:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The response object, when all answers are complete."""
+        """Wait until all answers are complete, and return the response object."""
         completions = await self.answers.finished()
         choices = [self._choice(index, completion) for index, completion in enumerate(completions)]
         found: dict[str, Any] = {**self._head, "choices": choices, "usage": self.answers.usage()}
@@ -119,7 +124,7 @@ class Chat:
         )
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Chunks of all answers as they come: the roles first, the usage last."""
+        """Yield chunks of all answers as they arrive: the roles first, the usage last."""
         with self.answers as answers:
             for index in range(len(answers)):
                 chunk = self._chunk(index, {"role": "assistant", "content": ""})
@@ -140,7 +145,7 @@ class Chat:
     def _of(
         self, index: int, delta: Delta, pieces: Sequence[str | Call]
     ) -> Iterable[dict[str, Any]]:
-        """The chunk of a part of an answer, if there is something to tell."""
+        """Yield the chunk for a part of an answer, if there is anything to send."""
         if not (
             pieces
             or delta.steps
@@ -184,12 +189,12 @@ class Chat:
         return delta
 
     def _read(self, index: int, text: str) -> list[str | Call]:
-        """What new text of an answer tells."""
+        """Return the text and the tool calls in new text of an answer."""
         reader: CallReader | None = self._readers[index]
         return reader.feed(text) if reader is not None else [text] if text else []
 
     def _rest(self, index: int) -> list[str | Call]:
-        """What was held back, at its end."""
+        """Return what was held back of an answer, at its end."""
         reader = self._readers[index]
         return reader.finish() if reader is not None else []
 
@@ -203,7 +208,7 @@ class Chat:
 
 
 def split(pieces: Iterable[str | Call]) -> tuple[str, list[Call]]:
-    """The text, and the calls."""
+    """Return the joined text of the pieces, and their tool calls."""
     every = list(pieces)
     return "".join(piece for piece in every if isinstance(piece, str)), [
         piece for piece in every if isinstance(piece, Call)

@@ -1,4 +1,4 @@
-"""`/v1/completions`. `answer` and `stream` make answers without HTTP, too."""
+"""The endpoint `/v1/completions`. `answer` and `stream` can be called without HTTP, too."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
-LENGTH = 16  # tokens of an answer where none is asked for, as OpenAI has it
+LENGTH = 16  # default length of an answer in tokens, as in OpenAI's API
 
 router = APIRouter()
 
 
 @router.post("/v1/completions", response_model=None)
 async def create(request: CompletionRequest, http: Request) -> Response:
-    """What follows a text, or several, whole or as a stream of chunks."""
+    """Continue a text, or several, with one object or as a stream of chunks."""
     runner: Runner = http.app.state.runner
     if request.stream:
         return event_stream(runner, await unless_gone(http, stream(runner, request)))
@@ -35,16 +35,21 @@ async def create(request: CompletionRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: CompletionRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
-    and what ended an answer."""
+    """Return the response object.
+
+    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
+    that is turned away, and the error that ended an answer.
+    """
     made = await _begin(runner, request)
     with made.answers:
         return await made.whole()
 
 
 async def stream(runner: Runner, request: CompletionRequest) -> AsyncIterator[dict[str, Any]]:
-    """The chunks, once the engine has begun; raises as `answer` does until then, and from then on
-    while they come."""
+    """Wait until the engine has begun, and return the chunks.
+
+    Until then it raises what `answer` raises. Later errors are raised while the chunks are read.
+    """
     return (await _begin(runner, request)).chunks()
 
 
@@ -73,7 +78,7 @@ async def _begin(runner: Runner, request: CompletionRequest) -> Texts:
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """The prompts, each a text or token ids."""
+    """Return the prompts, each a text or token ids."""
     if isinstance(prompt, str) or isinstance(prompt[0], int):
         return [prompt]
     return list(prompt)
@@ -84,7 +89,10 @@ def _text(llm: LLM, prompt: str | list[int]) -> str:
 
 
 class Texts:
-    """Completions under way. `echoes`: what stands before the answers to each prompt."""
+    """A completions request while it is answered.
+
+    `echoes` holds, for each prompt, the text that its answers begin with.
+    """
 
     def __init__(
         self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]
@@ -103,7 +111,7 @@ class Texts:
         }
 
     async def whole(self) -> dict[str, Any]:
-        """The response object, when all answers are complete."""
+        """Wait until all answers are complete, and return the response object."""
         completions = await self.answers.finished()
         choices = [
             self._choice(
@@ -119,7 +127,7 @@ class Texts:
         return {**self._head, "choices": choices, "usage": self.answers.usage()}
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
-        """Chunks of all answers as they come, the usage last."""
+        """Yield chunks of all answers as they arrive, the usage last."""
         with self.answers as answers:
             first = [True] * len(answers)
             for index, echo in enumerate(self._echoes):

@@ -1,5 +1,7 @@
-"""From requests to what the engine is asked: prompts in token ids, `SamplingParams`, jobs. Knows
-nothing of HTTP."""
+"""Convert requests to the engine's terms: prompts as token ids, `SamplingParams`, jobs.
+
+Knows nothing of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ from quickbeam.serve.messages import (
 from quickbeam.serve.runner import Job, Runner
 from quickbeam.serve.schemas import JsonObject, JsonSchema, Request, Speculation
 
-SAME = (  # fields that mean what SamplingParams means by them
+SAME = (  # fields that mean the same in SamplingParams
     *(
         "temperature",
         "top_p",
@@ -50,13 +52,17 @@ SAME = (  # fields that mean what SamplingParams means by them
         "skip_special_tokens",
     ),
 )
-SEED_BITS = 53  # integers that every JSON reader keeps
+SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
 
 class Wanted(NamedTuple):
-    """What an API's own fields say of sampling. `lengths`: the fields that may limit the answer,
-    each with its value; `length`: what happens where none does (None: as much as there is room
-    for). `grammar`: beside the fields that all APIs share."""
+    """What the fields of one API say about sampling, beside the fields that all APIs share.
+
+    `lengths` holds the fields that may limit the answer's length, each with its value; the first
+    that is given counts. `length` is the limit if none is given; None means as many tokens as there
+    is room for. `logprobs` is that of `SamplingParams`. `grammar` takes precedence over the shared
+    fields that give one. `keep_special` keeps special tokens in the text.
+    """
 
     lengths: dict[str, int | None]
     length: int | None = None
@@ -76,9 +82,14 @@ async def begin(
     tokens: int | None = None,
     trace: bool = False,
 ) -> Answers:
-    """Have the engine begin with a request. `encode` gives its prompts; it runs in a thread, once
-    there is a place in the queue for texts of `size` characters (`tokens`, where that is known).
-    Raises `InvalidInput` for what can't be answered, `Busy` and `Unavailable`."""
+    """Have the engine begin with a request, and return its answers.
+
+    The request first takes a place in the queue. Its size there is `tokens`, the number of prompt
+    tokens, where that is known; otherwise it is estimated from `size`, the prompts' length in
+    characters. Then `encode` runs in a thread and returns the prompts' token ids. `prompts` is the
+    number of prompts. With `trace`, deltas carry steps. Raises `InvalidInput` for a request that
+    can't be answered, `Busy` and `Unavailable`.
+    """
     try:
         return await _begun(runner, request, encode, wanted, size, prompts, tokens, trace)
     except InvalidInput as error:
@@ -105,8 +116,8 @@ async def _begun(
     params = sampling(request, wanted, runner.settings.default_temperature)
     with runner.enter(size, prompts * params.n, tokens) as ticket:
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
-        # Prompts that share a drawn seed would share its noise: the same prompt twice would have
-        # the same answer.
+        # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
+        # see the same noise and get the same answer.
         seeds = [
             secrets.randbits(SEED_BITS)
             if params.seed is None and not params.greedy
@@ -129,8 +140,10 @@ async def _begun(
 
 
 def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
-    """The error with the field of the request that it is about: mostly the word that its message
-    begins with."""
+    """Return the error with the request's field that it is about.
+
+    In most cases this is the first word of the message.
+    """
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_tokens", _length(wanted)[0])
@@ -146,7 +159,7 @@ def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
 
 
 def check_model(runner: Runner, model: str | None) -> None:
-    """Raise `Refused` (404) for the name of a model that isn't served. None: whichever is."""
+    """Raise `Refused` (404) unless `model` is a name of the served model, or None."""
     names = (runner.name, *runner.settings.aliases)
     if model is not None and model not in names:
         raise Refused(
@@ -158,11 +171,14 @@ def check_model(runner: Runner, model: str | None) -> None:
 
 
 def sampling(request: Request, wanted: Wanted, temperature: float | None = None) -> SamplingParams:
-    """All parameters but how long the answer may be. `temperature`: where none is asked for (None:
-    1, as OpenAI has it)."""
+    """Return the request's sampling parameters, without the final length of the answer.
+
+    `temperature` is the default for requests that give none; None means 1, as in OpenAI's API.
+    Raises `InvalidInput` for values that can't be used.
+    """
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
     given.setdefault("temperature", 1.0 if temperature is None else temperature)
-    if given.get("top_k") == -1:  # how vLLM says that it is off
+    if given.get("top_k") == -1:  # vLLM's value for off
         given["top_k"] = 0
     if request.logit_bias:
         given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
@@ -170,7 +186,8 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
         given["skip_special_tokens"] = False
     if (grammar := wanted.grammar or _grammar(request)) is not None:
         given["grammar"] = grammar
-    # min_tokens is held against it; where it is what there is room for, that comes later
+    # SamplingParams checks min_tokens against max_tokens. Where no limit is given, the real one is
+    # set later, from the room in the context.
     length = _length(wanted)[1]
     return SamplingParams(
         max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given
@@ -178,7 +195,7 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
 
 
 def _length(wanted: Wanted) -> tuple[str, int | None]:
-    """The field that says how long an answer may be, and what it says."""
+    """Return the name of the field that limits the answer's length, and the limit in tokens."""
     return next(
         ((name, value) for name, value in wanted.lengths.items() if value is not None),
         (next(iter(wanted.lengths)), wanted.length),
@@ -188,7 +205,10 @@ def _length(wanted: Wanted) -> tuple[str, int | None]:
 def _measured(
     llm: LLM, encode: Callable[[], list[list[int]]], request: Request, wanted: Wanted
 ) -> list[tuple[list[int], int]]:
-    """Prompts in token ids, and how long an answer to each may be."""
+    """Return each prompt's token ids with the number of tokens that its answer may have.
+
+    Raises `Refused` for a prompt that leaves too little room in the context.
+    """
     name, asked = _length(wanted)
     method = request.speculation.method if request.speculation else None
     found = []
@@ -214,7 +234,7 @@ def _token(name: str) -> int:
 
 
 def _grammar(request: Request) -> Any:
-    """What `response_format`, `regex` or `lark` ask for; None: text of any kind."""
+    """Return the grammar of `response_format`, `regex` or `lark`; None if any text will do."""
     if not request.grammars:
         return None
     from quickbeam.grammar import Grammar
@@ -234,8 +254,10 @@ def _grammar(request: Request) -> Any:
 def encode_conversation(
     llm: LLM, asked: Conversation, tools: Sequence[Tool] | None = None
 ) -> list[int]:
-    """The prompt of a conversation. Raises `InvalidInput` for what the model's chat template does
-    not take."""
+    """Return the token ids of a conversation's prompt.
+
+    Raises `InvalidInput` for what the model's chat template does not take.
+    """
     arguments = asked.chat_template_kwargs or {}
     if taken := sorted(
         arguments.keys() & inspect.signature(llm.tokenizer.apply_chat_template).parameters.keys()
@@ -257,8 +279,12 @@ def encode_conversation(
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """Messages as chat templates take them: content as one text, `developer` as `system`, arguments
-    of calls as objects, and a tool's answer with the tool's name."""
+    """Return messages in the form that chat templates take.
+
+    Content becomes one text, `developer` becomes `system`, the arguments of tool calls become
+    objects, and a tool's answer gets the tool's name. Raises `Refused` for arguments that are not a
+    JSON object.
+    """
     found, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
@@ -291,12 +317,12 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def text_of(content: Content | None) -> str:
-    """Parts of a content are lines of their own."""
+    """Return the text of a content, with each of its parts on a line of its own."""
     return content if isinstance(content, str) else "\n".join(part.text for part in content or [])
 
 
 def size_of(messages: Sequence[Message]) -> int:
-    """How many characters there are to read."""
+    """Return the number of characters of all messages."""
     return sum(len(text_of(message.content)) for message in messages)
 
 

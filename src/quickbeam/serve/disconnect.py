@@ -1,4 +1,4 @@
-"""Clients that leave before they have their answer."""
+"""Cancel work for clients that leave before they have their answer."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ class Gone(QuickbeamError):
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled where the client leaves before: then it raises
-    `Gone`. The request's body must have been read."""
+    """Return the result of `work`, unless the client leaves first.
+
+    If the client leaves, `work` is cancelled and `Gone` is raised. The request's body must have
+    been read before.
+    """
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,8 +1,7 @@
-"""Errors as OpenAI's API tells them: `{"error": {"message", "type", "param", "code"}}` with an HTTP
-status.
+"""Errors in the form of OpenAI's API: `{"error": {"message", "type", "param", "code"}}`.
 
-What a request can't have is a 400 that names the field. What goes wrong in one answer is a 500 for
-that request.
+Each has an HTTP status. A request that asks for what it can't have gets a 400 that names the field.
+If something goes wrong in one answer, that request gets a 500.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class Problem(NamedTuple):
-    """What a client is told."""
+    """What a client is told of an error."""
 
     status: int
     message: str
@@ -52,7 +51,7 @@ class Problem(NamedTuple):
 
 
 class Refused(InvalidInput):
-    """A request that can't be served, with what OpenAI's error object says of it."""
+    """A request that can't be served, with the fields of OpenAI's error object."""
 
     def __init__(
         self, message: str, param: str | None = None, code: str | None = None, status: int = 400
@@ -62,12 +61,15 @@ class Refused(InvalidInput):
 
 
 class Interrupted(QuickbeamError):
-    """An answer that the server ended before its time."""
+    """An answer that the server cut short."""
 
 
 def problem(error: BaseException, body: Any = None) -> Problem:
-    """What to tell of an error, whatever it is. `body`: the request, for the names of its
-    fields."""
+    """Return what a client is told of an error, whatever its kind.
+
+    `body` is the request's body, which tells the names of its fields. An unknown kind of error is
+    logged.
+    """
     if isinstance(error, Refused):
         return error.problem
     if isinstance(error, ValidationError | RequestValidationError):
@@ -102,13 +104,13 @@ def problem(error: BaseException, body: Any = None) -> Problem:
 
 
 def response(error: BaseException, body: Any = None) -> JSONResponse:
-    """The HTTP response to an error."""
+    """Return the HTTP response to an error."""
     found = problem(error, body)
     return JSONResponse(found.body, found.status, headers=found.headers)
 
 
 def install(app: FastAPI) -> None:
-    """Have all errors told in this way, those that no route raises (an unknown path) included."""
+    """Have all errors reported in this form, also those of no route (an unknown path)."""
 
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return response(error)
@@ -118,8 +120,11 @@ def install(app: FastAPI) -> None:
 
 
 def _invalid(errors: Sequence[Any], body: Any) -> Problem:
-    """The error that says most, of those that a body was refused for: of a field with several
-    types, the one that got furthest."""
+    """Return the most helpful of the errors that a body was refused for.
+
+    This is the one with the longest path. For a field with several types, it is the error of the
+    type that matched furthest.
+    """
     if not errors:
         return Problem(400, "the request is not valid")
     found = [(_path(error, body), error) for error in errors]
@@ -140,8 +145,10 @@ def _invalid(errors: Sequence[Any], body: Any) -> Problem:
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
-    """Where in the body an error is: its location without the names of types that pydantic puts
-    in."""
+    """Return where in the body an error is.
+
+    This is the error's location without the type names that pydantic inserts.
+    """
     parts, value, path = list(error["loc"]), body, list[str | int]()
     if parts and parts[0] == "body":
         del parts[0]
@@ -157,7 +164,7 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
 
 
 def _name(path: Sequence[str | int]) -> str:
-    """`messages[0].content`."""
+    """Return a path as text, such as `messages[0].content`."""
     return "".join(
         f"[{part}]" if isinstance(part, int) else f".{part}" for part in path
     ).removeprefix(".")

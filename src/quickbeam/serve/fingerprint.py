@@ -1,5 +1,7 @@
-"""`system_fingerprint`: the same for two servers that answer alike, bit for bit where the machine
-can."""
+"""The server's `system_fingerprint`.
+
+Two servers with the same fingerprint answer alike, bit for bit if the machine allows it.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,17 @@ from quickbeam import __version__
 from quickbeam.hub import cache_folder
 from quickbeam.llm import LLM
 
-# endings of files that answers depend on
+# suffixes of files that answers depend on
 DECIDES = (".safetensors", ".bin", ".gguf", ".json", ".model", ".jinja")
-BLOCK = 2**20  # bytes that are read at once
-KNOWN = "digests.json"  # in the cache folder: digests of files by path, size and time of change
+BLOCK = 2**20  # bytes read at once
+KNOWN = "digests.json"  # in the cache folder: digests of files by path, size and modification time
 
 
 def fingerprint_of(llm: LLM) -> str:
-    """A hash of weights, number format, kernels and version. Reads the model's files where that was
-    not done before."""
+    """Return a hash of version, model files, number format, kind of device and kernels.
+
+    Reads the model's files unless their digests are known already.
+    """
     parts = (
         __version__,
         digest_of(llm.folder),
@@ -35,13 +39,15 @@ def fingerprint_of(llm: LLM) -> str:
 
 
 def digest_of(model: str) -> str:
-    """A hash of a model's files, in a folder or in the hub's cache; of its name where the files are
-    not to be found."""
+    """Return a hash of a model's files, which are in a folder or in the Hugging Face cache.
+
+    If there are no such files, the model's name is returned as it is.
+    """
     path = Path(model)
     if not path.exists():
         try:
             path = Path(snapshot_download(model, local_files_only=True))
-        except Exception:  # it may live elsewhere, in ways that only its loader knows
+        except Exception:  # only the model's loader knows where it is
             return model
     files = (
         [path] if path.is_file() else sorted(one for one in path.iterdir() if one.suffix in DECIDES)
@@ -78,7 +84,7 @@ def _read(cache: Path) -> dict[str, str]:
 
 
 def _write(cache: Path, known: dict[str, str]) -> None:
-    """In one rename. Where it can't be written the files are read again next time."""
+    """Write the cache file in one rename. If that fails, files are read again next time."""
     work = cache.with_suffix(f".{os.getpid()}.tmp")
     with suppress(OSError):
         cache.parent.mkdir(parents=True, exist_ok=True)

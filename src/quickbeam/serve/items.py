@@ -1,5 +1,7 @@
-"""What requests to the Responses API may say, and how its items become messages. Knows nothing of
-models."""
+"""Requests to the Responses API: what they may hold, and how their items become messages.
+
+Knows nothing of models.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,10 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ItemText(Body):
-    """A part of an item. What follows `text` stands in the output items that clients give back."""
+    """A text part of an item.
+
+    The fields after `text` are accepted because clients send back output items, which have them.
+    """
 
     type: Literal["input_text", "output_text"]
     text: str
@@ -59,7 +64,7 @@ ItemContent = (
 
 
 class Item(Body):
-    """What any item may have."""
+    """The fields that any item may have."""
 
     id: str | None = None
     status: str | None = None
@@ -133,7 +138,7 @@ class ResponseStreamOptions(Body):
 
 
 class ResponsesRequest(Request):
-    """Nothing is kept: each request holds the whole conversation."""
+    """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
     input: str | Annotated[list[AnyItem], Field(min_length=1)]
     instructions: str | None = None
@@ -143,7 +148,7 @@ class ResponsesRequest(Request):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
-    # there is no reasoning to encrypt
+    # encrypted reasoning is accepted without effect, as there is no reasoning
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
         None
     )
@@ -176,7 +181,7 @@ class ResponsesRequest(Request):
 
     @property
     def response_format(self) -> JsonObject | JsonSchema | None:
-        """`text.format` as chats have it; None: text."""
+        """`text.format` in the form of chats; None for plain text."""
         asked = self.text and self.text.format
         if isinstance(asked, JsonSchemaFormat):
             schema = Schema(name=asked.name, schema=asked.schema_, strict=asked.strict)
@@ -185,7 +190,7 @@ class ResponsesRequest(Request):
 
     @property
     def chat_tools(self) -> list[Tool]:
-        """The tools as chats have them."""
+        """The tools in the form of chats."""
         kept = {"name", "description", "parameters", "strict"}
         return [
             Tool(type="function", function=Function(**tool.model_dump(include=kept)))
@@ -194,7 +199,7 @@ class ResponsesRequest(Request):
 
     @property
     def choice(self) -> ToolMode | NamedTool | None:
-        """`tool_choice` as chats have it."""
+        """`tool_choice` in the form of chats."""
         chosen = self.tool_choice
         return (
             NamedTool(type="function", function=FunctionName(name=chosen.name))
@@ -203,7 +208,11 @@ class ResponsesRequest(Request):
         )
 
     def to_conversation(self) -> Conversation:
-        """The input as a conversation. Calls belong to the assistant's message before them."""
+        """Return the input as a conversation.
+
+        Tool calls become part of the assistant's message directly before them, or else a message of
+        their own.
+        """
         found = list[Message]()
         if self.instructions is not None:
             found.append(SystemMessage(role="system", content=self.instructions))

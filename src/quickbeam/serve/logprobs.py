@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens as OpenAI's API shows them, for chats and for completions."""
+"""Log-probabilities of tokens in the forms of OpenAI's API, for chats and for completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from quickbeam.engine.result import Logprob
 
-LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have
 
 
 class TokenTexts:
@@ -24,13 +24,13 @@ class TokenTexts:
         }
 
     def bytes_of(self, token: int) -> bytes:
-        """Empty for ids that no token has."""
+        """Return the bytes of a token; none for an id without a token."""
         if token not in self._known:
             self._known[token] = self._find(token)
         return self._known[token]
 
     def text_of(self, token: int) -> str:
-        """With U+FFFD for bytes that are a part of a character."""
+        """Return the text of a token, with U+FFFD for bytes that are only part of a character."""
         return self.bytes_of(token).decode(errors="replace")
 
     def _find(self, token: int) -> bytes:
@@ -45,14 +45,17 @@ class TokenTexts:
 
     @cached_property
     def _byte_level(self) -> bool:
-        """Whether each character of a token stands for a byte."""
+        """Whether each character of a token's string stands for one byte."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         return "ByteLevel" in repr(getattr(backend, "decoder", None))
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """The byte of each character of byte-level vocabularies: those that print stand for themselves,
-    the others for 256 and on, in order."""
+    """Return the byte for each character of byte-level vocabularies.
+
+    Printable bytes are written as the characters with the same code. The other bytes are written as
+    the characters from 256 on, in order.
+    """
     printed = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printed)]
     return {chr(byte): byte for byte in printed} | {
@@ -64,7 +67,10 @@ BYTES = _byte_alphabet()
 
 
 def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, Any]:
-    """The form of chats: `{"content": [{"token", "logprob", "bytes", "top_logprobs"}]}`."""
+    """Return log-probabilities in the form of chats.
+
+    The form is `{"content": [{"token", "logprob", "bytes", "top_logprobs"}], "refusal": None}`.
+    """
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         return {
@@ -84,16 +90,19 @@ def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, An
 
 
 class CompletionLogprobs:
-    """The form of completions, piece by piece: `{"tokens", "token_logprobs", "top_logprobs",
-    "text_offset"}`. `offset`: characters of text before the first token. A token begins where the
-    characters before it end."""
+    """Log-probabilities in the form of completions, piece by piece.
+
+    The form is `{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`. `offset` is the
+    number of characters before the first token. A token's offset is the number of characters that
+    are complete before it.
+    """
 
     def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
         self._texts, self._offset = texts, offset
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, entries: Sequence[Logprob]) -> dict[str, Any]:
-        """Of further tokens."""
+        """Return the log-probabilities of further tokens."""
         offsets, tops = [], []
         for entry in entries:
             offsets.append(self._offset)
@@ -107,7 +116,10 @@ class CompletionLogprobs:
         }
 
     def _top(self, entry: Logprob) -> dict[str, float]:
-        """By text, the emitted token included; of tokens that look alike, the most probable."""
+        """Return log-probabilities by token text, with the emitted token's included.
+
+        Of tokens with the same text, the most probable one counts.
+        """
         top: dict[str, float] = {}
         for token, logprob in [*entry.top.items(), (entry.token, entry.logprob)]:
             top.setdefault(self._texts.text_of(token), max(logprob, LOWEST))

@@ -1,5 +1,4 @@
-"""What requests about conversations may say: messages, tools, and the chat request itself. Knows
-nothing of models."""
+"""Requests about conversations: messages, tools and the chat request. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ class NamedTool(Body):
 def check_tools(
     tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[str]
 ) -> None:
-    """Raise for what is said of tools where it doesn't fit together."""
+    """Raise a validation error if tools, tool choice and grammars don't fit together."""
     names = [tool.function.name for tool in tools or []]
     if choice not in (None, "none") and not names:
         raise refuse("there are no tools to choose from: give tools, too", "tool_choice")
@@ -95,7 +94,10 @@ class UserMessage(Body):
 
 
 class AssistantMessage(Body):
-    """`refusal` and what follows stand, empty, in the messages that OpenAI's client gives back."""
+    """A message of the assistant.
+
+    `refusal` and the fields after it are accepted because OpenAI's client sends them back, empty.
+    """
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -121,7 +123,7 @@ Message = Annotated[
 
 
 class Conversation(Body):
-    """What a chat template makes a prompt of."""
+    """What a chat template makes a prompt from."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None

@@ -1,8 +1,8 @@
-"""What is counted, under the names that vLLM gives it, so that dashboards made for it work here;
-and a few of our own.
+"""The server's metrics for Prometheus.
 
-Counting costs a step a few additions: all that takes time to find out is asked for when `/metrics`
-is read.
+Most have the names that vLLM gives them, so that dashboards made for vLLM work here. A few are
+quickbeam's own. Counting costs only a few additions per step. Values that take time to find out are
+computed when `/metrics` is read.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Gate, TurnedAway
 
-DEEPEST = 16  # places below the root that are counted apart; those below count as the last
-REASONS = {"interrupted": "abort"}  # our words for how an answer ends, where vLLM has others
+DEEPEST = 16  # depths below the root that are counted separately; deeper ones count as the last
+REASONS = {"interrupted": "abort"}  # our finish reasons that have another name in vLLM
 SECONDS = (
     0.001,
     0.005,
@@ -93,7 +93,7 @@ NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 
 class Metrics:
-    """A registry of one server's. `name`: of its model, a label of each."""
+    """The metrics of one server, in a registry. Each is labelled with `name`, the model's name."""
 
     def __init__(self, name: str, gate: Gate) -> None:
         self._name, self.registry = name, CollectorRegistry()
@@ -191,7 +191,10 @@ class Metrics:
         )
 
     def watch(self, engine: Engine, heartbeat: Callable[[], float]) -> None:
-        """Show an engine's state, too."""
+        """Add an engine's state to the metrics.
+
+        `heartbeat` returns the seconds since the engine's thread last gave a sign of life.
+        """
         self._gauge(
             "quickbeam:heartbeat_age_seconds",
             "Since the engine's thread last gave a sign of life.",
@@ -214,25 +217,32 @@ class Metrics:
         )
 
     def request(self, params: SamplingParams, prompt: int, entered: float) -> RequestMetrics:
-        """What counts one answer. `entered`: when it was asked for (`time.perf_counter`)."""
+        """Return the counters for one answer.
+
+        `prompt` is the prompt's length in tokens. `entered` is when the answer was asked for
+        (`time.perf_counter`).
+        """
         return RequestMetrics(self, params, prompt, entered)
 
     def by_source(self, source: str) -> tuple[Counter, Counter]:
-        """Drafted and accepted tokens."""
+        """Return the counters of a source's drafted and accepted tokens."""
         return self._drafted_by.labels(self._name, source), self._accepted_by.labels(
             self._name, source
         )
 
     def ended(self, reason: str) -> None:
-        """An answer is over."""
+        """Count an answer that is over."""
         self._success.labels(self._name, REASONS.get(reason, reason)).inc()
 
     def refused(self, error: TurnedAway) -> None:
-        """A request was turned away."""
+        """Count a request that was turned away."""
         self._refused.labels(self._name, type(error).__name__.lower()).inc()
 
     def expose(self, accept: str) -> tuple[bytes, str]:
-        """The text that Prometheus reads, and its content type."""
+        """Return the text that Prometheus reads, and its content type.
+
+        `accept` is the request's Accept header.
+        """
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
 
@@ -252,17 +262,17 @@ class Metrics:
 
 
 class RequestMetrics:
-    """Counts one answer: `step` on the engine's thread, `over` anywhere."""
+    """Counts one answer. `step` runs on the engine's thread, `over` on any thread."""
 
     def __init__(
         self, metrics: Metrics, params: SamplingParams, prompt: int, entered: float
     ) -> None:
         self._metrics, self._params, self._prompt, self._entered = metrics, params, prompt, entered
         self._last = 0.0  # when the last step ended
-        self._counted = 0  # tokens of the answer
+        self._counted = 0  # tokens of the answer so far
 
     def step(self, record: StepRecord) -> None:
-        """An observer of the answer."""
+        """Count a step. This is an observer of the answer."""
         metrics, now, emitted = self._metrics, time.perf_counter(), len(record.emitted)
         drafted, accepted = len(record.tree) - 1, record.path[1 : emitted + 1]
         metrics.generation_tokens.inc(emitted)
@@ -283,7 +293,7 @@ class RequestMetrics:
             metrics.accepted_at[min(depth, DEEPEST - 1)].inc()
 
     def over(self, completion: Completion, times: Times) -> None:
-        """The answer is over."""
+        """Count the whole answer, once it is over."""
         metrics, now, statistics = self._metrics, time.perf_counter(), completion.statistics
         metrics.ended(completion.finish_reason)
         metrics.e2e.observe(now - self._entered)

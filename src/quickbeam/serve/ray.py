@@ -1,5 +1,7 @@
-"""The server as a Ray Serve application, with replicas: `quickbeam serve --ray`, or `serve run
-quickbeam.serve.ray:build replicas=2`."""
+"""The server as a Ray Serve application, with replicas.
+
+Start it with `quickbeam serve --ray`, or with `serve run quickbeam.serve.ray:build replicas=2`.
+"""
 
 from __future__ import annotations
 
@@ -24,15 +26,17 @@ from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import prepare
 from quickbeam.serve.settings import ServeSettings
 
-HEALTH_PERIOD = 2.0  # seconds between looks at a replica's heartbeat
-OWN = {"replicas", "threads", "cpus", "gpus", "warm", "settings"}  # arguments that are not of `LLM`
+HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
+OWN = {"replicas", "threads", "cpus", "gpus", "warm", "settings"}  # arguments that `LLM` lacks
 
 
 class Arguments(BaseModel):
-    """What `build` takes, as text too. `settings`: of `ServeSettings`, the address apart, which is
-    Ray's. The rest is of `LLM`.
+    """The arguments of `build`. Values may also be given as text.
 
-    `cpus` and `gpus` are what Ray counts for a replica, `threads` what it computes with.
+    `settings` holds arguments of `ServeSettings`, but not the address, which belongs to Ray.
+    `replicas` is the number of replicas. `cpus` and `gpus` are what Ray reserves for each,
+    `threads` is the number of threads that each computes with. `warm` is that of `prepare`. The
+    other arguments are those of `LLM`.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -62,25 +66,30 @@ class Arguments(BaseModel):
 
 
 class Replica:
-    """An engine and its server's application."""
+    """An engine with its server's application."""
 
     def __init__(self, options: dict[str, Any], settings: dict[str, Any], warm: bool) -> None:
         self.runner = Runner(ServeSettings(**settings))
         self.runner.attach(*prepare(lambda: LLM(**options), warm))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        """Asked by Ray once the replica is made."""
+        """Return the application. Ray calls this once the replica is made."""
         return create_app(self.runner)
 
     def check_health(self) -> None:
-        """Asked by Ray now and then; a replica that raises is replaced."""
+        """Raise if requests are not answered.
+
+        Ray calls this regularly, and replaces a replica that raises.
+        """
         if (ailment := self.runner.ailment) is not None:
             raise QuickbeamError(ailment)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application, for `serve run`, `serve build` or `serve.run`. Raises `InvalidInput` for
-    arguments that can't be used."""
+    """Return the application, for `serve run`, `serve build` or `serve.run`.
+
+    Raises `InvalidInput` for arguments that can't be used.
+    """
     try:
         asked = Arguments.model_validate(args)
     except ValidationError as error:
@@ -89,7 +98,8 @@ def build(args: dict[str, Any]) -> serve.Application:
         raise InvalidInput(
             f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; known arguments: {known}"
         ) from error
-    # Requests come by Ray's proxy, whatever name that is reached by.
+    # Requests come through Ray's proxy, which may be reached under any name. This host turns off
+    # the check of the Host header.
     address = {"host": "0.0.0.0", "served_name": name_of(asked.model or hub.DEFAULT)}
     try:
         settings = ServeSettings(**{**address, **asked.settings})
@@ -103,7 +113,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             "num_gpus": asked.gpus,
             "runtime_env": environment(asked.threads),
         },
-        # the replica's own gate says what is too much
+        # beyond its limits the replica's own gate refuses requests
         max_ongoing_requests=asked.max_running + settings.max_waiting,
         health_check_period_s=HEALTH_PERIOD,
         graceful_shutdown_timeout_s=settings.drain_timeout,
@@ -115,12 +125,14 @@ def build(args: dict[str, Any]) -> serve.Application:
 def run(
     settings: ServeSettings, options: dict[str, Any], ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM. `ready` is
-    called once all replicas answer. They run on the cluster that `RAY_ADDRESS` names, or on this
-    machine. Raises `InvalidInput` where the application can't be brought up."""
+    """Serve `build(options)` at the address of `settings` until Ctrl-C or SIGTERM.
+
+    The replicas run on the cluster that `RAY_ADDRESS` names, or on this machine. `ready` is called
+    once all of them answer. Raises `InvalidInput` if the application can't be started.
+    """
     given = {name: value for name, value in asdict(settings).items() if name != "port"}
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    # after Ray, which has a handler of its own
+    # set after ray.init, which sets a handler of its own
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         serve.start(http_options={"host": settings.host, "port": settings.port})

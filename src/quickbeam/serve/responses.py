@@ -1,5 +1,7 @@
-"""`/v1/responses`, stateless: each request holds its whole conversation, and nothing of it is kept.
-`answer` and `stream` make answers without HTTP, too."""
+"""The endpoint `/v1/responses`. `answer` and `stream` can be called without HTTP, too.
+
+It is stateless: each request holds its whole conversation, and nothing is stored.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 
 router = APIRouter()
-Event = dict[str, Any]  # with its "type"
+Event = dict[str, Any]  # has a "type"
 
 
 @router.post("/v1/responses", response_model=None)
 async def create(request: ResponsesRequest, http: Request) -> Response:
-    """An answer, whole or as a stream of the Responses API's events."""
+    """Answer a conversation, with one object or as a stream of the Responses API's events."""
     runner: Runner = http.app.state.runner
     if request.stream:
         return sse(runner, _named(await unless_gone(http, stream(runner, request))))
@@ -37,21 +39,29 @@ async def create(request: ResponsesRequest, http: Request) -> Response:
 
 
 async def answer(runner: Runner, request: ResponsesRequest) -> dict[str, Any]:
-    """The response object. Raises `InvalidInput` for what can't be answered, `Busy`, `Unavailable`,
-    and what ended an answer."""
+    """Return the response object.
+
+    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
+    that is turned away, and the error that ended an answer.
+    """
     made = await _begin(runner, request)
     with made.answers:
         return await made.whole()
 
 
 async def stream(runner: Runner, request: ResponsesRequest) -> AsyncIterator[Event]:
-    """The events, once the engine has begun; raises as `answer` does until then, and from then on
-    while they come."""
+    """Wait until the engine has begun, and return the events.
+
+    Until then it raises what `answer` raises. Later errors are raised while the events are read.
+    """
     return (await _begin(runner, request)).events()
 
 
 async def _named(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
-    """Events numbered and in the form of server-sent events; an error as the last of them."""
+    """Yield the events with numbers, in the form of server-sent events.
+
+    If an error is raised, it becomes the last event.
+    """
     number = 0
     try:
         async for event in events:
@@ -90,7 +100,7 @@ async def _begin(runner: Runner, request: ResponsesRequest) -> Made:
 
 
 class Made:
-    """A response under way."""
+    """A request to the Responses API while it is answered."""
 
     def __init__(
         self,
@@ -106,14 +116,14 @@ class Made:
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
 
     async def whole(self) -> dict[str, Any]:
-        """The response object, when the answer is complete."""
+        """Wait until the answer is complete, and return the response object."""
         completion = (await self.answers.finished())[0]
         for _ in self._events(completion.text, completion.logprobs or [], completion):
             pass
         return self._response(completion)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Events as the answer comes."""
+        """Yield the events as the answer arrives."""
         with self.answers as answers:
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response(None)}
@@ -131,7 +141,7 @@ class Made:
     def _events(
         self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None
     ) -> Iterator[Event]:
-        """What new text means; `completion`: there is no more of it."""
+        """Yield the events of new text. `completion` is given if there will be no more text."""
         reader, pieces = self._reader, list[str | Call]([text] if text else [])
         if reader is not None:
             pieces = [*reader.feed(text), *(reader.finish() if completion else [])]
@@ -140,7 +150,7 @@ class Made:
             yield from self._items.end(completion.finish_reason == "length")
 
     def _response(self, completion: Completion | None) -> dict[str, Any]:
-        """The response object; None: nothing is complete yet."""
+        """Return the response object; `completion` is None while the answer is not complete."""
         request = self._request
         cut = completion is not None and completion.finish_reason == "length"
         asked = request.model_dump(
@@ -197,24 +207,30 @@ class Made:
 
 
 class Items:
-    """The output items of a response, and the events of their growing. `texts`: where
-    log-probabilities are told."""
+    """The output items of a response, and the events by which they grow.
+
+    `texts` is given if log-probabilities are asked for.
+    """
 
     def __init__(self, texts: TokenTexts | None) -> None:
         self.output = list[dict[str, Any]]()
         self._texts = texts
-        self._open: dict[str, Any] | None = None  # the message that text goes to
+        self._open: dict[str, Any] | None = None  # the message that text is added to
         self._logprobs = list[dict[str, Any]]()  # of tokens whose text has not come yet
 
     def add(self, pieces: Iterable[str | Call], logprobs: Sequence[Logprob]) -> Iterator[Event]:
-        """Further text and calls."""
+        """Add text and tool calls, and yield their events."""
         if self._texts is not None:
             self._logprobs += chat_logprobs(logprobs, self._texts)["content"]
         for piece in pieces:
             yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
 
     def end(self, cut: bool) -> Iterator[Event]:
-        """There is no more. A response without anything has an empty message."""
+        """End the output, and yield the events of that.
+
+        `cut` says that the answer reached its length limit. A response without any output gets an
+        empty message.
+        """
         if self._open is None and not self.output:
             yield from self._begin()
         yield from self._close("incomplete" if cut else "completed")
@@ -256,7 +272,7 @@ class Items:
 
     def _call(self, call: Call) -> Iterator[Event]:
         yield from self._close()
-        self._take()  # what stands in calls is not text
+        self._take()  # drops the log-probabilities of the call's tokens
         item = {
             "type": "function_call",
             "id": f"fc_{secrets.token_hex(12)}",
@@ -293,7 +309,7 @@ class Items:
         }
 
     def _event(self, kind: str, **more: Any) -> Event:
-        """Of the open message's text."""
+        """Return an event about the open message's text."""
         assert self._open is not None
         where = {
             "item_id": self._open["id"],
@@ -308,5 +324,5 @@ class Items:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now, for an event that is told before it grows further."""
+    """Return a copy of the item for an event, because the item itself grows further."""
     return {**item, "content": list(item["content"])} if "content" in item else dict(item)

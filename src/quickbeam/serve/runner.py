@@ -1,5 +1,7 @@
-"""A model that answers many requests: the gate before it, the engine's thread, what is counted.
-Knows nothing of HTTP."""
+"""A served model: the gate in front of it, the engine's thread, and the metrics.
+
+Knows nothing of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +27,22 @@ logger = logging.getLogger(__name__)
 
 
 class Job(NamedTuple):
-    """One answer to make."""
+    """One answer to compute."""
 
     prompt: list[int]
     params: SamplingParams
-    choice: int = 0  # which of the answers that the seed gives
-    method: str | None = None  # None: the server's own
+    choice: int = 0  # number of the answer among those with the same prompt and seed
+    method: str | None = None  # None: the server's default
     budget: int | None = None  # likewise
     trace: bool = False  # deltas carry steps
 
 
 class Runner:
-    """`llm`: where it is loaded already; else the runner is `starting` until it is given to
-    `attach`. All but `attach` belongs to the event loop."""
+    """Answers requests with one model. Everything but `attach` must be called on the event loop.
+
+    `llm` is a model that is loaded already. Without it, the runner is `starting` until `attach` is
+    called.
+    """
 
     def __init__(self, settings: ServeSettings, llm: LLM | None = None) -> None:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
@@ -49,7 +54,7 @@ class Runner:
             self.attach(llm, fingerprint_of(llm))
 
     def attach(self, llm: LLM, fingerprint: str) -> None:
-        """Begin to answer, unless the server was told to end in the meantime."""
+        """Begin to answer with `llm`, unless the server was told to end in the meantime."""
         self._aio, self.fingerprint = AsyncLLM(llm=llm), fingerprint
         self.gate.places = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
@@ -58,7 +63,7 @@ class Runner:
 
     @property
     def llm(self) -> LLM:
-        """Raises `Unavailable` where there is none yet."""
+        """The model. Raises `Unavailable` if none is loaded yet."""
         return self._engine.llm
 
     @property
@@ -69,9 +74,12 @@ class Runner:
         return self._aio
 
     def enter(self, text_size: int, choices: int = 1, tokens: int | None = None) -> Ticket:
-        """A place in the queue for a request, before anything is computed for it; a context
-        manager. `text_size`: of its prompts, in bytes or characters; `tokens`: how many there are,
-        where that is known. Raises `Busy` and `Unavailable`."""
+        """Return a request's place in the queue, before anything is computed for the request.
+
+        The ticket is a context manager. `text_size` is the size of the prompts in bytes or
+        characters, `tokens` their number of tokens where that is known. Raises `Busy` and
+        `Unavailable`.
+        """
         try:
             return self.gate.enter(
                 tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices
@@ -81,9 +89,11 @@ class Runner:
             raise
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
-        """Streams of their answers, as soon as the engine has taken up the first. Raises
-        `InvalidInput` for what it refuses, `Unavailable` after `queue_timeout`, and what ended the
-        first one where something went wrong."""
+        """Return the streams of the jobs' answers, as soon as the engine has started the first one.
+
+        Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has
+        passed, and the error that ended the first answer, if there is one.
+        """
         for job in jobs:
             self._check(job)
         ticket.weigh(
@@ -146,7 +156,7 @@ class Runner:
 
     @property
     def alive(self) -> bool:
-        """False: the engine's thread has ended by a fault of its own."""
+        """False if the engine's thread has ended through an error of its own."""
         return self._aio is None or self._aio.alive
 
     @property
@@ -161,7 +171,7 @@ class Runner:
 
     @property
     def ailment(self) -> str | None:
-        """Why requests are not answered; None: they are."""
+        """Why requests are not answered; None if they are."""
         if self.gate.phase is not Phase.ready:
             return str(self.gate.phase.value)
         if not self.alive:
@@ -174,8 +184,10 @@ class Runner:
         )
 
     async def drain(self) -> bool:
-        """Take nothing new, and wait for what is under way, up to `drain_timeout`; whether all of
-        it could end."""
+        """Refuse new requests, and wait up to `drain_timeout` seconds for those under way.
+
+        Returns whether all of them finished.
+        """
         self.gate.phase = Phase.draining
         try:
             await asyncio.wait_for(self.gate.emptied(), self.settings.drain_timeout)
@@ -184,12 +196,12 @@ class Runner:
         return True
 
     async def close(self) -> None:
-        """End all that is under way, and the engine's thread."""
+        """End all answers under way, and the engine's thread."""
         self.gate.phase = Phase.draining
         if self._aio is not None:
             await asyncio.to_thread(self._aio.close)
 
 
 def name_of(model: str) -> str:
-    """What clients call a model: its name, of a folder or file the last part."""
+    """Return what clients call a model: its name, or the last part of a path."""
     return Path(model).name if Path(model).exists() else model

@@ -1,8 +1,8 @@
-"""What requests may say. Each field works, or its value is refused by name: nothing is silently
-ignored. Knows nothing of models.
+"""What requests may hold. Knows nothing of models.
 
-Bounds of sampling parameters are `SamplingParams`'s own; here are the shapes. `null` means the same
-as leaving a field out.
+Each field either works, or its value is refused by name. Nothing is silently ignored. This module
+checks types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the
+same as leaving a field out.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-# of functions, as OpenAI has it; it can stand in a grammar as it is
+# names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
 
 def refuse(what: str, param: str | None = None) -> PydanticCustomError:
-    """The error of a value that is well formed but can't be served. `param`: the field, where it
-    isn't the one that is being read."""
+    """Return the error for a value that is well formed but can't be served.
+
+    `param` names the field, if it is not the one that is being read.
+    """
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
 
 
 def only(*accepted: Any) -> BeforeValidator:
-    """Accept these values, which ask for nothing, and refuse any other."""
+    """Accept only these values, which have no effect, and refuse any other."""
 
     def check(value: Any) -> Any:
         if not any(
@@ -41,7 +43,7 @@ def only(*accepted: Any) -> BeforeValidator:
 
 
 def text_part(*kinds: str) -> BeforeValidator:
-    """Accept content parts of these kinds, which hold text, and say why no other is."""
+    """Accept content parts of these kinds, which hold text. Refuse others, and say why."""
 
     def check(value: Any) -> Any:
         if (
@@ -63,7 +65,7 @@ Unsupported = Annotated[Any, only(None)]
 
 
 class Body(BaseModel):
-    """An object of a request: no unknown fields, no types converted."""
+    """An object in a request. Unknown fields are refused, and types are not converted."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
@@ -71,15 +73,17 @@ class Body(BaseModel):
 
 
 class Root(Body):
-    """A request's body."""
+    """The body of a request."""
 
     model: str | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _is_json(cls, body: Any) -> Any:
-        """Refuse what Python reads and JSON does not have: NaN, infinite numbers, halves of
-        characters, nesting without end."""
+        """Refuse what Python reads although JSON does not have it.
+
+        This is NaN, infinite numbers, halves of surrogate pairs, and nesting that is too deep.
+        """
         if not isinstance(body, dict):
             raise refuse("the body must be a JSON object, sent as application/json")
         try:
@@ -94,7 +98,7 @@ class Root(Body):
 
 
 class Speculation(Body):
-    """How this answer is drafted; it never changes the answer."""
+    """How drafts are made for this answer. This never changes the answer."""
 
     method: str | None = None
     budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
@@ -107,7 +111,7 @@ class StreamOptions(Body):
 
 
 class Request(Root):
-    """What all requests for text have in common."""
+    """The fields that all requests for text share."""
 
     stream: bool | None = None
     temperature: float | None = None
@@ -129,7 +133,7 @@ class Request(Root):
     regex: str | None = None
     lark: str | None = None
     speculation: Speculation | None = None
-    # notes of the caller's to itself, which ask for nothing
+    # notes of the caller, without effect
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -143,7 +147,7 @@ class Request(Root):
 
     @property
     def grammars(self) -> list[str]:
-        """The fields that give a grammar."""
+        """The names of the fields that give a grammar."""
         given = {name: getattr(self, name, None) for name in ("response_format", "regex", "lark")}
         return [
             name
@@ -164,7 +168,7 @@ class Schema(Body):
     name: Annotated[str, Field(pattern=NAME)]
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
-    strict: bool | None = None  # the schema is always kept
+    strict: bool | None = None  # without effect: answers always follow the schema
 
 
 class JsonSchema(Body):
@@ -176,7 +180,7 @@ ResponseFormat = Annotated[TextFormat | JsonObject | JsonSchema, Field(discrimin
 
 
 class GenerationRequest(Request):
-    """What chat and text completions have in common."""
+    """The fields that chats and completions share."""
 
     n: int | None = None
     max_tokens: int | None = None

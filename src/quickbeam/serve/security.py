@@ -1,5 +1,4 @@
-"""Who may ask, and how much: API keys, and the size of bodies. Middlewares of ASGI, each of which
-knows its own matter only."""
+"""Access to the server: ASGI middlewares for API keys and for the size of bodies."""
 
 from __future__ import annotations
 
@@ -12,21 +11,23 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-OPEN = ("/", "/health")  # need no key
+OPEN = ("/", "/health")  # paths that need no key
 
 
 def refusal(
     status: int, message: str, kind: str, code: str | None, headers: dict[str, str]
 ) -> JSONResponse:
-    """An error as OpenAI's clients expect it."""
+    """Return an error response in the form that OpenAI's clients expect."""
     return JSONResponse(
         {"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers
     )
 
 
 class Keys:
-    """Asks for one of several keys, as `Authorization: Bearer KEY`, but for paths that are
-    `open`."""
+    """Requires one of several API keys, sent as `Authorization: Bearer KEY`.
+
+    The paths in `open` need no key.
+    """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str], open: Collection[str] = OPEN) -> None:
         self._app, self._open = app, frozenset(open)
@@ -54,7 +55,10 @@ class Keys:
         await self._app(scope, receive, send)
 
     def _known(self, header: str) -> bool:
-        """Takes as long for any key: hashes are of one length, and all are looked at."""
+        """Whether the header has a known key.
+
+        The check takes the same time for any key: all keys are compared, by hashes of equal length.
+        """
         scheme, _, given = header.partition(" ")
         digest = sha256(given.strip().encode("utf-8", "surrogateescape")).digest()
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
@@ -62,7 +66,7 @@ class Keys:
 
 
 class TooLarge(HTTPException):
-    """A body beyond the limit (HTTP 413)."""
+    """A request body beyond the limit (HTTP 413)."""
 
     def __init__(self, limit: int) -> None:
         message = f"the request's body is larger than {limit} bytes, this server's limit"
@@ -70,7 +74,11 @@ class TooLarge(HTTPException):
 
 
 class BodyLimit:
-    """Stops reading a body beyond `limit` bytes, whatever its header says of its length."""
+    """Refuses bodies of more than `limit` bytes.
+
+    It checks the Content-Length header first. It also counts the bytes that are read, because the
+    header may be missing or wrong.
+    """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app, self._limit = app, limit

@@ -1,4 +1,4 @@
-"""The server as a process: its socket, its signals, loading while it already listens."""
+"""The server as a process: its socket, its signals, and loading a model while it listens."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from quickbeam.serve.app import create_app
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.runner import Runner
 
-GRACE = 5  # seconds for responses to be sent once their answers are over
-BACKLOG = 1024  # connections that the system holds for us
+GRACE = 5  # seconds to send responses after their answers are over
+BACKLOG = 1024  # connections that the operating system may queue
 WARM = SamplingParams(max_tokens=16, ignore_eos=True)
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, but that a signal first lets answers come to their ends, while new requests get a
-    503; a second one ends it at once."""
+    """A uvicorn server that drains before it ends.
+
+    After a first signal it finishes the answers under way, while new requests get a 503. A second
+    signal ends it at once.
+    """
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
@@ -42,7 +45,7 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=GRACE,
             )
         )
-        self._told = False  # to end
+        self._told = False  # whether a signal has told it to end
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -74,15 +77,17 @@ def run(
     warm: bool = True,
     ready: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until a signal ends it. The server listens while the model is being loaded and, with
-    `warm`, its costs are measured; `ready` is told the address then. Raises `InvalidInput` for an
-    address that can't be had, what loading raises, and `QuickbeamError` where the engine's thread
-    ends by itself, so that a supervisor starts another server.
+    """Serve until a signal ends the server.
+
+    The server listens already while `load` runs and, with `warm`, while the model's costs are
+    measured. Then `ready` is called with the server's address. Raises `InvalidInput` for an address
+    that can't be used, whatever `load` raises, and `QuickbeamError` if the engine's thread ends by
+    itself, so that a supervisor starts another server.
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
         sys.stderr.flush()
-        os._exit(0)  # a thread is still loading, and can't be told to end
+        os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
 async def serve(
@@ -91,8 +96,11 @@ async def serve(
     load: Callable[[], tuple[LLM, str]],
     ready: Callable[[str], None] = lambda address: None,
 ) -> bool:
-    """`run`, on an event loop and a socket; False where it was ended while `load`, in a thread, was
-    under way. `load`: see `prepare`."""
+    """Do the work of `run`, on an event loop and a given socket.
+
+    `load` runs in a thread and returns what `prepare` returns. Returns False if the server ended
+    while `load` was running.
+    """
     address, runner = url(listener), server.runner
     serving = asyncio.create_task(server.serve([listener]))
     loading = asyncio.wrap_future(_in_thread(load))
@@ -116,7 +124,10 @@ async def serve(
 
 
 def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
-    """A loaded model and its fingerprint."""
+    """Load a model, and return it with its fingerprint.
+
+    With `warm`, the costs of its passes are measured and one short answer is made before that.
+    """
     llm = load()
     if warm:
         _ = llm.engine.budget
@@ -126,7 +137,10 @@ def prepare(load: Callable[[], LLM], warm: bool) -> tuple[LLM, str]:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket at an address. Raises `InvalidInput` where that can't be had."""
+    """Return a socket that listens at an address, if possible an IPv4 one.
+
+    Raises `InvalidInput` if the address can't be used.
+    """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
@@ -138,14 +152,14 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url(listener: socket.socket) -> str:
-    """How a browser on this machine reaches it."""
+    """Return the URL by which a browser on this machine reaches the server."""
     host, port = listener.getsockname()[:2]
     name = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://{f'[{name}]' if ':' in name else name}:{port}"
 
 
 def _in_thread(work: Callable[[], tuple[LLM, str]]) -> Future[tuple[LLM, str]]:
-    """Its result, from a thread that doesn't keep the process alive."""
+    """Run `work` in a thread that doesn't keep the process alive, and return its future."""
     future = Future[tuple[LLM, str]]()
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""What a server is told: where it listens, who may ask, how much it takes in."""
+"""The settings of a server: where it listens, who may use it, and its limits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,30 @@ from quickbeam.errors import InvalidInput
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Raises `InvalidInput` for values that can't be used.
+    """Settings of a server. Raises `InvalidInput` for values that can't be used.
 
-    `served_name`: what clients call the model (None: as it was named when it was loaded),
-    `aliases`: other names for it. `default_temperature`: of requests that name none (None: OpenAI's
-    1).
+    `served_name` is what clients call the model; None means the name that it was loaded by.
+    `aliases` are other names for it. `default_temperature` is for requests that give none; None
+    means 1, as in OpenAI's API.
 
-    `api_keys`: any of them opens the API; none: everybody may ask. `protect_metrics`: `/metrics`
-    needs a key, too. `cors_origins`: web pages of these origins may ask from a browser.
-    `allowed_hosts`: names that the server is reached by, beside `host`, where it listens on this
-    machine only and asks for no key: a web page of another name can't reach it then, by whatever
-    DNS entry.
+    Each of the `api_keys` gives access to the API; without keys everybody may use it. With
+    `protect_metrics`, `/metrics` needs a key, too. `cors_origins` are the origins whose web pages
+    may send requests from a browser. `allowed_hosts` are names, beside `host`, that the server may
+    be reached by. They are checked only if the server listens on this machine alone and asks for no
+    key. This check keeps out web pages whose own DNS name points to this machine.
 
-    `max_waiting`: requests that wait beside those that the engine runs side by side; a request for
-    `n` answers counts as `n`. `max_waiting_tokens`: of the prompts that wait. `max_prompt_tokens`:
-    of one prompt (None: what the model's context takes). Times are in seconds. `queue_timeout`: a
-    request that the engine has not taken up by then is refused. `drain_timeout`: for what is under
-    way when the server is told to end. `keep_alive`: between comments in a stream that has nothing
-    to say. `heartbeat_limit`: an engine that is silent for longer is not healthy; the longest step
-    (a part of a long prompt, say) has to fit in.
+    `max_waiting` is the number of answers that may wait beside those that the engine is computing;
+    a request for `n` answers counts as `n`. `max_waiting_tokens` limits the tokens of the prompts
+    that wait. `max_prompt_tokens` limits one prompt; None means what the model's context allows.
+    `max_body_bytes` limits a request's body.
+
+    Times are in seconds. A request that the engine has not started after `queue_timeout` is
+    refused. `drain_timeout` is the time for answers under way when the server is told to end.
+    `keep_alive` is the time between comments in a stream that has nothing else to send. An engine
+    that is silent for longer than `heartbeat_limit` counts as unhealthy, so the longest step (a
+    part of a long prompt, say) must be shorter than this.
+
+    `log_prompts` writes every prompt to the log.
     """
 
     host: str = "127.0.0.1"

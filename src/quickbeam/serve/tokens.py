@@ -1,4 +1,4 @@
-"""`/v1/models`, `/tokenize`, `/detokenize`, `/version`: what there is, and texts as tokens."""
+"""The endpoints `/v1/models`, `/tokenize`, `/detokenize` and `/version`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ router = APIRouter()
 
 @router.get("/v1/models")
 def models(http: Request) -> dict[str, Any]:
-    """The model, by each of its names."""
+    """List the model under each of its names."""
     runner: Runner = http.app.state.runner
     return {
         "object": "list",
@@ -30,15 +30,17 @@ def models(http: Request) -> dict[str, Any]:
 
 @router.get("/v1/models/{name:path}")
 def model(name: str, http: Request) -> dict[str, Any]:
-    """The model by one of its names."""
+    """Describe the model, given one of its names."""
     runner: Runner = http.app.state.runner
     check_model(runner, name)
     return _model(runner, name)
 
 
 def _model(runner: Runner, name: str) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's `root` and `max_model_len`, and the methods that `speculation`
-    may name."""
+    """Return OpenAI's model object.
+
+    It also has vLLM's `root` and `max_model_len`, and the methods that `speculation` may name.
+    """
     llm = runner.llm
     return {
         "id": name,
@@ -53,13 +55,13 @@ def _model(runner: Runner, name: str) -> dict[str, Any]:
 
 @router.get("/version")
 def version() -> dict[str, str]:
-    """quickbeam's."""
+    """Return quickbeam's version."""
     return {"version": __version__}
 
 
 @router.post("/tokenize")
 async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[str, Any]:
-    """The tokens of a text, or of the prompt that the chat template makes of a conversation."""
+    """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     runner: Runner = http.app.state.runner
     check_model(runner, request.model)
     ids = await asyncio.to_thread(_tokens, runner, request)
@@ -81,13 +83,13 @@ def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
             ]
         )
     if request.tools:
-        tool_format(tokenizer)  # raises where the template doesn't take them
+        tool_format(tokenizer)  # raises if the chat template doesn't take tools
     return encode_conversation(runner.llm, request, request.tools)
 
 
 @router.post("/detokenize")
 async def detokenize(request: Detokenize, http: Request) -> dict[str, str]:
-    """The text of tokens, special ones included."""
+    """Return the text of tokens, special ones included."""
     runner: Runner = http.app.state.runner
     check_model(runner, request.model)
     size = runner.llm.model.vocab_size

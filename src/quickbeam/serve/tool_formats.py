@@ -1,8 +1,8 @@
-"""How models write tool calls: what a chat template says of it, and grammars of calls. Knows
-nothing of requests and answers.
+"""How models write tool calls: what their chat templates say about it, and grammars of calls.
 
-What a call looks like is the tokenizer's own `response_template` of transformers, or known from the
-words of the chat template. A template that says neither is refused.
+The format of calls comes from the tokenizer's own `response_template` (transformers), or is
+recognised by words in the chat template. A template that tells neither way is refused. This module
+knows nothing of requests and answers.
 """
 
 from __future__ import annotations
@@ -17,26 +17,32 @@ from quickbeam.serve.messages import Tool
 
 
 class Writing(NamedTuple):
-    """The text around calls: `before`, a call, `between`, a call, …, `after`. A call: its name and
-    its arguments between three `parts`."""
+    """The text around tool calls.
+
+    Calls are written as `before`, a call, `between`, a call, …, `after`. A call is the first of the
+    `parts`, the tool's name, the second part, the arguments, and the third part.
+    """
 
     before: str
     parts: tuple[str, str, str]
-    between: str | None  # None: an answer holds one call at most
+    between: str | None  # None: an answer holds at most one call
     after: str
 
 
 class ToolFormat(NamedTuple):
-    """How calls are read (a field of a response template of transformers) and written (None: not
-    known)."""
+    """How tool calls are read and written.
+
+    `field` tells how to read them: it is a field of a response template of transformers. `writing`
+    is None if it is not known how they are written.
+    """
 
     field: dict[str, Any]
     writing: Writing | None
     marker: str  # the first text of a call
-    short_ids: bool = False  # ids of nine letters and digits, which the template insists on
+    short_ids: bool = False  # ids have nine letters and digits, as the template demands
 
 
-# arguments of a call, without spaces that a weak model could write for ever
+# schema of a call's arguments, without free white space, which a weak model could write endlessly
 OBJECT = {
     "type": "object",
     "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "},
@@ -56,7 +62,7 @@ HERMES = ToolFormat(
 )
 LLAMA3 = ToolFormat(
     {
-        # the whole answer is a call, or it holds none
+        # either the whole answer is a call, or it holds no call
         "open_pattern": r"\A\s*(?:<\|python_tag\|>)?\s*(?=\{)",
         "content": "json",
         "transform": {
@@ -84,8 +90,10 @@ MISTRAL = ToolFormat(
 
 
 def tool_format(tokenizer: Any) -> ToolFormat:
-    """How calls are written with this tokenizer's chat template. Raises `Refused` where that is not
-    known."""
+    """Return how calls are written with this tokenizer's chat template.
+
+    Raises `Refused` if the template takes no tools, or if its format is not known.
+    """
     template = _chat_template(tokenizer)
     if not re.search(r"\btools\b", template):
         raise Refused(
@@ -121,7 +129,7 @@ def _chat_template(tokenizer: Any) -> str:
 
 
 def _known(template: str) -> ToolFormat | None:
-    """What a chat template's own words say."""
+    """Return the format that words in the chat template point to; None if there is none."""
     if "<tool_call>" in template and "<function=" not in template and '"arguments"' in template:
         return HERMES
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
@@ -132,9 +140,11 @@ def _known(template: str) -> ToolFormat | None:
 
 
 def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
-    """A Lark grammar, as llguidance reads it, of one or more calls of these tools and nothing else,
-    with arguments by their schemas. Raises `Refused` where it is not known how calls are
-    written."""
+    """Return a Lark grammar of one or more calls of these tools, and nothing else.
+
+    It is written for llguidance. The arguments follow the tools' schemas. `several` allows more
+    than one call. Raises `Refused` if it is not known how calls are written.
+    """
     if (writing := form.writing) is None:
         raise Refused(
             "tool_choice: this server reads this model's calls but can't force them: "
@@ -147,9 +157,12 @@ def forcing_grammar(form: ToolFormat, tools: Sequence[Tool], several: bool, toke
 def strict_grammar(
     form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any
 ) -> str | None:
-    """A Lark grammar of any text, in which calls may stand, whose arguments keep to the schemas of
-    the tools that are `strict`. None where calls don't begin with a token of their own, so that
-    text and calls can't be told apart while they are written."""
+    """Return a Lark grammar of any text, in which calls may appear.
+
+    The arguments of `strict` tools follow their schemas; those of other tools are any object.
+    Returns None if it is not known how calls are written. Also returns None if calls don't begin
+    with an added token, because text and calls then can't be told apart while they are written.
+    """
     if (writing := form.writing) is None:
         return None
     begin = writing.before + writing.parts[0]
@@ -161,7 +174,7 @@ def strict_grammar(
     if marker is None:
         return None
     loose = [tool if tool.function.strict else _any_arguments(tool) for tool in tools]
-    # else what follows would be read as a part of the calls
+    # without a closing mark, text after the calls would be read as part of them
     goes_on = "close" in form.field or "close_pattern" in form.field
     rest = f"(calls text){'*' if several else '?'}" if goes_on else "calls?"
     text = f"text: <[^{tokenizer.get_added_vocab()[marker]}]>*"
@@ -175,7 +188,7 @@ def _any_arguments(tool: Tool) -> Tool:
 
 
 def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str:
-    """The rule `calls`, and those that it needs."""
+    """Return the rule `calls` and the rules that it needs."""
     begin, middle, end = writing.parts
     every = [
         f"call{i}: {_terminals(begin + tool.function.name + middle, tokenizer)} arguments{i} "
@@ -199,8 +212,10 @@ def _calls(writing: Writing, tools: Sequence[Tool], several: bool, tokenizer: An
 
 
 def _terminals(text: str, tokenizer: Any) -> str:
-    """Text as terminals of a grammar. Tokens that were added to a vocabulary stand by their ids:
-    their letters alone are not them."""
+    """Return text as terminals of a grammar.
+
+    Added tokens are written by their ids, because their characters alone are not the same tokens.
+    """
     added: dict[str, int] = tokenizer.get_added_vocab()
     pattern = "|".join(re.escape(token) for token in sorted(added, key=len, reverse=True))
     parts = re.split(f"({pattern})", text) if added else [text]

@@ -1,5 +1,7 @@
-"""Tool calls of a request: which tools a model is shown, and calls found in its answers as they
-come. Knows nothing of HTTP."""
+"""Tool calls of a request: the tools that a model is shown, and the calls in its answers.
+
+Calls are found while an answer arrives. This module knows nothing of HTTP.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ CALLS, CONTENT = "tool_calls", "content"  # fields of a response template
 
 
 class Call(NamedTuple):
-    """A call that a model wrote."""
+    """A tool call that a model wrote."""
 
     id: str
     name: str
@@ -25,16 +27,16 @@ class Call(NamedTuple):
 
 
 class Calling(NamedTuple):
-    """What a request asks of calls."""
+    """What a request asks for in tool calls."""
 
     form: ToolFormat
     tools: list[Tool]
     several: bool
-    grammar: Any  # that forces calls or holds them to schemas, or None
-    keeps_special: bool  # special tokens have to stay in the text for calls to be found in it
+    grammar: Any  # forces calls, or makes them follow schemas; None: neither
+    keeps_special: bool  # calls can only be found if special tokens stay in the text
 
     def reader(self) -> CallReader:
-        """For one answer."""
+        """Return a reader of calls for one answer."""
         return CallReader(self.form, self.tools, self.several)
 
 
@@ -44,9 +46,11 @@ def calling(
     several: bool | None,
     tokenizer: Any,
 ) -> Calling | None:
-    """What a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for; None: an answer
-    without calls, for which tools are not shown to the model. Raises `Refused` for what this model
-    can't do."""
+    """Return what a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for.
+
+    None means an answer without calls, for which the model is not shown the tools. Raises `Refused`
+    for what this model can't do.
+    """
     if not tools or choice == "none":
         return None
     form, several = tool_format(tokenizer), several is not False
@@ -64,7 +68,10 @@ def calling(
 
 
 def _strict(form: ToolFormat, tools: Sequence[Tool], several: bool, tokenizer: Any) -> str | None:
-    """The grammar of an answer that may hold calls; None: no tool is strict."""
+    """Return the grammar of an answer that may hold calls; None if no tool is strict.
+
+    Raises `Refused` if this model's calls can't be made to follow schemas in this way.
+    """
     strict = [number for number, tool in enumerate(tools) if tool.function.strict]
     if not strict:
         return None
@@ -87,14 +94,17 @@ def _grammar(lark: str | None) -> Any:
 
 
 class CallReader:
-    """Tells calls from text as an answer comes. What may be a call is held back; what turns out not
-    to be one of a tool that was given, a call cut short included, is text as it was written.
-    `several` False: calls after the first are left out."""
+    """Separates tool calls from text while an answer arrives.
+
+    Text that may be part of a call is held back. If it turns out not to be a call of one of the
+    given tools, it is returned as the text that it is; this includes a call that was cut short. If
+    `several` is False, calls after the first are left out.
+    """
 
     def __init__(self, form: ToolFormat, tools: Sequence[Tool], several: bool = True) -> None:
         self._form, self._several, self._found = form, several, 0
         self._names = {tool.function.name for tool in tools}
-        # Arguments in JSON have types; in other ways of writing they get them from the schemas.
+        # JSON gives arguments their types. In other formats, types come from the tools' schemas.
         self._typed = (
             []
             if form.field.get("content") == "json"
@@ -112,12 +122,12 @@ class CallReader:
         self._held = ""  # text that the parser has not given back as content
 
     def feed(self, text: str) -> list[str | Call]:
-        """What `text` makes certain, in order."""
-        # one by one: an error then belongs to one
+        """Return the text and the calls that are certain after `text`, in order."""
+        # one character at a time, so that after an error the rest is read anew
         return list(_joined(piece for character in text for piece in self._step(character)))
 
     def finish(self) -> list[str | Call]:
-        """The rest, at the end of the answer."""
+        """Return the rest, at the end of the answer."""
         return list(_joined(self._step(None)))
 
     @property
@@ -126,7 +136,7 @@ class CallReader:
         return self._found > 0
 
     def _step(self, character: str | None) -> Iterator[str | Call]:
-        """`character`: None at the end."""
+        """Read one character, or the end of the answer if it is None, and yield what is certain."""
         self._held += character or ""
         try:
             events = (
@@ -155,7 +165,7 @@ class CallReader:
                 self._held = ""
 
     def _call(self, value: Any) -> Call | None:
-        """The call that was read, if it is one of the tools'."""
+        """Return the call that was read; None if it is not a call of one of the tools."""
         function = value.get("function") if isinstance(value, dict) else None
         if (
             not isinstance(function, dict)
@@ -169,13 +179,13 @@ class CallReader:
         try:
             text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
             text.encode()
-        except ValueError:  # numbers and halves of characters that only Python reads
+        except ValueError:  # NaN, infinite numbers and half surrogate pairs, which JSON lacks
             return None
         return Call(call_id(self._form), name, text)
 
 
 def call_id(form: ToolFormat) -> str:
-    """An id for a call."""
+    """Return a random id for a call."""
     letters = string.ascii_letters + string.digits
     return (
         "".join(secrets.choice(letters) for _ in range(9))
@@ -185,7 +195,7 @@ def call_id(form: ToolFormat) -> str:
 
 
 def _joined(pieces: Iterable[str | Call]) -> Iterator[str | Call]:
-    """The same, with neighbouring texts as one."""
+    """Yield the pieces, with neighbouring texts joined."""
     text = ""
     for piece in pieces:
         if isinstance(piece, str):

@@ -1,2 +1,4 @@
-"""The part of the vocabulary that a drafter's head scores (DynaSpec, FR-Spec, NanoSpec). Knows
-nothing of trees and drafters."""
+"""The part of the vocabulary that a drafter's head scores (DynaSpec, FR-Spec, NanoSpec).
+
+Nothing here knows of trees and drafters.
+"""

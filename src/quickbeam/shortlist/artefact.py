@@ -1,5 +1,7 @@
-"""What training a shortlist leaves in a folder: the layout, how frequent tokens are, and the
-router."""
+"""The files that training a shortlist writes.
+
+They hold the layout, a ranking of the tokens by frequency, and the router.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,13 @@ PREFIX = "router."
 
 @dataclass(frozen=True, eq=False)
 class Artefact:
-    """`ranking`: `[vocab]` int64, all tokens by falling frequency in the training text. `router`:
-    over the layout's clusters, or None; asked for nodes down to the depth `deepest` of a tree,
-    those below score what the ones above do.
+    """A trained shortlist, as it is stored in a folder.
+
+    - `layout`: the frequent tokens and the clusters.
+    - `ranking`: `[vocab]` int64, all tokens by falling frequency in the training text.
+    - `router`: a router over the layout's clusters, or None.
+    - `deepest`: the largest depth of a tree at which the router is asked. Nodes below score what
+      the nodes above them do.
 
     Raises `InvalidInput` where the parts don't fit one another.
     """
@@ -51,8 +57,10 @@ class Artefact:
             )
 
     def save(self, folder: Path) -> None:
-        """Write `shortlist.safetensors` (ids as int32, the router in bfloat16) and
-        `shortlist.json`, each complete or not at all."""
+        """Write `shortlist.safetensors` and `shortlist.json`, each complete or not at all.
+
+        Token ids are stored as int32, the router in bfloat16.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
         if self.router is not None:
@@ -79,8 +87,10 @@ class Artefact:
 
     @staticmethod
     def load(folder: Path) -> Artefact:
-        """What `save` wrote; the router is in float32, on the CPU. Raises `InvalidInput` naming
-        what is missing or does not fit."""
+        """Load what `save` wrote. The router is in float32, on the CPU.
+
+        Raises `InvalidInput` naming what is missing or does not fit.
+        """
         for name in (FIELDS, TENSORS):
             if not (folder / name).is_file():
                 raise InvalidInput(f"{folder} holds no shortlist: {name} is missing")
@@ -110,12 +120,15 @@ class Artefact:
 
     @staticmethod
     def there(folder: Path) -> bool:
-        """Whether `folder` holds one (it may still be broken: `load` tells)."""
+        """Whether `folder` holds the files of a shortlist.
+
+        They may still be broken; `load` checks that.
+        """
         return all((folder / name).is_file() for name in (FIELDS, TENSORS))
 
 
 def _router(config: RouterConfig, tensors: dict[str, torch.Tensor]) -> Router:
-    with torch.device("meta"):  # no random weights that would be thrown away
+    with torch.device("meta"):  # makes no random weights that would be thrown away
         router = Router(config)
     state = {
         name.removeprefix(PREFIX): tensor.float()

@@ -1,5 +1,7 @@
-"""Tokens of the context, which a drafter's head scores beside the rest: text repeats itself, rare
-words most of all (NanoSpec)."""
+"""The context's tokens as part of a shortlist: the drafter's head scores them beside the rest.
+
+Text repeats itself, rare words most of all (NanoSpec).
+"""
 
 from __future__ import annotations
 
@@ -15,45 +17,51 @@ from quickbeam.shortlist.native import NativeRows
 from quickbeam.target.native.library import kernels
 
 STEP = 64  # rows that the buffer grows by
-# a full window gives up one token in so many at a time: rebuilding is paid for by as many new
-# tokens
+# A full window drops one token in `SPARE` at once, so that it is rebuilt only after that many new
+# tokens.
 SPARE = 4
 
 
 class PlainRows:
-    """Rows of a head side by side in one tensor; `NativeRows` is the same for the native
-    kernels."""
+    """Rows of a head side by side in one tensor.
+
+    `NativeRows` is the same for the native kernels.
+    """
 
     def __init__(self, weight: torch.Tensor) -> None:
         self._weight, self._rows = weight, weight[:0]
 
     def reserve(self, size: int) -> None:
-        """Make room for `size` rows, keeping what is there."""
+        """Make room for `size` rows, keeping those that are there."""
         if size > len(self._rows):
             rows = self._rows.new_empty(size, self._rows.shape[1])
             rows[: len(self._rows)] = self._rows
             self._rows = rows
 
     def write(self, first: int, tokens: torch.Tensor) -> None:
-        """Rows of `tokens` from place `first` on."""
+        """Copy the rows of `tokens` into the places from `first` on."""
         self._rows[first : first + len(tokens)] = self._weight[tokens]
 
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
-        """`[n, d]` to `[n, count]`, of the first rows."""
-        # oneDNN makes a kernel for every new shape, which takes a millisecond: few numbers of rows,
-        # the last ones left out afterwards.
+        """Return the logits `[n, count]` of `h` `[n, d]` for the first `count` rows."""
+        # oneDNN makes a kernel for every new shape, which takes a millisecond. So the number of
+        # rows is rounded up to a multiple of `STEP`, and the surplus logits are cut off.
         padded = min(len(self._rows), -(-count // STEP) * STEP)
         return F.linear(h, self._rows[:padded])[:, :count]
 
 
 class ContextTokens:
-    """Rows of the head of tokens in the context or proposed by other sources, side by side in one
-    buffer: a token's row is copied once.
+    """Rows of the head for tokens that are in the context or that other sources proposed.
 
-    `weight`: `[vocab, d]`, the head in the order of token ids. `window`: distinct tokens at most;
-    where another one comes, the quarter of the window that was seen least recently goes. `skip`:
-    `[vocab]` bool, tokens that are never kept. `rows`: what the native kernels keep rows in, see
-    `NativeRows`. Raises `InvalidInput` for a window below 1.
+    They lie side by side in one buffer, into which a token's row is copied once.
+
+    - `weight`: `[vocab, d]`, the head in the order of token ids.
+    - `window`: the most distinct tokens that are kept. If more come, the quarter of the window that
+      was seen least recently is dropped.
+    - `skip`: `[vocab]` bool, tokens that are never kept.
+    - `rows`: the format in which the native kernels keep rows (see `NativeRows`).
+
+    Raises `InvalidInput` for a window below 1.
     """
 
     def __init__(
@@ -66,11 +74,12 @@ class ContextTokens:
         if window < 1:
             raise InvalidInput(f"a window of {window} tokens of the context: must be at least 1")
         self.window = window
-        self.rebuilt = 0  # how often tokens had to go
-        self.version = 0  # another one whenever the tokens kept, or their places, are others
+        self.rebuilt = 0  # how often tokens were dropped
+        self.version = 0  # changes whenever the kept tokens or their places change
         self._weight = weight.detach()
         self._skip = np.zeros(len(weight), bool) if skip is None else skip.numpy()
-        self._row: dict[int, int] = {}  # of the buffer, by token; the least recently seen first
+        # by token: its row of the buffer; the least recently seen token first
+        self._row: dict[int, int] = {}
         found = kernels() if native_fits(self._weight) else None
         self.rows: NativeRows | PlainRows = (
             PlainRows(self._weight) if found is None else NativeRows(self._weight, found, rows)
@@ -78,14 +87,14 @@ class ContextTokens:
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
     def reset(self, ids: Sequence[int]) -> None:
-        """Forget everything and read `ids`."""
+        """Forget all tokens and read `ids`."""
         self._row.clear()
         self.version += 1
         self.extend(ids)
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens, the newest last."""
+        """Read more tokens, the newest last."""
         recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][
             : self.window
         ]
@@ -106,8 +115,10 @@ class ContextTokens:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """`[m]` int64: the tokens kept, distinct, `m <= window`; on the head's device. The next
-        `extend` may write over it."""
+        """The kept tokens: `[m]` int64, distinct, `m <= window`, on the head's device.
+
+        The next `extend` may overwrite this tensor.
+        """
         return self._tokens[: len(self._row)]
 
     def __contains__(self, token: int) -> bool:
@@ -118,12 +129,14 @@ class ContextTokens:
 
     @torch.inference_mode()
     def logits(self, h: torch.Tensor) -> torch.Tensor:
-        """`[n, d]` to `[n, m]`, a column a token of `tokens`."""
+        """Return the logits `[n, m]` of `h` `[n, d]`, a column for each of `tokens`."""
         return self.rows.logits(h, len(self._row))
 
     def _rebuild(self, keep: int) -> int:
-        """Drop all but the `keep` most recently seen tokens; give how many of the rest have a row,
-        which is moved to the front."""
+        """Drop all but the `keep` most recently seen tokens.
+
+        The rows of those that have one are moved to the front. Returns how many these are.
+        """
         for token in list(self._row)[:-keep]:
             del self._row[token]
         self.rebuilt += 1
@@ -135,7 +148,7 @@ class ContextTokens:
         return len(kept)
 
     def _reserve(self, used: int, size: int) -> None:
-        """Make the buffer hold `size` rows, the first `used` kept."""
+        """Make the buffer hold at least `size` rows, keeping the first `used`."""
         if size <= len(self._tokens):
             return
         size = -(-min(self.window, max(2 * len(self._tokens), size)) // STEP) * STEP

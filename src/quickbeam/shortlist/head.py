@@ -1,5 +1,7 @@
-"""A drafter's head on parts of the vocabulary: the frequent block and chosen clusters, without
-copying rows of the weight."""
+"""A drafter's head on parts of the vocabulary: the frequent block and chosen clusters.
+
+Only the reference backend, "plain", copies rows of the weight in a call.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,10 @@ BACKENDS = ("plain", "packed", "native", "triton")
 
 
 class Scores(NamedTuple):
-    # [n, s], of the head's dtype, or float32; -inf in columns that don't count (padding, repeats)
+    # [n, s], in the head's dtype or float32; -inf in columns that don't count (padding, repeats)
     logits: torch.Tensor
-    # [s] int64 on the logits' device: which token a column is. A token has at most one column that
-    # isn't -inf
+    # [s] int64 on the logits' device: the token of each column. A token has at most one column that
+    # isn't -inf.
     tokens: torch.Tensor
 
 
@@ -34,23 +36,25 @@ Run = Callable[[torch.Tensor, torch.Tensor], Scores]
 
 
 class BlockHead:
-    """`logits = h · W[blocks]ᵀ`.
+    """A head that scores the frequent block and chosen clusters: `logits = h · W[blocks]ᵀ`.
 
-    `weight`: `[vocab, d]`, the head in the order of token ids; left as it is, and no longer needed
-    by the backends that keep a copy in the layout's order, all but "plain". `most`: clusters a call
-    at most, all of them where None. `backend`:
+    `weight`: `[vocab, d]`, the head in the order of token ids. It is not changed. All backends but
+    "plain" copy it in the layout's order and don't need it afterwards. `most`: the largest number
+    of clusters in one call; None: all of them. `backend`:
 
-    - "plain": the rows gathered, then one product. The reference.
-    - "packed": one product a block, on weights packed once where the CPU can (`target.linear`),
-      else on slices.
-    - "native": one call of the native kernels (bfloat16 on a CPU), logits in float32.
+    - "plain": gathers the rows, then makes one product. This is the reference.
+    - "packed": one product for each block. The weights are packed once where the CPU can do that
+      (`target.linear`); otherwise they are slices.
+    - "native": one call of the native kernels (bfloat16 on a CPU), with logits in float32.
     - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The
-      number of columns is always the same, whatever is chosen, and nothing waits for the device, so
-      that a call can be captured in a graph.
+      number of columns is the same for any choice of clusters, and nothing waits for the device, so
+      that a call can be captured in a CUDA graph.
 
-    None takes "native" on a CPU where it can be had, else "packed", and "triton" on CUDA, there
-    "plain" where Triton is missing. Raises `InvalidInput` for a backend that the device can't run
-    and a weight that is not the layout's.
+    With None, a CPU takes "native" where it is available and else "packed". CUDA takes "triton", or
+    "plain" where Triton is missing.
+
+    Raises `InvalidInput` for a backend that the device can't run, and for a weight that doesn't fit
+    the layout.
     """
 
     def __init__(
@@ -71,9 +75,11 @@ class BlockHead:
         self.run = _MAKERS[self.backend](weight.detach(), layout, self.most)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        """Scores of the frequent block and `clusters` (`[k]` int64, ascending, no repeats; -1
-        behind them counts for nothing) for `h` `[n, d]` of the weight's dtype. Raises `ValueError`
-        for more than `most`."""
+        """Score the frequent block and `clusters` for `h` `[n, d]`, in the weight's dtype.
+
+        `clusters`: `[k]` int64, ascending, without repeats. They may be padded with -1 at the end,
+        which counts for nothing. Raises `ValueError` for more than `most` clusters.
+        """
         if len(clusters) > self.most:
             raise ValueError(
                 f"{len(clusters)} clusters: this head was made for {self.most} a call at most"
@@ -82,7 +88,7 @@ class BlockHead:
 
 
 def native_fits(weight: torch.Tensor) -> bool:
-    """Whether the native kernels can make products with this weight."""
+    """Whether the native kernels can multiply with this weight."""
     return (
         weight.device.type == "cpu"
         and weight.dtype is torch.bfloat16
@@ -136,7 +142,7 @@ def _plain(weight: torch.Tensor, layout: Layout, most: int) -> Run:
 
 
 def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
-    """Blocks are the clusters and, last, the frequent tokens."""
+    """Return a head with one block for each cluster and, as the last block, the frequent tokens."""
     tokens = [layout.tokens(cluster) for cluster in range(layout.clusters)] + [
         layout.order[: layout.frequent]
     ]

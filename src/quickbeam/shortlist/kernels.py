@@ -1,7 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, untyped-decorator"
 # mypy: disable-error-code="no-untyped-def, misc"
-"""The head's product on chosen blocks of rows as one Triton kernel: no gathered copy of rows, no
-launch a block."""
+"""The head's product on chosen blocks of rows as one Triton kernel.
+
+It needs no gathered copy of the rows, and one launch for all blocks.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,14 @@ def block_logits(
     S: tl.constexpr,
     D: tl.constexpr,
 ):
-    """`out[:, slot * size : (slot + 1) * size] = h · weight[rows of the slot's block]ᵀ`, -inf where
-    the block has no row.
+    """Compute the logits of the chosen blocks of `weight`.
 
-    `h`: `[n, d]`, `weight`: `[rows, d]`, `chosen`: clusters, those below 0 empty. The first
-    `always` slots are the `frequent` rows, `size` at a time; then one slot a chosen cluster. Grid:
-    slots, pieces of S of a block's rows, pieces of N of the rows of `h`.
+    `out[:, slot * size : (slot + 1) * size] = h · weight[rows of the slot's block]ᵀ`, and -inf
+    where the block has no row.
+
+    `h`: `[n, d]`. `weight`: `[rows, d]`. `chosen`: clusters; those below 0 are empty. The first
+    `always` slots are the `frequent` rows, `size` at a time. Then follows one slot for each chosen
+    cluster. Grid: slots, pieces of S of a block's rows, pieces of N of the rows of `h`.
     """
     slot = tl.program_id(0)
     cluster = tl.load(chosen + slot - always, mask=slot >= always, other=-1)
@@ -53,7 +57,7 @@ def block_logits(
     live = (column < size) & (row < end)
     node = (tl.program_id(2) * N + tl.arange(0, N)).to(tl.int64)
     total = tl.zeros((N, S), dtype=tl.float32)
-    # nothing is read for a piece without rows
+    # a piece without rows reads nothing
     reach = tl.where(first + tl.program_id(1) * S < end, d, 0)
     for begin in range(0, reach, D):
         k = begin + tl.arange(0, D)
@@ -74,8 +78,9 @@ def block_logits(
 
 
 class FusedHead:
-    """Scores of the frequent block and up to `most` clusters, always in `(ceil(frequent / size) +
-    most) * size` columns.
+    """Scores the frequent block and up to `most` clusters with `block_logits`.
+
+    The scores always have `(ceil(frequent / size) + most) * size` columns.
 
     Raises `InvalidInput` for bfloat16 in Triton's interpreter, which multiplies its bits as if they
     were integers.
@@ -90,7 +95,7 @@ class FusedHead:
         self.layout, self.most = layout, most
         self.weight = weight[layout.order.to(weight.device)].contiguous()
         self.always = -(-layout.frequent // layout.size)
-        # tokens of a slot; the last has none
+        # the tokens of each slot; the last slot is for padding and has none
         table = torch.zeros(self.always + layout.clusters + 1, layout.size, dtype=torch.int64)
         table.view(-1)[: layout.frequent] = layout.order[: layout.frequent]
         begin, rest = self.always * layout.size, layout.order[layout.frequent :]

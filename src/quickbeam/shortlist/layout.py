@@ -1,5 +1,7 @@
-"""The order in which a drafter's head stores its rows: tokens that are always scored, then clusters
-of tokens scored on demand."""
+"""The order in which a drafter's head stores its rows.
+
+First come the tokens that are always scored, then clusters of tokens that are scored on demand.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +13,20 @@ import torch
 from quickbeam.errors import InvalidInput
 
 FREQUENT = -1  # in `Layout.cluster_of`: always scored
-ABSENT = -2  # in `Layout.cluster_of`: the layout lacks it
+ABSENT = -2  # in `Layout.cluster_of`: not in the layout
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The vocabulary in the order in which a drafter's head stores its rows.
 
-    `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`: the `frequent` first, then
-    the clusters one after another, `size` tokens each; only the last one may hold fewer. Raises
-    `InvalidInput` for anything else.
+    - `order`: `[v]` int64 token ids on the CPU, no repeats, `v <= vocab`. The frequent tokens come
+      first, then one cluster after another.
+    - `frequent`: how many frequent tokens there are.
+    - `size`: how many tokens a cluster has; only the last cluster may have fewer.
+    - `vocab`: how many tokens the vocabulary has.
+
+    Raises `InvalidInput` for anything else.
     """
 
     order: torch.Tensor
@@ -43,12 +49,12 @@ class Layout:
 
     @property
     def clusters(self) -> int:
-        """How many there are."""
+        """How many clusters the layout has."""
         return -(-(len(self.order) - self.frequent) // self.size)
 
     @cached_property
     def cluster_of(self) -> torch.Tensor:
-        """`[vocab]` int64: the cluster of each token, `FREQUENT` or `ABSENT`."""
+        """`[vocab]` int64: the cluster of each token, or `FREQUENT` or `ABSENT`."""
         found = torch.full((self.vocab,), ABSENT, dtype=torch.int64)
         found[self.order[: self.frequent]] = FREQUENT
         rest = self.order[self.frequent :]
@@ -56,17 +62,22 @@ class Layout:
         return found
 
     def tokens(self, cluster: int) -> torch.Tensor:
-        """`[size]` int64 ids of a cluster, the last one's possibly fewer. Raises `IndexError` where
-        there is no such cluster."""
+        """Return the token ids of a cluster, `[size]` int64; the last cluster may have fewer.
+
+        Raises `IndexError` where there is no such cluster.
+        """
         if not 0 <= cluster < self.clusters:
             raise IndexError(f"cluster {cluster} of {self.clusters}")
         begin = self.frequent + cluster * self.size
         return self.order[begin : begin + self.size]
 
     def within(self, size: int) -> Layout:
-        """A layout in which the frequent block and one cluster are at most `size` tokens: this one,
-        or one with the same clusters and only the first of the frequent tokens. Raises
-        `InvalidInput` where a cluster alone is larger."""
+        """Return a layout whose frequent block and one cluster are together at most `size` tokens.
+
+        This is the layout itself where it fits. Otherwise it has the same clusters and only the
+        first of the frequent tokens. Raises `InvalidInput` where a cluster alone is larger than
+        `size`.
+        """
         if self.frequent + self.size <= size or not self.clusters:
             return self
         if size < self.size:
@@ -80,8 +91,11 @@ class Layout:
 
     @staticmethod
     def by_frequency(ranking: torch.Tensor, size: int, vocab: int) -> Layout:
-        """The first `size` tokens of `ranking`, all of it where it is shorter, and no clusters
-        (FR-Spec, 2502.14856)."""
+        """Return a layout of the first `size` tokens of `ranking`, without clusters.
+
+        This is FR-Spec's shortlist (2502.14856). If `ranking` is shorter, the layout has all of it.
+        Raises `InvalidInput` for a size below 1.
+        """
         if size < 1:
             raise InvalidInput(
                 f"a shortlist of the {size} most frequent tokens: must be at least 1"
@@ -91,13 +105,15 @@ class Layout:
 
     @staticmethod
     def nothing(vocab: int) -> Layout:
-        """No token at all: what is scored then comes from the context alone (NanoSpec)."""
+        """Return a layout without tokens: only the context is scored then (NanoSpec)."""
         return Layout(torch.empty(0, dtype=torch.int64), 0, 1, vocab)
 
 
 def require_distinct(ids: torch.Tensor, vocab: int, what: str) -> None:
-    """Raise `InvalidInput` where `ids` are anything but distinct int64 token ids in one CPU tensor
-    `[m]`."""
+    """Raise `InvalidInput` unless `ids` are distinct token ids, int64 `[m]` on the CPU.
+
+    `what`: what the error message calls them.
+    """
     if ids.dtype != torch.int64 or ids.dim() != 1 or ids.device.type != "cpu":
         raise InvalidInput(
             f"{what}: must be int64 [m] on the CPU, is {ids.dtype} "

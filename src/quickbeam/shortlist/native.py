@@ -1,4 +1,4 @@
-"""Router and blocked head in the native kernels."""
+"""The router and the head over blocks of a layout, in the native kernels."""
 
 from __future__ import annotations
 
@@ -20,11 +20,14 @@ from quickbeam.target.native.quantised import BFLOAT16, INT8, Packer
 
 
 class NativeRouter:
-    """A `Router`'s packed weights. `clusters`: how many it scores."""
+    """A router in the native kernels: the packed weights of a `Router`.
+
+    `clusters`: how many clusters it scores.
+    """
 
     def __init__(self, router: Router, kernels: Kernels) -> None:
         self.config, self.clusters = router.config, router.config.clusters
-        odd = self.config.width % 2  # then one more, which stays 0
+        odd = self.config.width % 2  # an odd width is padded with one unit that stays 0
         up, bias, down = (
             router.up.weight.detach(),
             router.up.bias.detach(),
@@ -34,7 +37,7 @@ class NativeRouter:
         self._down = Packed(kernels, [F.pad(down, (0, odd))], router.down.bias)
 
     def add(self, program: Program, hidden: Buffer, embedded: Buffer, target: Buffer) -> None:
-        """Its operations over the rows that are wanted; scores to `target`."""
+        """Add the router's operations on the wanted rows to `program`; `target` gets the scores."""
         config = self.config
         both, middle = (
             program.buffer(config.hidden_size + config.embed_size),
@@ -47,25 +50,30 @@ class NativeRouter:
 
 
 def rows_format(weight: torch.Tensor) -> str:
-    """What a drafter's head keeps its rows in: 8 bits, as a wrong draft costs only its time; rows
-    that are not finite stay."""
+    """Return the format in which a drafter's head keeps its rows.
+
+    It is 8 bits, as a wrong draft costs only its time, or bfloat16 where some number is not finite.
+    """
     return INT8 if bool(weight.isfinite().all()) else BFLOAT16
 
 
 class Prepared(NamedTuple):
     """What calls that score the same part of the vocabulary share."""
 
-    blocks: npt.NDArray[np.int64]  # of 16 outputs
-    tokens: torch.Tensor  # [s] int64, of the columns
-    # [m] of the context's columns, behind the others: -inf for those that a block holds too; None
-    # without any
+    blocks: npt.NDArray[np.int64]  # which blocks of 16 outputs
+    tokens: torch.Tensor  # [s] int64, the token of each column
+    # [m], for the context's columns, which follow the others: -inf for tokens that a block holds
+    # too, else 0; None without such columns
     bias: torch.Tensor | None
 
 
 class NativeBlocks:
-    """Rows of a head in a layout's order, packed: the frequent block, then the clusters, each
-    filled up to whole blocks of 16 outputs. What fills up has -inf for a logit. `name`: of
-    `library.FORMATS`, what rows are kept in; that of `rows_format` where None."""
+    """The packed rows of a head in a layout's order: the frequent block, then the clusters.
+
+    Each of these parts is padded to whole blocks of 16 outputs; the padding has -inf for a logit.
+    `name`: the format in which rows are kept, one of `library.FORMATS`; None: that of
+    `rows_format`.
+    """
 
     def __init__(
         self, weight: torch.Tensor, layout: Layout, kernels: Kernels, name: str | None = None
@@ -84,23 +92,27 @@ class NativeBlocks:
         rows = weight.detach()[tokens.clamp(min=0)]
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         self._packed = packer.pack([rows], bias)
-        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK)  # by block
-        self._count = np.array(sizes, dtype=np.int64) // BLOCK  # of blocks, by part
+        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK)  # [blocks, 16]
+        self._count = np.array(sizes, dtype=np.int64) // BLOCK  # by part: how many blocks
         self._first = self._count.cumsum() - self._count
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
             program.chosen(self._packed, h, logits)
-        one = packer.pack([weight[:1]], torch.zeros(1))  # its place is taken by the context's rows
+        # a placeholder: `score` points the operation at the context's rows
+        one = packer.pack([weight[:1]], torch.zeros(1))
         self._beside.linear(one, h, logits)
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """The blocks of the frequent tokens and of these clusters, and the tokens `[s]` of their
-        outputs."""
+        """Return the blocks of the frequent tokens and of `clusters`, and the tokens of their
+        outputs.
+
+        The tokens are `[s]` int64. Clusters below 0 are padding and have no block.
+        """
         chosen = clusters.numpy()
         parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
         count = self._count[parts]
-        before = count.cumsum() - count  # blocks of the parts before each
+        before = count.cumsum() - count  # how many blocks the parts before each have
         blocks = np.repeat(self._first[parts] - before, count) + np.arange(count.sum())
         return blocks, self._tokens[torch.from_numpy(blocks)].flatten()
 
@@ -111,7 +123,10 @@ class NativeBlocks:
     def score(
         self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None
     ) -> torch.Tensor:
-        """Logits `[n, s]` float32 of what was prepared; `rows`: where those of the context are."""
+        """Return the logits `[n, s]` float32 of what was prepared.
+
+        `h`: `[n, d]` bfloat16. `rows`: where the context's rows are, if it has any.
+        """
         width, columns = len(prepared.tokens), len(prepared.blocks) * BLOCK
         logits = torch.empty(len(h), width)
         if width:
@@ -133,15 +148,16 @@ class NativeBlocks:
 
 
 class NativeRows:
-    """Rows of a head that come one by one, packed: what `ContextTokens` keeps. `write` puts tokens'
-    rows into places. `name`: as in `NativeBlocks`, beside whose rows these are scored, so of the
-    same format."""
+    """Packed rows of a head that are added one by one: what `ContextTokens` keeps.
+
+    `name`: as in `NativeBlocks`. Both are scored side by side, so they need the same format.
+    """
 
     def __init__(self, weight: torch.Tensor, kernels: Kernels, name: str | None = None) -> None:
         packer = Packer(kernels, name or rows_format(weight))
         self._weight, self._inputs, self._kernels = weight.contiguous(), weight.shape[1], kernels
         one = packer.pack([weight[:1]])
-        # by block
+        # the data of each block of rows
         self._format, self._data = (
             one.format,
             torch.empty(0, one.data.numel(), dtype=one.data.dtype),
@@ -152,14 +168,14 @@ class NativeRows:
         )
 
     def reserve(self, size: int) -> None:
-        """Make room for `size` rows, keeping what is there."""
+        """Make room for `size` rows, keeping those that are there."""
         if size > len(self._data) * BLOCK:
             data = torch.zeros(-(-size // BLOCK), self._data.shape[1], dtype=self._data.dtype)
             data[: len(self._data)] = self._data
             self._data = data
 
     def write(self, first: int, tokens: torch.Tensor) -> None:
-        """Rows of `tokens` from place `first` on."""
+        """Copy the rows of `tokens` into the places from `first` on."""
         places = tokens.data_ptr(), len(tokens), first
         self._kernels.put(
             self._format, self._weight.data_ptr(), self._inputs, *places, self._data.data_ptr()
@@ -167,11 +183,11 @@ class NativeRows:
 
     @property
     def address(self) -> int:
-        """Where the rows are; `reserve` may move them."""
+        """The address of the rows. `reserve` may move them."""
         return self._data.data_ptr()
 
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
-        """`[n, d]` to `[n, count]` float32, of the first rows."""
+        """Return the logits `[n, count]` float32 of `h` `[n, d]` for the first `count` rows."""
         logits = torch.empty(len(h), count)
         if count:
             self._program.set(0, weight=self.address, outputs=count, target_stride=count)

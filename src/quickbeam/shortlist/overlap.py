@@ -1,4 +1,4 @@
-"""Routing beside the drafter's layer: it needs nothing that the layer computes."""
+"""Runs the router in parallel with the drafter's layer, whose output it doesn't need."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ WAYS = ("none", "thread", "stream")
 class Overlap:
     """Starts work whose result is wanted later. `how`:
 
-    - "stream": in a second CUDA stream, which the first one waits for when the result is taken.
-      What CUDA takes where None.
+    - "stream": in a second CUDA stream. The first stream waits for it when the result is taken.
+      This is the default on CUDA.
     - "thread": in another thread.
-    - "none": at once. What a CPU takes: there the layer keeps all cores busy, and handing over
-      costs more than it hides (`quickbeam bench vocabulary --overlap` measures it).
+    - "none": at once. This is the default elsewhere: on a CPU the layer keeps all cores busy, and
+      handing work over costs more than it hides (`quickbeam bench vocabulary --overlap` measures
+      it).
 
-    Results don't depend on it. Raises `InvalidInput` for a way that the device doesn't have.
+    The results are the same in each case. Raises `InvalidInput` for an unknown way, and for one
+    that the device doesn't have.
     """
 
     def __init__(self, device: torch.device, how: str | None = None) -> None:
@@ -39,7 +41,10 @@ class Overlap:
         self._threads = ThreadPoolExecutor(1, "quickbeam-router") if how == "thread" else None
 
     def start(self, work: Callable[[], T], *reads: torch.Tensor) -> Callable[[], T]:
-        """Begin `work`, which reads the tensors `reads`; call what this returns for its result."""
+        """Begin `work` and return a function that gives its result.
+
+        `reads`: the tensors that `work` reads.
+        """
         if self._threads is not None:
             return self._threads.submit(work).result
         if self._stream is None:

@@ -1,5 +1,7 @@
-"""The network that says which clusters a row of the drafter calls for (DynaSpec, 2510.13847),
-before its layer has run."""
+"""The network that chooses clusters for a row of the drafter (DynaSpec, 2510.13847).
+
+It runs before the drafter's layer has run.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,10 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """The shape of a router. Raises `InvalidInput` for sizes that are not integers of at least
-    1."""
+    """The shape of a router.
+
+    Raises `InvalidInput` for sizes that are not integers of at least 1.
+    """
 
     hidden_size: int
     embed_size: int
@@ -36,9 +40,11 @@ class RouterConfig:
 
 
 class Router(nn.Module):
-    """Two-layer MLP from what goes into the drafter's layer (hidden state of the row before,
-    embedding of the token) to a score of every cluster. Each input is RMS-normed, without
-    weights."""
+    """A two-layer MLP that gives each cluster a score.
+
+    It reads what goes into the drafter's layer: the hidden state of the row before, and the
+    embedding of the token. Each of these is RMS-normed, without weights.
+    """
 
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
@@ -47,23 +53,26 @@ class Router(nn.Module):
         self.down = nn.Linear(config.width, config.clusters)
 
     def forward(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """`[..., hidden_size]` and `[..., embed_size]` to `[..., clusters]` float32 logits."""
+        """Return the scores `[..., clusters]` as float32 logits.
+
+        `hidden`: `[..., hidden_size]`. `embedded`: `[..., embed_size]`.
+        """
         x = normed(hidden, embedded).to(self.up.weight.dtype)
         return self.down(F.silu(self.up(x))).float()  # type: ignore[no-any-return]
 
 
 def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-    """Both inputs side by side, each divided by its root mean square, in float32."""
+    """Return both inputs concatenated, each divided by its root mean square, in float32."""
     parts = [F.rms_norm(part.float(), (part.shape[-1],), eps=EPS) for part in (hidden, embedded)]
     return torch.cat(parts, -1)
 
 
 class FastRouter:
-    """What a `Router` computes, for inference alone: weights of `dtype` on `device`, copied, packed
-    where the CPU can (`target.linear`).
+    """What a `Router` computes, for inference alone.
 
-    It runs once a call of the drafter, each time on cold caches, so what counts is the number of
-    operations.
+    Its weights are copied, as `dtype` on `device`, and packed where the CPU can do that
+    (`target.linear`). It runs once a call of the drafter, each time on cold caches, so its speed
+    depends on the number of operations.
     """
 
     def __init__(self, router: Router, dtype: torch.dtype, device: torch.device) -> None:
@@ -73,7 +82,10 @@ class FastRouter:
         self._dtype = dtype
 
     def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """`[n, hidden_size]` and `[n, embed_size]` to `[n, clusters]` float32 logits."""
+        """Return the scores `[n, clusters]` as float32 logits.
+
+        `hidden`: `[n, hidden_size]`. `embedded`: `[n, embed_size]`.
+        """
         if self.config.hidden_size == self.config.embed_size:
             both = torch.stack([hidden, embedded], -2)
             x = F.rms_norm(both, both.shape[-1:], eps=EPS).flatten(-2)
@@ -89,7 +101,10 @@ def _product(
     after: str,
     plain: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A linear layer and what comes after it: oneDNN's name of that, and the plain function."""
+    """Return a function that applies a linear layer and an activation.
+
+    `after` is oneDNN's name of the activation, `plain` the same as a function, or None for none.
+    """
     weight, bias = (
         tensor.detach().to(device, dtype, copy=True) for tensor in (linear.weight, linear.bias)
     )

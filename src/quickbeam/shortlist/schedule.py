@@ -1,4 +1,4 @@
-"""How many clusters a node may call for, by its depth."""
+"""How many clusters a node of the draft tree may choose, by its depth."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.layout import Layout
 
-DEPTHS = 6  # of the usual tree, the root's included: each is one call of the drafter
-SHARED = 2  # clusters of the union over a call's nodes below the root, as a multiple of one node's
+DEPTHS = 6  # depths of the assumed tree, the root's included: each is one call of the drafter
+# The nodes of a call below the root are assumed to choose this many times as many different
+# clusters as one of them alone.
+SHARED = 2
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """A node at depth t (the root: 0) calls for `max(least, floor(most * decay ** t))` clusters: an
-    early miss costs all that is below it.
+    """How many clusters each node chooses: `max(least, floor(most * decay ** t))` at depth t.
 
-    DynaSpec (2510.13847, §4.2) decays the number with depth; the formula is ours. Calls for nodes
-    that all lie below `deepest` route nothing: they score what the call before them did. On a CPU
-    routing costs as much as ten clusters, and with the tokens of the context beside it nothing was
-    lost by doing it for the root alone.
+    The root has depth 0. Early nodes get more clusters, as an early miss costs all that is below
+    it. DynaSpec (2510.13847, §4.2) decays the number with depth; the formula is ours.
+
+    If all nodes of a call are deeper than `deepest`, the router is not asked, and the call scores
+    what the call before it did. On a CPU routing costs as much as scoring ten clusters. With the
+    tokens of the context in the shortlist, nothing was lost by routing for the root alone.
 
     Raises `InvalidInput` unless `1 <= least <= most`, `0 < decay <= 1` and `deepest >= 0`.
     """
@@ -40,23 +43,26 @@ class Schedule:
             raise InvalidInput(f"a schedule with deepest={self.deepest}: must be at least 0")
 
     def clusters(self, depth: int) -> int:
-        """How many a node at `depth` calls for."""
-        # 100 * 0.7 ** 2 is 48.99…
+        """Return how many clusters a node at `depth` chooses."""
+        # in floating point 100 * 0.7 ** 2 is 48.99…, hence the small addend
         return max(self.least, int(self.most * self.decay**depth + 1e-9))
 
     @staticmethod
     def fit(share: int, layout: Layout, decay: float = 0.7, deepest: int = 0) -> Schedule:
-        """A schedule with which a call of the drafter scores about `share` tokens, those of the
-        context not counted.
+        """Return a schedule with which a call of the drafter scores about `share` tokens.
 
-        The frequent block leaves room for c clusters. Where the root alone is routed (`deepest` 0),
-        `most` is c. Otherwise `least` is c/3 at first; `most` is the largest number with which the
-        mean over the calls of an assumed tree is at most c, and then `least` likewise. The assumed
-        tree: one call a depth, the root alone in the first; in each later one that is routed
-        several nodes that together call for twice what one of them does, but never for more than
-        `most` (the limit of a `Shortlist` with this schedule). How many nodes a call has and how
-        far they agree is the text's and the tree's affair: measure with `quickbeam bench
-        vocabulary`.
+        The tokens of the context are not counted.
+
+        Beside the frequent block there is room for c clusters. Where the root alone is routed
+        (`deepest` 0), `most` is c. Otherwise `least` begins as c/3. Then `most` becomes the largest
+        number with which the mean over the calls of an assumed tree is at most c, and after that
+        `least` likewise.
+
+        The assumed tree takes one call for each depth. The first call is for the root alone. In
+        each later call that is routed, several nodes together choose twice as many clusters as one
+        of them, but never more than `most` (the limit of a `Shortlist` with this schedule). How
+        many nodes a call really has, and how far they agree, depends on the text and the tree:
+        measure it with `quickbeam bench vocabulary`.
 
         Raises `InvalidInput` where the layout has no clusters or `share` leaves no room for one.
         """
@@ -80,7 +86,7 @@ class Schedule:
         return Schedule(most, least, decay, deepest)
 
     def expected(self) -> float:
-        """Clusters a call in the mean over the calls of the tree that `fit` assumes."""
+        """Return the mean number of clusters a call, over the calls of `fit`'s assumed tree."""
         routed = [self.most] + [
             min(self.most, SHARED * self.clusters(depth)) for depth in range(1, self.deepest + 1)
         ]

@@ -1,5 +1,7 @@
-"""What a drafter's head scores in one call: the frequent block, clusters that a router chose, and
-tokens of the context."""
+"""What a drafter's head scores in one call.
+
+This is the frequent block, clusters that a router chose, and tokens of the context.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +23,31 @@ from quickbeam.target.native.library import kernels
 
 
 class Routed(NamedTuple):
-    # [k] int64 on the head's device, ascending, no repeats; off the CPU always `most`, filled up
+    # [k] int64 on the head's device, ascending, no repeats; off the CPU k is always `most`, padded
     # with -1
     clusters: torch.Tensor
 
 
 class Shortlist:
-    """What the drafter's head scores: any of the frequent block, clusters chosen by a router, and
-    tokens of the context. Shared by all sequences; `begin` gives what one of them adds.
+    """What a drafter's head scores.
 
-    `weight`: `[vocab, d]`, the drafter's head in the order of token ids. A `router` needs a
-    `schedule`; without one the layout's clusters are never scored. `most`: clusters a call at most,
-    `schedule.most` where None. `backend`: see `BlockHead`. With `Layout.nothing` and no router the
-    context alone is scored, which must then hold a token. `context`: makes a sequence's, empty at
-    first.
+    It consists of any of the frequent block, clusters chosen by a router, and tokens of the
+    context. All sequences share it; `begin` returns what belongs to one of them.
 
-    A call is `route` for what goes into the drafter's layer, then `score` for what comes out of it.
-    Routing needs no randomness and looks at nothing that is drawn later, so the shortlist is known
-    before any token is drawn from it. The caller's laws are softmaxes over the columns. Raises
-    `InvalidInput` where the parts don't fit one another.
+    - `weight`: `[vocab, d]`, the drafter's head in the order of token ids.
+    - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
+      context is scored, which must then hold a token.
+    - `router`: chooses clusters, and needs a `schedule`. Without one no cluster is scored.
+    - `context`: makes a sequence's `ContextTokens`, empty at first.
+    - `most`: the largest number of clusters in one call; None: `schedule.most`.
+    - `backend`: see `BlockHead`.
+
+    A call consists of `route` for what goes into the drafter's layer, then `ShortlistState.score`
+    for what comes out of it. Routing is deterministic and looks at nothing that is drawn later, so
+    the shortlist is known before any token is drawn from it. The caller's distributions are
+    softmaxes over the columns.
+
+    Raises `InvalidInput` where the parts don't fit one another.
     """
 
     def __init__(
@@ -71,13 +79,13 @@ class Shortlist:
         self.head = BlockHead(weight, layout, most=self.most, backend=backend)
         self.device = weight.device
         self._router = None if router is None else FastRouter(router, weight.dtype, weight.device)
-        # the same for the native kernels, where they are used
+        # the same router for the native kernels, where they are used
         self.native_router: NativeRouter | None = None
         if router is not None and native_fits(weight) and (found := kernels()) is not None:
             self.native_router = NativeRouter(router, found)
         self._nowhere = Routed(torch.empty(0, dtype=torch.int64, device=self.device))
-        # By cluster, and behind them, so that FREQUENT and ABSENT are indices too: what is absent,
-        # what is frequent.
+        # `_sizes` and `_always` have an entry for each cluster and two more at the end, for absent
+        # and for frequent tokens. So ABSENT (-2) and FREQUENT (-1) are valid indices, too.
         self._cluster_of = layout.cluster_of.to(self.device)
         self._sizes = torch.bincount(
             layout.cluster_of[layout.order[layout.frequent :]], minlength=layout.clusters + 2
@@ -87,7 +95,7 @@ class Shortlist:
         self._always[FREQUENT] = True
 
     def begin(self, ids: Sequence[int]) -> ShortlistState:
-        """The part of a sequence that begins with this prompt."""
+        """Return the state of a sequence that begins with the prompt `ids`."""
         return ShortlistState(self, ids)
 
     @torch.inference_mode()
@@ -98,14 +106,16 @@ class Shortlist:
         depths: Sequence[int],
         above: Routed | None = None,
     ) -> Routed:
-        """Clusters for one call on nodes of these `depths`, from hidden states `[n, dh]` and
-        embeddings `[n, de]`. `above`: what the tree's last call scored, which calls for nodes all
-        below `Schedule.deepest` score too.
+        """Choose the clusters of one call on nodes of these `depths`.
 
-        Each node calls for as many of its best clusters as the schedule grants its depth; in ties
-        the first. The shortlist is their union, so a node's own clusters don't depend on its
-        neighbours. Where the union holds more than `most`, those stay that some node of the call
-        gives the largest probability (softmax over the clusters).
+        `hidden`: hidden states `[n, dh]`. `embedded`: embeddings `[n, de]`. `above`: what the
+        tree's last call scored. If all nodes of this call are below `Schedule.deepest`, the call
+        scores that again.
+
+        Each node chooses as many of its best clusters as the schedule gives its depth; among equals
+        the first win. The call scores their union, so a node's own clusters don't depend on its
+        neighbours. If the union holds more than `most`, those stay that have the largest
+        probability (softmax over the clusters) in some node of the call.
         """
         if self._router is None or not self.routes(depths, above):
             return self.kept(above)
@@ -118,26 +128,28 @@ class Shortlist:
         )
 
     def kept(self, above: Routed | None) -> Routed:
-        """What a call that does not ask the router scores."""
+        """Return what a call scores that does not ask the router."""
         return above or self._nowhere
 
     def choose(self, logits: torch.Tensor, depths: Sequence[int]) -> Routed:
-        """The clusters of `route`, from the router's scores `[n, clusters]`."""
+        """Return the clusters of `route`, from the router's scores `[n, clusters]`."""
         assert self._schedule is not None
         wanted = [self._schedule.clusters(depth) for depth in depths]
         if logits.device.type == "cpu":
             clusters = torch.from_numpy(union_on_cpu(logits.numpy(), wanted, self.most))
         else:
-            # From pinned memory: a copy from elsewhere would hold the host until the device is done
-            # with all before it.
+            # From pinned memory: any other copy would block the host until the device has finished
+            # all work before it.
             clusters = union(
                 logits, torch.tensor(wanted, pin_memory=logits.device.type == "cuda"), self.most
             )
         return Routed(clusters)
 
     def _chosen(self, routed: Routed) -> torch.Tensor:
-        """`[clusters + 2]` bool: what of the layout is scored; a padding of -1 falls on what always
-        is, if only with no tokens."""
+        """Return `[clusters + 2]` bool: which parts of the layout are scored.
+
+        Padding of -1 marks the frequent block, which is always scored, though it may be empty.
+        """
         chosen = self._always.clone()
         chosen[routed.clusters] = True
         return chosen
@@ -145,9 +157,12 @@ class Shortlist:
     def found(
         self, routed: Routed, tokens: torch.Tensor | None
     ) -> tuple[torch.Tensor | int, torch.Tensor | None]:
-        """How many tokens are scored, on the device, and `[m]` bool: which `tokens` of the context
-        the block head scores too; `None` where there are none."""
-        if self.device.type == "cpu":  # in numpy, for the reason that `union_on_cpu` gives
+        """Return how many distinct tokens are scored, and which of `tokens` are repeats.
+
+        `tokens`: the context's. The second is `[m]` bool: whether the block head scores the token,
+        too. It is `None` where `tokens` is. Off the CPU, the count is a tensor on the device.
+        """
+        if self.device.type == "cpu":  # in numpy, for the reason given at `union_on_cpu`
             chosen = self._chosen(routed).numpy()
             size = int(self._sizes.numpy()[chosen].sum())
             if tokens is None:
@@ -165,15 +180,17 @@ class Shortlist:
 
     def holds(self, token: int, routed: Routed) -> bool:
         """Whether the block head scores this token."""
-        if self.device.type == "cpu":  # without tensors, each of which would find cold caches
+        if self.device.type == "cpu":  # without tensor operations, which would find cold caches
             cluster = int(self.layout.cluster_of[token])
             return cluster == FREQUENT or cluster in routed.clusters.tolist()
         return bool(self._chosen(routed)[self._cluster_of[token]])
 
 
 class ShortlistState:
-    """What one sequence has of a `Shortlist`: the tokens of its context, and how much was scored
-    for it."""
+    """What one sequence adds to a `Shortlist`.
+
+    It holds the tokens of the sequence's context, and counts how much was scored for it.
+    """
 
     def __init__(self, shared: Shortlist, ids: Sequence[int]) -> None:
         self.shared = shared
@@ -181,22 +198,26 @@ class ShortlistState:
         if self.context is not None:
             self.context.reset(ids)
         self._scored: torch.Tensor | int = 0
-        # with the version of the context: what the kernels scored last
+        # what the native kernels scored last: the clusters, the version of the context, what was
+        # prepared for them, and how many tokens that scores
         self._ready: tuple[Routed, int, Prepared, int] | None = None
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Read tokens that became committed, that other sources proposed, or that the target's last
-        logits make likely."""
+        """Read tokens for the context.
+
+        They are tokens that became committed, that other sources proposed, or that the target's
+        last logits make likely.
+        """
         if self.context is not None:
             self.context.extend(tokens)
 
     @torch.inference_mode()
     def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
-        """Logits of all nodes of a call for the whole shortlist, from what the head reads of them,
-        `[n, d]`.
+        """Return the logits of all nodes of a call for the whole shortlist.
 
-        A token of the context that the block head scores too has -inf in its context column. Raises
-        `ValueError` where there is nothing to score.
+        `feature`: `[n, d]`, what the head reads of the nodes. If the block head scores a token of
+        the context too, its context column is -inf. Raises `ValueError` where there is nothing to
+        score.
         """
         head = self.shared.head
         if isinstance(head.run, NativeBlocks):
@@ -215,8 +236,10 @@ class ShortlistState:
         return Scores(logits, tokens)
 
     def _score_native(self, blocks: NativeBlocks, feature: torch.Tensor, routed: Routed) -> Scores:
-        """All of it in one call of the kernels, prepared once for the calls of a tree that score
-        the same."""
+        """Score everything in one call of the kernels.
+
+        Calls of a tree that score the same part of the vocabulary prepare it once.
+        """
         context = self.context
         version = 0 if context is None else context.version
         if self._ready is None or self._ready[0] is not routed or self._ready[1] != version:
@@ -248,30 +271,37 @@ class ShortlistState:
         )
 
     def always(self, token: int) -> bool:
-        """Whether this token is scored whatever the router says: it is frequent, or in the context
-        as it is now."""
+        """Whether this token is scored whatever the router says.
+
+        This is so for frequent tokens, and for tokens that are in the context as it is now.
+        """
         return int(self.shared.layout.cluster_of[token]) == FREQUENT or (
             self.context is not None and token in self.context
         )
 
     @torch.inference_mode()
     def size(self, routed: Routed) -> int:
-        """How many distinct tokens `score` gives a column that counts, with the context as it is
-        now."""
+        """Return how many distinct tokens `score` would score, with the context as it is now."""
         return int(self.shared.found(routed, self._tokens)[0])
 
     @property
     def scored(self) -> int:
-        """How many tokens all calls of `score` together gave a column that counts; off the CPU it
-        waits for the device."""
+        """How many tokens were scored, summed over all calls of `score`.
+
+        Only columns that count are counted, without padding and repeats. Off the CPU this waits for
+        the device.
+        """
         return int(self._scored)
 
 
 def union_on_cpu(
     logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int
 ) -> npt.NDArray[np.int64]:
-    """What `union` gives, without its filling: numpy's small operations cost a fifth of torch's."""
-    if len(logits) == 1 and wanted[0] <= most:  # the root's call
+    """Return what `union` returns, without its padding.
+
+    In numpy, whose small operations cost a fifth of torch's.
+    """
+    if len(logits) == 1 and wanted[0] <= most:  # usually the root's call
         found: npt.NDArray[np.int64] = _largest(logits[0], wanted[0]).nonzero()[0]
         return found
     called = np.zeros(logits.shape[1], bool)
@@ -286,8 +316,10 @@ def union_on_cpu(
 
 
 def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """Which are the `count` largest, in ties the first; numbers that are none come last. Many
-    clusters take long to sort."""
+    """Return a mask of the `count` largest numbers of `row`.
+
+    Among equals the first win, and NaN comes last. Sorting many clusters would take longer.
+    """
     if count >= len(row):
         return np.ones(len(row), bool)
     row = np.where(np.isnan(row), -np.inf, row)
@@ -298,9 +330,12 @@ def _largest(row: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
 
 
 def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
-    """`[min(most, clusters)]` int64, ascending, filled up with -1: the union over rows of `logits`
-    `[n, clusters]` of the row's `wanted` (`[n]`) largest; of a union of more than `most`, those
-    with the largest probability in any row."""
+    """Return the clusters that the rows choose together: the union of each row's largest logits.
+
+    `logits`: `[n, clusters]`. `wanted`: `[n]`, how many clusters each row chooses. Returns
+    `[min(most, clusters)]` int64, ascending, padded with -1. If the union has more than `most`
+    clusters, those stay that have the largest probability in any row.
+    """
     clusters = logits.shape[1]
     ranks = logits.argsort(dim=-1, descending=True, stable=True)
     granted = (

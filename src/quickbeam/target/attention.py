@@ -1,8 +1,8 @@
-"""Attention of a few new tokens over a KV store: one way a device, and a plain reference.
+"""Attention of a few new tokens over a KV store: one way for each kind of device, and a reference.
 
-All take queries `[n, heads, key_dim]` and give `[n, heads * value_dim]`. Heads of a group share
-their keys: their queries become rows of one product, and no key is repeated. What the new tokens
-may see is in a `Step`, the same for every layer.
+Each function takes queries `[n, heads, key_dim]` and returns `[n, heads * value_dim]`. The query
+heads of a group share their keys. Their queries become rows of one product, so no key is repeated,
+except in the reference. A `Step` says what the new tokens may see; it is the same for every layer.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ import torch.nn.functional as F
 
 from quickbeam.target.kv_store import KVStore
 
-SPLIT, WIDE_SPLIT = 384, 128  # positions; see `attend_grouped`
-# a CPU reads keys in multiples of this: oneDNN makes a kernel for every new shape, which takes
-# longer than the product
+SPLIT, WIDE_SPLIT = 384, 128  # positions between the cuts of an exact sum (`attend_grouped`)
+# a CPU reads a number of keys that is a multiple of this: oneDNN makes a kernel for every new
+# shape, which takes longer than the product
 BLOCK = 64
 
 
 @dataclass
 class Layer:
-    """What attention needs to know of one layer besides its keys: scale of the scores, window and
-    variations (None: none)."""
+    """What attention needs to know of one layer besides its keys and values.
+
+    `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
+    sliding window; `softcap`: the cap of its scores; `sinks`: a logit for each head, `[heads]`.
+    None means that the layer has no such thing.
+    """
 
     index: int
     scaling: float
@@ -35,12 +39,15 @@ class Layer:
 
 @dataclass
 class Step:
-    """One forward of `n` new tokens behind the store's certain ones, and behind `base` tokens of
-    the same tree that were run before.
+    """One forward of `n` new tokens of a sequence.
 
-    `positions`: `[base + n]` on the device, of all tokens of the tree; `visible`: `[n, base + n]`
-    bool, which of them each new token sees; None for causal (a chain). Masks are made once a window
-    and shared by all layers.
+    The new tokens follow the store's committed tokens, and `base` tokens of the same tree that an
+    earlier pass has run.
+
+    `positions`: `[base + n]` on the device, of all tokens of the tree. `visible`: `[n, base + n]`
+    bool, which of them each new token sees; None for causal (a chain). `exact`: whether a token's
+    bits must not depend on what else is in the tree (`attend_grouped`). Masks are made once for
+    each window, and shared by all layers.
     """
 
     store: KVStore
@@ -56,11 +63,11 @@ class Step:
         self.n = total - self.base
         self.start = self.store.length
         self.block = BLOCK if self.store.device.type == "cpu" else 1
-        # rows that hold no token yet are hidden
+        # masks hide the rows that hold no token yet
         self.end = -(-(self.start + total) // self.block) * self.block
         self.store.reserve(self.end)
         self.rows = self.store.rows(range(self.start + self.base, self.start + total))
-        # rows before it are certain tokens only
+        # rows before it hold committed tokens only
         self.tail = self.start & ~1 if self.store.pairwise else self.start
         self.every = cuts(self.wide)
         self.split = self.start // self.every * self.every if self.exact else 0
@@ -69,15 +76,17 @@ class Step:
             self.visible = torch.ones(self.n, total, dtype=torch.bool).tril_(self.base)
 
     def first(self, window: int | None) -> int:
-        """The first row that any new token sees."""
+        """Return the first row to read: no new token sees a row before it."""
         if window is None or self.start < window:
             return 0
         block = self.every if self.exact else self.block
         return (self.start - window + 1) // block * block
 
     def hidden(self, window: int | None, first: int) -> torch.Tensor | None:
-        """`[n, end - first]` additive mask in row order, 0 or -inf, of the keys from row `first`
-        on; None where all of them are seen."""
+        """Return the additive mask of the keys from row `first` on; None where all are seen.
+
+        The mask is `[n, end - first]`, 0 or -inf, with keys in row order.
+        """
         total = len(self.positions)
         orders = torch.arange(first, self.end)
         if self.store.pairwise:
@@ -103,34 +112,36 @@ class Step:
         )
 
     def mask(self, window: int | None, first: int) -> torch.Tensor | None:
-        """`hidden`, made once."""
+        """Return the mask `hidden`, made once for each window."""
         key = ("all" if first < self.tail else "tail", window)
         if key not in self._masks:
             self._masks[key] = self.hidden(window, first)
         return self._masks[key]
 
     def narrow(self, window: int | None) -> bool:
-        """Whether the window hides certain tokens from some new token."""
+        """Whether the window may hide committed tokens from some new token."""
         return window is not None and self.start + len(self.positions) > window
 
     @property
     def new_positions(self) -> torch.Tensor:
-        """`[n]`: of the new tokens alone."""
+        """Positions of the new tokens alone, `[n]`."""
         return self.positions[self.base :]
 
     def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keys and values `[kv_heads, n, dim]` of the new tokens to the store."""
+        """Write keys and values `[kv_heads, n, dim]` of the new tokens to the store."""
         self.store.write(layer.index, self.rows, key, value)
 
     def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """Attention of the new tokens."""
+        """Return the attention of the new tokens."""
         return attend(query, self, layer)
 
 
 class Steps:
-    """Steps of several sequences, whose rows lie side by side: attention goes from one to the next.
-    The way of CPUs, where the gathered one (`gathered.py`) measured 5 to 46 % slower behind 1,000
-    tokens."""
+    """Steps of several sequences, whose rows lie side by side.
+
+    Attention runs one sequence after the other. CPUs take this way, since gathered attention
+    (`gathered.py`) measured 5 to 46 % slower there behind 1,000 tokens.
+    """
 
     def __init__(self, steps: list[Step]) -> None:
         self._steps, self._sizes = steps, [step.n for step in steps]
@@ -154,7 +165,7 @@ class Steps:
 
 
 def cuts(wide: bool) -> int:
-    """Sums of an exact step are cut at multiples of so many positions."""
+    """Return how many positions lie between two cuts of an exact step's sums."""
     return WIDE_SPLIT if wide else SPLIT
 
 
@@ -162,8 +173,10 @@ Attend = Callable[[torch.Tensor, Step, Layer], torch.Tensor]
 
 
 def group(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """`[n, heads, d]` to `[kv_heads, heads // kv_heads * n, d]`: the queries of the heads that
-    share keys as rows, head-major."""
+    """Reshape queries `[n, heads, d]` to `[kv_heads, heads // kv_heads * n, d]`.
+
+    The queries of the heads that share keys become rows, head-major.
+    """
     n, heads, dim = query.shape
     return (
         query.view(n, kv_heads, heads // kv_heads, dim)
@@ -173,29 +186,32 @@ def group(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
 
 
 def ungroup(out: torch.Tensor, n: int) -> torch.Tensor:
-    """`[kv_heads, group * n, d]` back to `[n, heads * d]`."""
+    """Reshape `[kv_heads, group * n, d]` back to `[n, heads * d]`."""
     kv_heads, rows, dim = out.shape
     return out.view(kv_heads, rows // n, n, dim).permute(2, 0, 1, 3).reshape(n, -1)
 
 
 def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
-    """Two batched products; certain tokens are read without a mask, the tree's part is masked. The
-    way of the CPU.
+    """Attend by two batched products, as CPUs do.
 
-    With `step.exact` (bfloat16) a token's bits don't depend on what else is in the tree, so a tree
-    gives the same bits as one token at a time. A hidden key has weight zero and adds nothing; what
+    Committed tokens are read without a mask, unless the layer's window hides some. The tree's part
+    is masked.
+
+    With `step.exact` (bfloat16), a token's bits don't depend on what else is in the tree. So a tree
+    gives the same bits as one token at a time. A hidden key has weight zero and adds nothing. What
     remains is the order in which the other keys are added. oneDNN's bfloat16 kernels keep one
-    float32 sum a result and add keys in pairs, the second of a pair first; the store's pairwise
-    layout turns that into the tokens' own order, whatever hidden keys lie between. Beyond 512 keys
-    the kernels cut the sum at places that depend on the number of keys, so positions are cut here,
-    at multiples of `SPLIT`, and trees don't grow across a cut (`Target.depth_limit`). The sum of
-    the weights is taken in float64, where order doesn't show after rounding. `bit_exact.py` checks
-    all this on the machine at hand.
+    float32 sum for each result. They add keys in pairs, the second of a pair first. The store's
+    pairwise layout turns that into the tokens' own order, whatever hidden keys lie between.
 
-    AMX keeps two sums a tile, of every other key, so that no layout gives an order. There
-    (`step.wide`) the values behind the last cut are added in float64, too, and cuts are closer.
-    What stands before it is added in pieces: for many keys, how AMX's kernels cut the sum depends
-    on the number of queries.
+    Beyond 512 keys, the kernels cut a sum at places that depend on the number of keys. So this
+    function cuts sums itself, at multiples of `SPLIT` positions, and trees don't grow across a cut
+    (`Model.depth_limit`). The sum of the weights is taken in float64, where the order doesn't show
+    after rounding. `bit_exact.py` checks all this on the machine at hand.
+
+    AMX's kernels keep two sums for each tile, each of every other key, so no layout gives an order.
+    There (`step.wide`), the values behind the last cut are added in float64, too, and cuts are
+    closer (`WIDE_SPLIT`). What stands before the last cut is added in pieces, because the number of
+    queries decides how AMX's kernels cut a sum of many keys.
     """
     store, n = step.store, step.n
     key, value = store.key[layer.index], store.value[layer.index]
@@ -237,8 +253,11 @@ def attend_grouped(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tenso
 
 
 def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
-    """PyTorch's fused kernel with a mask over all keys: the way of accelerators, and of prompts in
-    chunks."""
+    """Attend by PyTorch's fused kernel, with a mask over all keys.
+
+    Accelerators take this way, and so do prompts in chunks. Layers with a softcap or sinks take
+    `attend_grouped`.
+    """
     if layer.softcap is not None or layer.sinks is not None:
         return attend_grouped(query, step, layer)
     store, n = step.store, step.n
@@ -271,7 +290,7 @@ def attend_sdpa(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
 
 
 def attend_plain(query: torch.Tensor, step: Step, layer: Layer) -> torch.Tensor:
-    """The reference: keys repeated for every head, a full mask, softmax in float32."""
+    """Attend as a reference: keys repeated for every head, a full mask, softmax in float32."""
     store = step.store
     key, value = (
         store.key[layer.index][:, : step.end].float(),

@@ -13,8 +13,10 @@ from quickbeam.tree import TokenTree
 
 
 class Chain(NamedTuple):
-    """Tokens of a prompt that follow the committed ones. `wanted`: whether the logits after the
-    last of them are."""
+    """Tokens of a text that follow a sequence's committed tokens.
+
+    `wanted`: whether the logits after the last of them are wanted.
+    """
 
     cache: SequenceCache
     tokens: Sequence[int]
@@ -26,8 +28,10 @@ class Chain(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """A draft tree whose root follows the committed tokens. `base`: its first nodes that an earlier
-    pass has run since the last commit."""
+    """A draft tree whose root follows a sequence's committed tokens.
+
+    `base`: how many of its first nodes an earlier pass has run since the last commit.
+    """
 
     cache: SequenceCache
     tree: TokenTree
@@ -43,7 +47,10 @@ Part = Chain | Draft
 
 @dataclass
 class Batch:
-    """Parts of different sequences; a sequence has one part at most. `rows`: of all parts."""
+    """Parts of different sequences, at most one for each sequence.
+
+    `rows`: the number of rows of all parts.
+    """
 
     parts: list[Part] = field(default_factory=list)
 
@@ -53,10 +60,13 @@ class Batch:
 
 
 class Passed(NamedTuple):
-    """What a pass gives of one part. `logits` `[wanted, vocab]`: after every node of a draft, after
-    a chain's last token. `hidden` `[rows, layers * d]`: of all rows, where the model watches
-    layers. `best`: the likeliest token of each row of `logits` where the kernels tell, -1 where
-    logits are not finite."""
+    """What a pass gives of one part.
+
+    `logits` `[wanted, vocab]`: after every node that a draft runs, or after a chain's last token.
+    `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
+    `best`: the likeliest token of each row of `logits` where the kernels tell, -1 where its logits
+    are not finite.
+    """
 
     logits: torch.Tensor
     hidden: torch.Tensor | None = None

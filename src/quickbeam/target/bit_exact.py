@@ -1,8 +1,8 @@
-"""Does this machine keep the promise of bit-identical verification? Asked with small random
-products, before anyone relies on it.
+"""Checks whether this machine keeps the promise of bit-identical verification.
 
-Large numbers among them cancel, so that what is left is mostly rounding, and nearly every change of
-the order of a sum shows.
+The checks run before anyone relies on the promise. Most of them are small random products. Large
+numbers among the terms cancel, so that what is left of a sum is mostly rounding. So nearly every
+change of the order of a sum shows.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from quickbeam.target.quantised import QuantisedLinear, is_whole, own_tensors
 from quickbeam.tree import TokenTree
 
 WIDTHS = (2, 4, 8, 16, 32, 64)
-FEW = 16  # rows a part: with fewer, weights would be read too often
-# outputs of which every row is looked at; of wider products a few rows are, since each reads all
-# weights
+FEW = 16  # the fewest rows of a part: with smaller parts, weights would be read too often
+# up to so many outputs, every row of a product is checked; of wider products only a few rows are,
+# since each product reads all weights
 NARROW = 4096
-LOOKED_AT = (0, 62)  # these and the rows after them
-# of a product that is made to look at (1 GiB): a wider one is taken to behave as the widest of that
-# size
+LOOKED_AT = (0, 62)  # the few rows: these, and the one after each
+# most weights of a product that is made for a check (1 GiB): a wider one is taken to behave as the
+# widest of that size
 MOST_WEIGHTS = 1 << 29
 
 
 class Promise(NamedTuple):
     """Whether verification is bit-identical here."""
 
-    rows: int  # the fewest rows that a forward needs for it, 1 or 2
+    rows: int  # the fewest rows that a forward needs to keep it, 1 or 2
     broken: tuple[str, ...]  # what breaks it, in words; empty where it is kept
-    wide: bool = False  # whether attention has to add the tree's values in float64 for it
+    wide: bool = False  # whether attention must add the tree's values in float64 to keep it
 
 
 class Runs(Protocol):
-    """What `same_bits` asks of a model."""
+    """What `same_bits` needs of a model."""
 
     vocab_size: int
     pool: Pool
@@ -55,11 +55,14 @@ class Runs(Protocol):
 
 
 def same_bits(model: Runs, prefix: int = 70, path: int = 3, nodes: int = 20) -> bool:
-    """Whether a tree, beside another sequence, gives a path of its the bits that it has alone, one
-    token at a time, asked of the whole model with its real shapes.
+    """Whether a path of a tree gets the same bits beside another sequence as alone, token by token.
 
-    The native kernels promise it by construction; this finds a compiler or a machine that does not
-    keep it. A few prompts and passes.
+    The check runs the whole model with its real shapes, in a few passes. The native kernels promise
+    the same bits by construction. The check finds a compiler or a machine that doesn't keep that
+    promise.
+
+    `prefix`: tokens before the tree, at most what the context has room for; `path`: tokens of the
+    path below the root; `nodes`: the most nodes of the tree.
     """
     prefix = max(2, min(prefix, (model.context_length or prefix + nodes) - nodes))
     ids = [(7919 * i + 13) % model.vocab_size for i in range(prefix + path + 1)]
@@ -91,17 +94,18 @@ def same_bits(model: Runs, prefix: int = 70, path: int = 3, nodes: int = 20) -> 
 
 
 class Rows(NamedTuple):
-    """Between these numbers of rows, a product gives each row the same bits."""
+    """The numbers of rows between which a product gives each row the same bits."""
 
     least: int
-    most: int  # 0: at no number of use
+    most: int  # 0 where there are none
 
 
 def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promise:
-    """Look at every kind of product that a model of these modules makes in bfloat16 on this CPU.
+    """Check every kind of product that a model makes in bfloat16 on this CPU.
 
-    Packed layers are told between which numbers of rows they keep the promise
-    (`FastLinear.min_rows`, `max_rows`).
+    `shapes`: those of the model's attention layers; empty where the native kernels attend.
+    `modules`: all of its modules. Sets `min_rows` and `max_rows` of each `FastLinear`: between
+    these numbers of rows, it keeps the promise.
     """
     dims = sorted({dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)})
     wide = not all(attention_is_order_free(dim) for dim in dims)
@@ -113,7 +117,7 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
     rows = 1 if all(attention_is_order_free(dim, alone=1, wide=wide) for dim in dims) else 2
     for module in modules:
         if isinstance(module, NativeLinear | QuantisedLinear):
-            continue  # by construction
+            continue  # these keep the promise by construction
         if isinstance(module, FastLinear | nn.Linear | Conv1D) and type(module) in (
             FastLinear,
             nn.Linear,
@@ -144,18 +148,20 @@ def examine(shapes: Iterable[LayerShape], modules: Iterable[nn.Module]) -> Promi
 
 
 def _is_product(tensor: torch.Tensor) -> bool:
-    """Whether a module that is no linear has such weights for one: those of several experts, or
-    quantised ones."""
+    """Whether a tensor of a module that is no linear layer is nevertheless a weight of products.
+
+    These are the weights of several experts, and quantised ones.
+    """
     return (isinstance(tensor, nn.Parameter) and tensor.dim() > 2) or is_whole(tensor)
 
 
 @functools.cache
 def rows_alike(kind: str, inputs: int, outputs: int) -> Rows:
-    """The numbers of rows, from one or two up, at which each row of such a product has the same
-    bits.
+    """Return the numbers of rows at which each row of such a product has the same bits.
 
-    Kernels may choose their way by the number of outputs, so a wide product is looked at as it is,
-    beside one of `NARROW` outputs.
+    The first of them is one or two. `kind`: `plain` (`nn.Linear`), `packed` (`FastLinear`) or
+    `conv` (`Conv1D`). Kernels may be chosen by the number of outputs. So a wide product is checked
+    at its own width, and at `NARROW` outputs as well.
     """
     found = _rows_alike(kind, inputs, min(outputs, NARROW), range(0, WIDTHS[-1], WIDTHS[0]))
     if outputs > NARROW:
@@ -167,11 +173,11 @@ def rows_alike(kind: str, inputs: int, outputs: int) -> Rows:
 
 
 def _rows_alike(kind: str, inputs: int, outputs: int, looked_at: Sequence[int]) -> Rows:
-    """`rows_alike` of this number of outputs, from the rows at `looked_at` (even places) and those
-    after them.
+    """Return what `rows_alike` does, checked at this number of outputs alone.
 
-    Weights come in pairs of opposites and inputs in pairs of equals, so that nothing but rounding
-    is left of any sum.
+    `looked_at`: numbers of rows, even ones; these rows and the one after each are checked. Weights
+    come in pairs of opposites and inputs in pairs of equals, so that nothing but rounding is left
+    of any sum.
     """
     generator = torch.Generator().manual_seed(0)
     half, block = inputs // 2, min(outputs, NARROW)
@@ -185,7 +191,7 @@ def _rows_alike(kind: str, inputs: int, outputs: int, looked_at: Sequence[int]) 
     seen = [row for at in looked_at for row in (at, at + 1)]
 
     def by(rows: int) -> torch.Tensor:
-        """What the rows looked at give in parts of `rows`."""
+        """Return the checked rows, computed in parts of `rows`."""
         parts = {
             start: product(x[start : start + rows].contiguous())
             for start in {row // rows * rows for row in seen}
@@ -200,8 +206,10 @@ def _rows_alike(kind: str, inputs: int, outputs: int, looked_at: Sequence[int]) 
 def _product(
     kind: str, block: torch.Tensor, outputs: int
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A product of `outputs` outputs, whose weights repeat the rows of `block`: random numbers
-    would take longer than the products."""
+    """Return a product of `outputs` outputs, whose weights repeat the rows of `block`.
+
+    Random numbers for all weights would take longer than the products.
+    """
     linear = nn.Linear(block.shape[1], outputs, bias=False, dtype=torch.bfloat16, device="meta")
     weight = block.repeat(-(-outputs // len(block)), 1)[:outputs]
     linear.weight = nn.Parameter(weight, requires_grad=False)
@@ -214,8 +222,10 @@ def _product(
 
 
 def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tensor:
-    """`[rows, terms]` bfloat16: small numbers, and among the last 16 of each row, in any order, six
-    large ones and their opposites."""
+    """Return `[rows, terms]` bfloat16: small numbers, and large ones that cancel.
+
+    Six large numbers and their opposites are among the last 16 of each row, in random order.
+    """
     small = torch.randn(rows, terms, generator=generator)
     large = torch.randn(rows, 6, generator=generator) * 2.0 ** torch.randint(
         8, 20, (rows, 6), generator=generator
@@ -228,12 +238,16 @@ def cancelling(rows: int, terms: int, generator: torch.Generator) -> torch.Tenso
 
 @functools.cache
 def attention_is_order_free(dim: int, alone: int = 2, wide: bool = False, rounds: int = 24) -> bool:
-    """Whether a path scattered over a random tree attends with the same bits as one token at a time
-    (in `alone` rows), at several lengths of prefix. `wide`: with values added in float64."""
+    """Whether attention gives a path in a tree the same bits as one token at a time.
+
+    The path is scattered over a random tree, behind prefixes of several lengths, in `rounds`
+    rounds. `dim`: numbers of a head. `alone`: rows of a pass of one token. `wide`: add values in
+    float64 (`attend_grouped`).
+    """
     generator = torch.Generator().manual_seed(0)
     layer, every = Layer(0, dim**-0.5), cuts(wide)
     for i in range(rounds):
-        # kernels cut at 512
+        # kernels cut sums at 512: a third of the prefixes end just before a multiple of it
         prefix = (
             int(torch.randint(8, 1536, (1,), generator=generator)) if i % 3 else 508 + 512 * (i % 2)
         )
@@ -243,7 +257,7 @@ def attention_is_order_free(dim: int, alone: int = 2, wide: bool = False, rounds
             0,
             *(torch.randperm(n - 1, generator=generator)[: depth - 1] + 1).sort().values.tolist(),
         ]
-        # without keys all weights are 1
+        # keys are zero in every other round, so that all weights are 1
         keys = torch.randn(2, prefix + depth, dim, generator=generator).bfloat16() * (i % 2)
         values = cancelling(2 * dim, prefix + depth, generator).view(2, dim, -1).transpose(1, 2)
         query = torch.randn(depth, 2 * (1 + i % 3), dim, generator=generator).bfloat16()

@@ -1,9 +1,9 @@
 """A leaner forward for models of Llama's layout, on the weights of the Hugging Face model.
 
-Same arithmetic as the modelling code of transformers (equal in float32, tested), with fewer and
-larger products (queries, keys and values in one, gate and up in one) and without what a tree of one
-sequence doesn't need. Rotary angles come from the model's own module, so every scaling of theirs is
-right.
+The arithmetic is that of the modelling code of transformers (equal in float32, tested). The
+products are fewer and larger: queries, keys and values in one, gate and up in one. What a tree of
+one sequence doesn't need is left out. Rotary angles come from the model's own module, so every way
+of scaling them is right.
 """
 
 from __future__ import annotations
@@ -73,8 +73,10 @@ class LeanLayer:
 
 
 class LeanModel:
-    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers
-    are emptied one by one."""
+    """Embedding, layers, final norm and head of a causal LM.
+
+    They are taken over from `model`, whose layers are emptied one by one.
+    """
 
     def __init__(self, model: PreTrainedModel, layers: dict[int, Layer], head_dim: int) -> None:
         base = model.model
@@ -94,7 +96,7 @@ class LeanModel:
         self._sign = torch.cat([-torch.ones(half), torch.ones(half)]).to(self.norm.weight)
 
     def linears(self) -> list[nn.Module]:
-        """Every product of weights that a forward makes."""
+        """Return all linear layers that a forward runs."""
         return [
             self.head,
             *(
@@ -108,8 +110,8 @@ class LeanModel:
     def fits(model: PreTrainedModel) -> bool:
         """Whether the model is of this layout, with nothing but plain linears in it.
 
-        Others (adapters, quantised weights), and a class of the same name that came with the model,
-        may compute something else.
+        Other linears (adapters, quantised weights) may compute something else. So may a class of
+        the same name that came with the model.
         """
         if type(model).__name__ not in LAYOUTS or not type(model).__module__.startswith(
             "transformers."
@@ -134,8 +136,11 @@ class LeanModel:
     def __call__(
         self, ids: torch.Tensor, step: AnyStep, attend: Attend, wanted: torch.Tensor | int = 0
     ) -> torch.Tensor:
-        """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0:
-        all), or of rows by their numbers."""
+        """Return the logits of the `wanted` rows of `ids` (`[n]`): `[wanted, vocab]`.
+
+        `wanted`: a number means the last so many rows (0: all), a tensor means rows by their
+        numbers.
+        """
         x = self.embedding(ids)
         cos, sin = self.rotary(x[None], step.new_positions[None])
         cos, sin = cos[0, :, None], sin[0, :, None] * self._sign

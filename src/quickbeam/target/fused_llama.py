@@ -1,9 +1,9 @@
-"""A forward of Llama's layout in one call of the native kernels, on the weights of the Hugging Face
-model.
+"""A forward of Llama's layout in one call of the native kernels.
 
-Same equations as the modelling code of transformers, with the residual stream, products and rotary
-angles in float32, where that rounds each of them to bfloat16. Angles come from the model's own
-module, so every scaling of theirs that doesn't change with length is right.
+It runs on the weights of the Hugging Face model. The equations are those of the modelling code of
+transformers. The residual stream, products and rotary angles are in float32 here, where that code
+rounds each of them to bfloat16. Rotary angles come from the model's own module, so every way of
+scaling them that doesn't change with the text's length is right.
 """
 
 from __future__ import annotations
@@ -27,11 +27,15 @@ from quickbeam.target.pages import PagePool
 from quickbeam.target.quantised import head_format
 from quickbeam.target.weight_file import WeightFile
 
-ANGLES = 1024  # positions that the table of angles grows by
+ANGLES = 1024  # the table of angles grows by so many positions
 
 
 class FusedLayer:
-    """Weights of one decoder layer."""
+    """Packed weights of one decoder layer.
+
+    `place` packs linears into one weight; its second argument says whether the first of them gates
+    the second.
+    """
 
     def __init__(self, layer: Any, info: Layer, place: Callable[..., AnyPacked]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -49,11 +53,12 @@ class FusedLayer:
 
 
 class FusedLlama:
-    """Embedding, layers, final norm and head of a causal LM, taken over from `model`, whose layers
-    are emptied one by one.
+    """Embedding, layers, final norm and head of a causal LM.
 
-    `name`: the kind of weights that products read; `kept`: where quantised ones are found, or put.
-    The embedding stays as it is."""
+    They are taken over from `model`, whose layers are emptied one by one. `name`: the format of the
+    weights that products read. `kept`: the file where quantised weights are found or written. The
+    embedding stays as it is.
+    """
 
     def __init__(
         self,
@@ -75,8 +80,8 @@ class FusedLlama:
             model.lm_head,
             base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim,
         )
-        # One piece of memory, which the system can keep in huge pages; weights follow one another
-        # as a pass reads them.
+        # All weights are in one piece of memory, which the system can keep in huge pages. They
+        # follow one another as a pass reads them.
         pack = Packer(kernels, name)
         sizes = [
             pack.size([linear.weight for linear in linears], gated)
@@ -117,10 +122,10 @@ class FusedLlama:
         model.lm_head = nn.Identity()  # frees a head that is not the embedding's
         self.watched: tuple[int, ...] = ()  # layers whose hidden states a pass keeps (`Features`)
         self.hidden = torch.empty(0)
-        # the last pass's likeliest tokens, of the rows whose logits were wanted; -1 where logits
+        # the likeliest token of each row of the last pass whose logits were wanted; -1 where they
         # are not finite
         self.best: list[int] = []
-        self._depth = len(self.layers)  # of a pass
+        self._depth = len(self.layers)  # layers that a pass runs
         self._program: Program | None = None
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
 
@@ -136,13 +141,16 @@ class FusedLlama:
 
     @staticmethod
     def fits(model: PreTrainedModel) -> bool:
-        """Whether the model is of this layout, with nothing but plain linears in it."""
+        """Whether the model is of this layout, with nothing but plain linears in it.
+
+        The linears need an even number of inputs, and the MLP the activation SiLU.
+        """
         if not LeanModel.fits(model) or getattr(model.config, "hidden_act", "") not in (
             "silu",
             "swish",
         ):
             return False
-        # `hold_angles` has not seen it
+        # these angles change with the text's length: `hold_angles` was not called
         if getattr(model.model.rotary_emb, "rope_type", "default") in MOVING:
             return False
         linears = [
@@ -155,16 +163,16 @@ class FusedLlama:
 
     @property
     def embedding(self) -> nn.Embedding:
-        """Token ids to what the first layer reads."""
+        """The module from token ids to what the first layer reads."""
         return self._table
 
     @property
     def head(self) -> NativeLinear:
-        """Hidden states after the final norm to logits."""
+        """The module from hidden states after the final norm to logits."""
         return self._head
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Keep hidden states after `layers` from now on."""
+        """Keep the hidden states after `layers` (`hf_attention.Features`) from now on."""
         self.watched, self._program = tuple(layers), None
 
     def _make(self) -> Program:
@@ -210,7 +218,7 @@ class FusedLlama:
         return self._table.embedding_dim
 
     def _embed(self, program: Program, target: Buffer) -> None:
-        """Embeddings of the tokens."""
+        """Add the tokens' embeddings to the program."""
         program.embed(self._table.weight.detach(), target)
 
     def _linear(
@@ -221,16 +229,16 @@ class FusedLlama:
         target: Buffer,
         epilogue: int = library.STORE,
     ) -> None:
-        """A product of a layer."""
+        """Add a product of a layer to the program."""
         program.linear(weight, source, target, epilogue)
 
     def _project(self, program: Program, source: Buffer) -> None:
-        """The head."""
+        """Add the product of the head to the program."""
         logits, best = program.given("logits", self.vocab, True), program.given("best", 1)
         program.linear(self._head.packed, source, logits, library.BEST, gathered=True, best=best)
 
     def _angles_to(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and sine, `[positions, head_dim / 2]` each, at least up to `position`."""
+        """Return cosines and sines, `[positions, head_dim / 2]` each, at least up to `position`."""
         if position >= len(self._angles[0]):
             positions = torch.arange((position // ANGLES + 1) * ANGLES)[None]
             cosine, sine = self._rotary(torch.empty(1, dtype=torch.float32), positions)
@@ -244,7 +252,7 @@ class FusedLlama:
         return self._program
 
     def _results(self, rows: Rows) -> dict[str, torch.Tensor]:
-        """Room for what a pass gives."""
+        """Return empty tensors for what a pass gives."""
         wanted, columns = rows.batch.wanted, len(self.watched) * self._width
         return {
             "logits": torch.empty(wanted, self.vocab),
@@ -253,15 +261,20 @@ class FusedLlama:
         }
 
     def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
-        """Logits `[wanted, vocab]` float32. No row stands behind `last_position`."""
+        """Run a pass over `rows`, and return the logits `[wanted, vocab]` float32.
+
+        `last_position`: no row has a larger position. Sets `hidden` and `best`.
+        """
         given = self._results(rows)
         self._whole().run(rows, given, self._angles_to(last_position))
         self.hidden, self.best = given["hidden"], given["best"].tolist()
         return given["logits"]
 
     def part(self, kinds: Collection[int]) -> Callable[[Rows, int], None]:
-        """A pass of the operations of these kinds alone, which takes the time that they take
-        (`Program.subset`)."""
+        """Return a function that runs a pass of the operations of these kinds alone.
+
+        It takes the time that these operations take (`Program.subset`).
+        """
         program = self._whole().subset(kinds)
         return lambda rows, last_position: program.run(
             rows, self._results(rows), self._angles_to(last_position)
@@ -269,5 +282,5 @@ class FusedLlama:
 
     @property
     def weight_bytes(self) -> int:
-        """What the products of a pass read."""
+        """Bytes of weights that the products of a pass read."""
         return self._weights.nbytes

@@ -1,10 +1,10 @@
-"""Attention of many sequences in one masked call a layer: the way of accelerators.
+"""Attention of many sequences in one masked call a layer, for accelerators.
 
-Keys and values of all sequences lie in one tensor a layer. What a pass needs to know (where rows
-are written, whose keys each sequence reads, what each row sees) is made on the host once, goes over
-in one piece, and serves all layers: nothing waits for the device. On a CPU this way measured 5 to
-46 % slower behind 1,000 tokens than attention sequence by sequence (`attention.Steps`), which is
-why both exist.
+The keys of all sequences lie in one tensor a layer, and so do the values. A pass needs to know
+where rows are written, whose keys each sequence reads, and what each row sees. The host works this
+out once for all layers, and sends it over in a few pieces, so that nothing waits for the device. On
+a CPU this way measured 5 to 46 % slower behind 1,000 tokens than attention sequence by sequence
+(`attention.Steps`), which is why both exist.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from quickbeam.target.kv_cache import LayerShape, Page, PagedSequence, SharedPag
 
 
 class RowPool(SharedPages):
-    """Pages that are rows of one tensor a layer, `[rows, kv_heads, dim]`. Page 0 holds zeros and is
-    nobody's: what is hidden may be read there."""
+    """Pages that are rows of two tensors a layer, for keys and for values.
+
+    The tensors are `[rows, kv_heads, dim]`. Page 0 holds zeros and belongs to no sequence. Places
+    without a key of their own read it, and are hidden.
+    """
 
     page = 64
 
@@ -53,7 +56,7 @@ class RowPool(SharedPages):
 
     def make(self) -> Page:
         rows = (self._made + 1) * self.page
-        if rows > len(self.key[0]):  # by half as much again: everything is copied
+        if rows > len(self.key[0]):  # grows by half at least: everything is copied
             more = max(rows, len(self.key[0]) * 3 // 2) - len(self.key[0])
             for tensors in (self.key, self.value):
                 tensors[:] = [
@@ -63,7 +66,7 @@ class RowPool(SharedPages):
         return Page(self._made - 1)
 
     def renew(self, page: Page) -> None:
-        """A hidden key has weight zero, and zero times NaN is NaN."""
+        """Fill the page with zeros. A hidden key has weight zero, but zero times NaN is NaN."""
         for tensor in (*self.key, *self.value):
             tensor[page.data * self.page : (page.data + 1) * self.page] = 0
 
@@ -76,7 +79,7 @@ class RowPool(SharedPages):
 
 
 class RowStore(PagedSequence):
-    """One sequence's rows."""
+    """One sequence's pages of a `RowPool`."""
 
     def __init__(self, pool: RowPool) -> None:
         super().__init__(pool)
@@ -87,7 +90,7 @@ class RowStore(PagedSequence):
         self._numbers = np.array([page.data for page in self._pages], np.int64)
 
     def rows(self, orders: np.ndarray) -> np.ndarray:
-        """Where these orders live."""
+        """Return the rows of the pool in which these orders live."""
         found: np.ndarray = self._numbers[orders // self.page] * self.page + orders % self.page
         return found
 
@@ -107,7 +110,7 @@ class RowStore(PagedSequence):
 
 
 def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it."""
+    """Copy numbers to the device; on CUDA, without waiting for it."""
     tensor = torch.from_numpy(numbers)
     return (
         tensor.pin_memory().to(device, non_blocking=True)
@@ -118,11 +121,12 @@ def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
 
 @dataclass
 class Group:
-    """Parts that attend in one call: S sequences, of R rows at most, over K keys at most.
+    """Parts that attend in one call: S sequences of at most R rows, over at most K keys.
 
-    `at` `[S, R]`: which row of the pass stands there, the first where none does; `keys` `[S, K]`:
-    rows of the pool; `place` `[S, R]` and `key_place` `[S, K]`: positions; `seen` `[S, R, K]`:
-    whether a row sees a key, positions aside. All on the device.
+    All tensors are on the device. `at` `[S, R]`: the row of the pass that stands at each place, row
+    0 where none does. `keys` `[S, K]`: rows of the pool. `place` `[S, R]`: positions of the rows.
+    `key_place` `[S, K]`: positions of the keys. `seen` `[S, R, K]`: whether a row sees a key,
+    before a window is applied.
     """
 
     at: torch.Tensor
@@ -130,11 +134,12 @@ class Group:
     place: torch.Tensor
     key_place: torch.Tensor
     seen: torch.Tensor
-    rows: torch.Tensor  # [n]: flat places in `at` of the group's rows, in the order of the pass
+    # [n]: the flat place in `at` of each row of the group, in the order of the pass
+    rows: torch.Tensor
     masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """`[S, 1, R, K]` bool, made once a window."""
+        """Return the mask `[S, 1, R, K]` bool of what is seen, made once for each window."""
         if window not in self.masks:
             seen = self.seen
             if window is not None:
@@ -144,8 +149,10 @@ class Group:
 
 
 class GatheredStep:
-    """One pass over parts of different sequences: drafts attend together, each longer text by
-    itself."""
+    """One pass over parts of different sequences.
+
+    Drafts attend together. Each chain attends by itself.
+    """
 
     def __init__(self, parts: Sequence[Part], pool: RowPool) -> None:
         self._pool = pool
@@ -177,13 +184,15 @@ class GatheredStep:
         )
 
     def write(self, layer: Layer, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Keys and values `[kv_heads, n, dim]` of all rows to the pool."""
+        """Write keys and values `[kv_heads, n, dim]` of all rows to the pool."""
         self._pool.key[layer.index].index_copy_(0, self._written, key.transpose(0, 1))
         self._pool.value[layer.index].index_copy_(0, self._written, value.transpose(0, 1))
 
     def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """Attention of all rows, `[n, heads, key_dim]` to `[n, heads * value_dim]`; `attend` has no
-        say."""
+        """Return the attention of all rows: `[n, heads, key_dim]` to `[n, heads * value_dim]`.
+
+        `attend` is ignored.
+        """
         found = [self._attend(group, query, layer) for group in self._groups]
         out = torch.cat(found) if len(found) > 1 else found[0]
         return out if self._back is None else out[self._back]
@@ -199,7 +208,7 @@ class GatheredStep:
             .permute(0, 2, 3, 1, 4)
             .flatten(2, 3)
         )
-        # heads of a group are rows of one product
+        # the heads that share keys are rows of one product
         mask = group.mask(layer.window).repeat(1, 1, heads // kv_heads, 1)
         if layer.softcap is None and layer.sinks is None:
             out = F.scaled_dot_product_attention(
@@ -222,7 +231,7 @@ def _by_hand(
     layer: Layer,
     rows: int,
 ) -> torch.Tensor:
-    """The same with a cap on scores, or with sinks."""
+    """Attend in plain PyTorch where scores have a cap or a layer has sinks."""
     score = (query.float() @ key.float().transpose(2, 3)) * layer.scaling
     if layer.softcap is not None:
         score = torch.tanh(score / layer.softcap) * layer.softcap
@@ -235,7 +244,7 @@ def _by_hand(
 
 
 def _orders(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Where the rows of a part live in their sequence, and their positions."""
+    """Return the orders of a part's rows in their sequence, and their positions."""
     start = part.cache.length
     if isinstance(part, Draft):
         return np.arange(start + part.base, start + len(part.tree)), start + np.array(
@@ -251,7 +260,7 @@ def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -
         part.cache.length + (len(part.tree) if isinstance(part, Draft) else part.rows)
         for part in parts
     )
-    longest = -(-longest // 64) * 64  # few shapes: kernels are chosen by them
+    longest = -(-longest // 64) * 64  # kernels are chosen by shape: keep shapes few
     shape = len(parts), most
     at, place, flat = np.zeros(shape, np.int64), np.zeros(shape, np.int64), []
     keys, key_place = (
@@ -259,7 +268,8 @@ def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -
         np.zeros((len(parts), longest), np.int64),
     )
     seen = np.zeros((*shape, longest), np.bool_)
-    seen[:, :, 0] = True  # a row that is none must see something; nobody looks at it
+    # a place without a row must see some key; its result is not read
+    seen[:, :, 0] = True
     for s, (part, first) in enumerate(zip(parts, firsts, strict=True)):
         store, start, n = part.cache, part.cache.length, part.rows
         assert isinstance(store, RowStore)
@@ -278,7 +288,7 @@ def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -
         key_place[s, :start] = np.arange(start)
         seen[s, :n, :start] = True
         if not start:
-            seen[s, :n, 0] = True  # the root, which all see
+            seen[s, :n, 0] = True  # the sequence's first token, which all rows see
     numbers = [at, keys, place, key_place, np.concatenate(flat)]
     every = _to(np.concatenate([part.ravel() for part in numbers]), device)
     pieces = every.split_with_sizes([part.size for part in numbers])

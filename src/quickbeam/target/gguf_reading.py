@@ -1,6 +1,9 @@
-"""Reading a `.gguf` file through transformers without its detours: it reads the file's metadata
-anew for the configuration, the weights and the tokenizer, string by string, and makes the table of
-tensor names anew for every module of the model."""
+"""Reads a `.gguf` file through transformers, without reading anything twice.
+
+By itself, transformers reads the file's metadata anew for the configuration, the weights and the
+tokenizer, string by string. It also makes the table of tensor names anew for every module of the
+model.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,10 @@ _patching = threading.Lock()
 
 
 class Reader(gguf.GGUFReader):
-    """The same over a plain array: each string is a slice, and slices of a memory map take ten
-    times as long."""
+    """A `GGUFReader` over a plain array.
+
+    Each string is a slice, and slices of a memory map take ten times as long.
+    """
 
     @property
     def data(self) -> Any:
@@ -31,8 +36,11 @@ class Reader(gguf.GGUFReader):
 
 @contextmanager
 def read_once(report: Callable[[float], None] = lambda done: None) -> Iterator[None]:
-    """Meanwhile, each file's metadata and each table of names are read once. `report` hears what
-    share of the weights is dequantised."""
+    """Within this context, read a file's metadata and make each table of tensor names only once.
+
+    It replaces functions of the `gguf` module meanwhile, for one thread at a time. `report` hears
+    what share of the weights is dequantised, from 0 to 1.
+    """
     library: Any = gguf
     reader, names, dequantize = library.GGUFReader, library.get_tensor_name_map, library.dequantize
     total, done = 1, 0

@@ -1,8 +1,9 @@
-"""Runs any transformers model over our KV store, through transformers' attention interface.
+"""Runs any transformers model over quickbeam's KV caches.
 
-The modelling code stays Hugging Face's: it projects, rotates and normalises, then calls the
-attention function named `quickbeam`, which finds its model's `Tap` on the attention module, writes
-the new keys to the store and attends over it.
+It goes through transformers' attention interface, so the modelling code stays Hugging Face's. That
+code projects, rotates and normalises, and then calls the attention function named `quickbeam`. The
+function finds the model's `Tap` on the attention module, writes the new keys and values to the
+cache, and attends over it.
 """
 
 from __future__ import annotations
@@ -26,8 +27,11 @@ NAME = "quickbeam"
 
 
 class Tap:
-    """What the attention calls of one model share: the step under way, and what its layers were
-    seen to look like."""
+    """What the attention calls of one model share.
+
+    `step`: the pass under way; None while `install` looks at the layers. `attend`: the attention
+    for PyTorch's operators. `layers`, `shapes`: what was seen of the layers, by number.
+    """
 
     def __init__(self) -> None:
         self.step: AnyStep | NativeStep | None = None
@@ -43,7 +47,7 @@ class Tap:
         value: torch.Tensor,
         layer: Layer,
     ) -> torch.Tensor:
-        if self.step is None:  # the probe: look at the layer, attend to nothing
+        if self.step is None:  # `install`: look at the layer, attend to nothing
             self.layers[layer.index] = layer
             self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
@@ -68,8 +72,12 @@ def attention(
     s_aux: torch.Tensor | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The registered function. query: `[1, heads, n, d]`, key and value: `[1, kv_heads, n, d]`;
-    gives `[1, n, heads, d]`."""
+    """Attend as the function that is registered with transformers.
+
+    Takes queries `[1, heads, n, d]`, keys and values `[1, kv_heads, n, d]`. Returns
+    `[1, n, heads, d]`, and None in place of weights. Raises `InvalidInput` for a model that adds a
+    bias of its own to the scores.
+    """
     tap: Tap = module.quickbeam_tap  # type: ignore[assignment]
     if attention_mask is not None or others.get("position_bias") is not None:
         raise InvalidInput(
@@ -91,9 +99,10 @@ AttentionInterface.register(NAME, attention)
 
 
 def install(model: PreTrainedModel) -> Tap:
-    """Route the model's attention through a new `Tap` and look at every layer with one token.
+    """Route the model's attention through a new `Tap`, and look at every layer with one token.
 
-    Raises `InvalidInput` where some layer keeps state that is not a key and a value a token.
+    Raises `InvalidInput` where the model's attention bypasses transformers' interface, and where
+    some layer doesn't keep a key and a value of each token.
     """
     tap = Tap()
     for module in model.modules():
@@ -125,9 +134,9 @@ def install(model: PreTrainedModel) -> Tap:
 class Features:
     """Hidden states between the layers of a model, caught as it runs.
 
-    `layers`: i, from 1 to the number of layers, means the residual stream after i layers; one more
-    means what the head reads, after the final norm. Raises `InvalidInput` for others, and for a
-    model whose layers are not one list.
+    `layers`: number i, from 1 to the number of layers, means the residual stream after i layers.
+    One more than the number of layers means what the head reads, after the final norm. Raises
+    `InvalidInput` for others, and for a model whose layers are not one list.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]) -> None:
@@ -153,7 +162,7 @@ class Features:
         self._caught[layer] = out if isinstance(out, torch.Tensor) else out[0]
 
     def take(self) -> torch.Tensor:
-        """`[..., n, len(layers) * d]` of the last forward, in the order of `layers`."""
+        """Return `[..., n, len(layers) * d]` of the last forward, in the order of `layers`."""
         states = torch.cat([self._caught[layer] for layer in self._layers], -1)
         self._caught.clear()
         return states
@@ -164,8 +173,10 @@ def _attends(layer: nn.Module) -> bool:
 
 
 def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise `InvalidInput` where hidden states after `layers` can't be read from a model of `count`
-    layers."""
+    """Raise `InvalidInput` where hidden states after `layers` can't be read.
+
+    The model has `count` layers. `layers` must name at least one, from 1 to `count + 1`.
+    """
     if not layers or not all(1 <= layer <= count + 1 for layer in layers):
         raise InvalidInput(
             f"hidden states after layers {list(layers)}: the model has 1 to "
@@ -180,8 +191,11 @@ def forward(
     step: AnyStep | NativeStep | None,
     wanted: torch.Tensor | int = 0,
 ) -> torch.Tensor:
-    """Logits `[n, vocab]` of `ids` (`[n]`), or of the `wanted` ones: of the last so many (0: all),
-    or of rows by their numbers."""
+    """Return the logits of the `wanted` rows of `ids` (`[n]`): `[wanted, vocab]`.
+
+    `wanted`: a number means the last so many rows (0: all), a tensor means rows by their numbers.
+    `step`: None while `install` looks at the layers.
+    """
     tap.step = step
     try:
         positions = (

@@ -1,9 +1,9 @@
 """Keys and values: the pool that all sequences share, and one sequence's part of it.
 
-A pool is bounded in pages of some tokens. A sequence takes pages as it grows and gives all of them
-back with `release`. Which tensors stand behind a page is the pool's affair: `pages.py` has those of
-the native kernels, `kv_store.py` those of PyTorch's operators on a CPU, `gathered.py` those of
-accelerators.
+A pool counts its memory in pages, each of which holds the same number of tokens. Its limit is a
+number of pages. A sequence takes pages as it grows, and gives all of them back with `release`. The
+pool decides which tensors stand behind a page. `pages.py` has those of the native kernels,
+`kv_store.py` those of PyTorch's operators on a CPU, and `gathered.py` those of accelerators.
 """
 
 from __future__ import annotations
@@ -17,12 +17,17 @@ from quickbeam.errors import QuickbeamError
 
 
 class NoRoom(QuickbeamError):
-    """The pool has no page left. A scheduler sets a sequence back then; nothing that was computed
-    before is lost."""
+    """The pool has no page left.
+
+    A scheduler then sets a sequence back. The committed tokens of all caches are still there.
+    """
 
 
 class LayerShape(NamedTuple):
-    """What one attention layer keeps a token."""
+    """What one attention layer keeps of each token.
+
+    For each of `kv_heads`, it is a key of `key_dim` numbers and a value of `value_dim` numbers.
+    """
 
     kv_heads: int
     key_dim: int
@@ -32,56 +37,71 @@ class LayerShape(NamedTuple):
 class SequenceCache(ABC):
     """Keys and values of one sequence.
 
-    Tokens have an *order*: committed tokens 0 to `length - 1` (their positions), then the nodes of
-    the draft tree in flight, which are forgotten unless `commit` keeps a path of them.
+    Tokens have an *order*. Committed tokens have the orders 0 to `length - 1`, which are their
+    positions. The nodes of the draft tree in flight have the orders after these. They are forgotten
+    unless `commit` keeps a path of them.
     """
 
     length = 0
 
     @abstractmethod
     def missing(self, tokens: int) -> int:
-        """How many pages of the pool `reserve(tokens)` would take."""
+        """Return how many pages of the pool `reserve(tokens)` would take."""
 
     @abstractmethod
     def reserve(self, tokens: int) -> None:
-        """Make room for `tokens` orders that may be written from `length` on, keeping what is
-        there. Raises `NoRoom`."""
+        """Make room for the orders 0 to `tokens - 1`, and keep what is there.
+
+        Those from `length` on may then be written. Raises `NoRoom`.
+        """
 
     @abstractmethod
     def commit(self, path: Sequence[int]) -> None:
-        """Make the nodes of `path` (tree indices, increasing, the root 0 first) committed; the rest
-        of the tree is forgotten."""
+        """Commit the nodes of `path`, and forget the rest of the tree.
+
+        `path`: tree indices, increasing, the root 0 first.
+        """
 
     @abstractmethod
     def share(self, chunk: int, tokens: int) -> Any:
-        """What another sequence of the pool needs to `adopt` committed tokens `chunk * tokens` to
-        `(chunk + 1) * tokens - 1`."""
+        """Return what another sequence of the pool needs to `adopt` a chunk of committed tokens.
+
+        The chunk is tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`.
+        """
 
     @abstractmethod
     def adopt(self, chunks: Sequence[Any], tokens: int) -> None:
-        """Begin an empty sequence with chunks of `tokens` tokens each, as `share` gave them."""
+        """Begin an empty sequence with chunks of `tokens` tokens each, as `share` returned them.
+
+        May raise `NoRoom`.
+        """
 
     @abstractmethod
     def fork(self) -> SequenceCache:
-        """Another sequence with the same committed tokens. Raises `NoRoom`."""
+        """Return another sequence with the same committed tokens. Raises `NoRoom`."""
 
     @abstractmethod
     def release(self) -> None:
-        """Give everything back to the pool."""
+        """Give all pages back to the pool."""
 
     def truncate(self, length: int) -> None:
-        """Forget every token from `length` on."""
+        """Forget every token from `length` on.
+
+        Raises `ValueError` for a `length` below 0 or above the sequence's.
+        """
         if not 0 <= length <= self.length:
             raise ValueError(f"can't truncate a sequence of {self.length} tokens to {length}")
         self.length = length
 
 
 class Pool(ABC):
-    """Where sequences get their memory. `page`: tokens of one; `limit`: how many there are, None
-    for any number; `used`: given out.
+    """Where sequences get the memory for their keys and values.
 
-    `spare`: frees a page that nobody needs at the moment, and says whether there was one; asked
-    before `NoRoom` is raised.
+    `page`: tokens of a page; `page_bytes`: bytes of a page; `limit`: how many pages there are, None
+    for any number; `used`: how many are given out.
+
+    `spare`: a function that frees pages that nobody needs at the moment, and returns whether there
+    were any. It is called before `NoRoom` is raised.
     """
 
     page: int
@@ -94,28 +114,30 @@ class Pool(ABC):
 
     @abstractmethod
     def new(self) -> SequenceCache:
-        """An empty sequence."""
+        """Return an empty sequence."""
 
     @property
     def free(self) -> int | None:
-        """Pages that are left; None: any number."""
+        """How many pages are left; None for any number."""
         return None if self.limit is None else self.limit - self.used
 
     @abstractmethod
     def keep(self, chunk: Any) -> None:
-        """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life. Raises
-        `NoRoom`."""
+        """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life.
+
+        May raise `NoRoom`.
+        """
 
     @abstractmethod
     def drop(self, chunk: Any) -> None:
-        """Let go of it."""
+        """Let go of a chunk that `keep` holds."""
 
     @abstractmethod
     def idle(self, chunk: Any) -> bool:
-        """Whether letting go of it frees its memory."""
+        """Whether letting go of a chunk frees its memory."""
 
     def take(self, pages: int) -> None:
-        """Count pages as given out. Raises `NoRoom`."""
+        """Count pages as given out. Raises `NoRoom` where not so many are left."""
         while self._bounded and self.limit is not None and self.used + pages > self.limit:
             if not self.spare():
                 raise NoRoom(
@@ -130,8 +152,11 @@ class Pool(ABC):
 
     @contextmanager
     def unbounded(self) -> Iterator[None]:
-        """`take` heeds no limit meanwhile, for what is given back before anyone else asks. `limit`
-        stays what it is to all who read it."""
+        """Let `take` ignore the limit within this context.
+
+        This is for pages that are given back before anyone else asks for some. `limit` itself stays
+        as it is for all who read it.
+        """
         self._bounded = False
         try:
             yield
@@ -140,8 +165,11 @@ class Pool(ABC):
 
 
 class Page:
-    """Keys and values of `Pool.page` tokens, of all layers. `data`: where they are, the pool's
-    affair. `users`: sequences and caches that hold it; one that has several is never written."""
+    """Keys and values of `Pool.page` tokens, of all layers.
+
+    `data`: where they are, in a form that only the pool knows. `users`: how many sequences and
+    caches hold the page. A page with several users is never written.
+    """
 
     __slots__ = ("data", "users")
 
@@ -150,7 +178,7 @@ class Page:
 
 
 class SharedPages(Pool):
-    """A pool whose pages sequences share; those that nobody holds any more are used again."""
+    """A pool whose pages sequences can share. Pages without users are used again."""
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
@@ -158,17 +186,17 @@ class SharedPages(Pool):
 
     @abstractmethod
     def make(self) -> Page:
-        """Another page."""
+        """Return a new page."""
 
     @abstractmethod
     def copy(self, source: Page, target: Page) -> None:
-        """All tokens of one page to another."""
+        """Copy all tokens of one page to another."""
 
     def renew(self, page: Page) -> None:
-        """Prepare a page that somebody else had."""
+        """Prepare a page that was used before."""
 
     def page_for(self) -> Page:
-        """A page for one user. Raises `NoRoom`."""
+        """Return a page for one user. Raises `NoRoom`."""
         self.take(1)
         if self._unused:
             page = self._unused.pop()
@@ -179,7 +207,7 @@ class SharedPages(Pool):
         return page
 
     def leave(self, page: Page) -> None:
-        """One user less."""
+        """Take one user from a page. Without users, the page is free again."""
         page.users -= 1
         if not page.users:
             self.give(1)
@@ -198,8 +226,10 @@ class SharedPages(Pool):
 
 
 class PagedSequence(SequenceCache):
-    """One sequence's pages of a `SharedPages`. A page that others hold too is copied before it is
-    written."""
+    """One sequence's pages of a `SharedPages`.
+
+    A page that has other users too is copied before it is written.
+    """
 
     def __init__(self, pool: SharedPages) -> None:
         self.pages_of: SharedPages = pool
@@ -209,14 +239,14 @@ class PagedSequence(SequenceCache):
 
     @property
     def capacity(self) -> int:
-        """Orders that there is room for."""
+        """How many orders there is room for."""
         return len(self._pages) * self.page
 
     def bind(self) -> None:
-        """The list of pages is another one."""
+        """Called when the list of pages has changed."""
 
     def _shared(self) -> list[int]:
-        """Pages from `length` on that others hold too."""
+        """Return the indices of the pages that would be written next and have other users too."""
         return [
             i for i in range(self.length // self.page, len(self._pages)) if self._pages[i].users > 1
         ]
@@ -240,7 +270,7 @@ class PagedSequence(SequenceCache):
             self.bind()
 
     def share(self, chunk: int, tokens: int) -> list[Page]:
-        """The pages themselves; who keeps them counts as a user (`Page.users`)."""
+        """Return the pages themselves. Whoever keeps them counts as a user (`Page.users`)."""
         pages = tokens // self.page
         return self._pages[chunk * pages : (chunk + 1) * pages]
 

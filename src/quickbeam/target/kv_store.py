@@ -11,8 +11,11 @@ from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
 
 
 class KVPool(Pool):
-    """A pool of `KVStore`s, whose tensors are each sequence's own: it keeps count. `block`: orders
-    that their room grows by at least; `pairwise`: see `KVStore`."""
+    """A pool of `KVStore`s. The tensors belong to the stores; the pool only counts pages.
+
+    `block`: a store's capacity is a multiple of so many orders. `pairwise`: see `KVStore`. `limit`:
+    see `Pool`.
+    """
 
     page = 64
 
@@ -50,19 +53,21 @@ class KVPool(Pool):
         self.give(self._pages(chunk))
 
     def idle(self, chunk: Any) -> bool:
-        return True  # it is a copy
+        return True  # a shared chunk is a copy
 
     def _pages(self, chunk: Any) -> int:
         return -(-int(chunk[0][0].shape[2]) // self.page)
 
 
 class KVStore(SequenceCache):
-    """One sequence's keys and values, layers of a kind in one tensor `[layers, kv_heads, capacity,
-    dim]`, which grows by a quarter at least.
+    """One sequence's keys and values.
 
-    `rows` says where an order lives. With `pairwise` neighbours change places (order 0 lives in row
-    1, order 1 in row 0): bfloat16 products add each pair of rows last-first, so this is the layout
-    in which they add strictly in order (see `attention.attend_grouped`).
+    All layers of the same shape share one tensor for keys and one for values,
+    `[layers, kv_heads, capacity, dim]`. A tensor that must grow grows by a quarter at least.
+
+    `rows` says in which row an order lives. With `pairwise`, neighbours change places: order 0
+    lives in row 1, order 1 in row 0. bfloat16 products add each pair of rows last-first, so this is
+    the layout in which they add strictly in order (see `attention.attend_grouped`).
     """
 
     def __init__(self, pool: KVPool) -> None:
@@ -98,7 +103,7 @@ class KVStore(SequenceCache):
             )
             for layers, shape in self._groups
         ]
-        self.key: list[torch.Tensor] = []  # by layer, [kv_heads, capacity, key_dim]: views
+        self.key: list[torch.Tensor] = []  # by layer: views [kv_heads, capacity, key_dim]
         self.value: list[torch.Tensor] = []
         self._bind()
 
@@ -130,12 +135,12 @@ class KVStore(SequenceCache):
         self._bind()
 
     def rows(self, orders: Sequence[int] | range) -> torch.Tensor:
-        """Rows of the given orders, `[n]` int64 on the store's device."""
+        """Return the rows of the given orders, `[n]` int64 on the store's device."""
         places = torch.tensor(list(orders), dtype=torch.int64)
         return (places ^ 1 if self.pairwise else places).to(self.device)
 
     def write(self, layer: int, rows: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        """Put `key`, `value` (`[kv_heads, n, dim]`) into `rows` of a layer."""
+        """Write `key` and `value` (`[kv_heads, n, dim]`) to `rows` of a layer."""
         self.key[layer].index_copy_(1, rows, key)
         self.value[layer].index_copy_(1, rows, value)
 
@@ -150,7 +155,7 @@ class KVStore(SequenceCache):
         self.length = start + len(path)
 
     def share(self, chunk: int, tokens: int) -> Any:
-        """Copies; `tokens` is even, so that pairs stay together."""
+        """Return copies. `tokens` is even, so that pairs of rows stay together."""
         return [
             tuple(tensor[:, :, chunk * tokens : (chunk + 1) * tokens].clone() for tensor in pair)
             for pair in self._tensors

@@ -1,9 +1,9 @@
-"""Linear layers packed once for the CPU: for the native kernels, or where there are none, for
-oneDNN.
+"""Linear layers packed once for the CPU: for the native kernels, or for oneDNN.
 
-oneDNN keeps a packed weight in the blocks that its kernels read, which PyTorch's inductor uses for
-frozen weights; called eagerly it is about twice as fast as `F.linear` for a few rows. The operators
-are private to PyTorch, so their absence, or a refusal, leaves `F.linear`.
+oneDNN is for machines without native kernels. It keeps a packed weight in the blocks that its
+kernels read. PyTorch's inductor uses that for frozen weights. Called eagerly, it is about twice as
+fast as `F.linear` for a few rows. The operators are private to PyTorch. Where they are missing, or
+refuse a weight, `F.linear` is used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from quickbeam.target.quantised import head_format
 
 logger = logging.getLogger(__name__)
 
-ROWS = 16  # how many rows at a time the packing is made for; it serves any number
-# rows of a verification; longer parts of prompts are the same however the answer is decoded
+ROWS = 16  # how many rows at a time the packing is made for; it serves any number of rows
+# the most rows of a verification; more rows are a part of a prompt, which is cut in the same way
+# however the answer is decoded
 WIDEST = 128
 
 
 def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
-    """The `[out, in]` weight in oneDNN's blocks (an opaque tensor), or None where it can't be
-    packed."""
+    """Return the `[out, in]` weight in oneDNN's blocks (an opaque tensor).
+
+    None where it can't be packed.
+    """
     if weight.device.type != "cpu" or weight.dtype not in (torch.bfloat16, torch.float32):
         return None
     try:
@@ -50,7 +53,10 @@ def pack_weight(weight: torch.Tensor) -> torch.Tensor | None:
 
 
 def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
-    """Of linears fused by rows: zeros for those that have none, None where no one has."""
+    """Return the bias `[out]` of linears fused by rows.
+
+    A linear without one has zeros. None where no linear has a bias.
+    """
     if all(linear.bias is None for linear in linears):
         return None
     given = next(linear.bias for linear in linears if linear.bias is not None)
@@ -63,8 +69,11 @@ def bias_of(linears: Sequence[nn.Linear]) -> torch.Tensor | None:
 
 
 class NativeLinear(nn.Module):
-    """A packed product by itself: `[..., in]` bfloat16 to `[..., out]` bfloat16. A row's bits don't
-    depend on the other rows."""
+    """A packed product as a module: `[..., in]` bfloat16 to `[..., out]` bfloat16.
+
+    A row's bits don't depend on the other rows. `forward` raises `ValueError` for another dtype or
+    width.
+    """
 
     def __init__(self, found: Kernels, packed: AnyPacked) -> None:
         super().__init__()
@@ -92,8 +101,10 @@ class NativeLinear(nn.Module):
 def native_linear(
     linears: Sequence[nn.Linear | Conv1D], name: str = BFLOAT16
 ) -> NativeLinear | None:
-    """Linears fused by rows, for the native kernels, with `name` weights; None where these can't be
-    used."""
+    """Return linears fused by rows for the native kernels, with `name` weights.
+
+    None where the native kernels can't be used for them.
+    """
     weights = [linear.weight.detach() for linear in linears]
     found = (
         kernels()
@@ -110,9 +121,12 @@ def native_linear(
 
 
 class FastLinear(nn.Module):
-    """`x @ weight.T + bias` for `[..., in]`, packed for oneDNN where that is possible. Takes over
-    the weights; several may be given, fused by rows. Where native kernels are used
-    (`native_linear`), this is what is left for other number formats."""
+    """`x @ weight.T + bias` for `[..., in]`, packed for oneDNN where that is possible.
+
+    Takes over the weights. Several linears are fused by rows. This class serves what
+    `native_linear` can't: other number formats, odd numbers of inputs, and machines without native
+    kernels.
+    """
 
     def __init__(self, *linears: nn.Linear) -> None:
         super().__init__()
@@ -120,8 +134,9 @@ class FastLinear(nn.Module):
         self.weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         self.out_features, self.in_features = self.weight.shape
         self.bias = bias_of(linears)
-        # Between these numbers of rows, each row has the same bits (`bit_exact.py`). A lone row
-        # takes a copy along where that needs two; more rows, up to `WIDEST`, go in parts.
+        # Between these numbers of rows, each row has the same bits (`bit_exact.py`). Where that
+        # needs two rows, a lone row is run with a copy of itself. More rows, up to `WIDEST`, are
+        # run in parts.
         self.min_rows, self.max_rows = 1, WIDEST
         packed = pack_weight(self.weight)
         self.packed = packed is not None
@@ -153,9 +168,12 @@ class FastLinear(nn.Module):
 
 
 def pack_linears(model: nn.Module, name: str = BFLOAT16, head: nn.Module | None = None) -> int:
-    """Replace every linear layer below `model` by a packed one, where packing works; give how many.
-    A shared weight (a head tied to the embedding) is copied, not taken away. `name`: the weights of
-    native products; the `head` has those of `head_format`."""
+    """Replace every linear layer below `model` by a packed one, where packing works.
+
+    Returns how many were replaced. A shared weight (a head tied to the embedding) is copied, not
+    taken away. `name`: the format of native products' weights; the `head` has that of
+    `head_format`.
+    """
     replaced = 0
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):

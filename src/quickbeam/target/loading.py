@@ -1,4 +1,4 @@
-"""Model and tokenizer from a Hugging Face id, a folder or a `.gguf` file."""
+"""Loads a model and its tokenizer from a Hugging Face id, a folder or a `.gguf` file."""
 
 from __future__ import annotations
 
@@ -34,27 +34,32 @@ from quickbeam.errors import InvalidInput
 logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-AUTO = "auto"  # the type that a checkpoint's own configuration says
-MOVING = ("dynamic", "longrope")  # kinds of rotary angles that change with a text's length
+AUTO = "auto"  # the dtype that a checkpoint's own configuration names
+MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
 
 
 def parse_dtype(name: str) -> torch.dtype:
-    """The torch type of a name. Raises `InvalidInput` naming the known ones."""
+    """Return the torch dtype of a name. Raises `InvalidInput` naming the known ones."""
     if name not in DTYPES:
         raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
 def wanted_dtype(name: str) -> torch.dtype | None:
-    """The same for `load_model`, which takes None for `auto`."""
+    """Return the dtype that `load_model` takes for a name: None for `auto`.
+
+    Raises `InvalidInput` naming the known ones.
+    """
     if name not in (AUTO, *DTYPES):
         raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
     return DTYPES.get(name)
 
 
 def pick_device(name: str | None) -> torch.device:
-    """The device asked for, or the best one there is. Raises `InvalidInput` for one that is not
-    there."""
+    """Return the device `name`, or for None CUDA where there is one, else the CPU.
+
+    Raises `InvalidInput` for a device that can't be used.
+    """
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -68,7 +73,11 @@ def pick_device(name: str | None) -> torch.device:
 
 
 def _source(model: str) -> str:
-    """What `from_pretrained` takes for `model`."""
+    """Return what `from_pretrained` takes for `model`: a folder or a Hugging Face id.
+
+    Converts a `.gguf` file to a folder. Raises `InvalidInput` for a folder or file that is not
+    there, or that holds no model.
+    """
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         return str(hub.converted(path))
@@ -82,8 +91,11 @@ def _source(model: str) -> str:
 
 
 def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
-    """Raise `InvalidInput` for a model class that keeps more than keys and values of its own
-    tokens. Needs no weights."""
+    """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens.
+
+    These are encoder-decoders, recurrent and hybrid models, and models with layers other than full
+    and sliding-window attention. Needs no weights.
+    """
     name = kind.__name__
     if config.is_encoder_decoder:
         raise InvalidInput(
@@ -106,16 +118,19 @@ def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
 
 
 def hold_angles(model: PreTrainedModel) -> None:
-    """Keep the rotary angles of a model from changing with the length of the text that is run.
+    """Keep a model's rotary angles from changing with the length of the text that is run.
 
-    A token's angles would depend on the tokens that it is run with: on the prompt's chunks, and on
-    the depth of a draft tree. Dynamic NTK changes them beyond the context, which no answer exceeds.
-    LongRoPE has two sets, and takes the second for all tokens of a text longer than the model was
-    first trained for. So its context ends there, and the first set is transformers' own answer.
+    Otherwise a token's angles would depend on the tokens that it is run with: on the prompt's
+    chunks, and on the depth of a draft tree.
+
+    Dynamic NTK changes the angles beyond the context, which no answer exceeds. LongRoPE has two
+    sets of angles, and takes the second for all tokens of a text that is longer than the model was
+    first trained for. Therefore the context of such a model ends at that length. Up to there,
+    transformers takes the first set as well.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    # of some models one for each kind of layer
+    # some models have one for each kind of layer
     kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
     length = getattr(config, "max_position_embeddings", None)
     for kind in kinds:
@@ -146,7 +161,7 @@ def hold_angles(model: PreTrainedModel) -> None:
 
 
 def _quantisation(config: PreTrainedConfig) -> str:
-    """How a model's weights are quantised, in a word; empty where they are not."""
+    """Return how a model's weights are quantised, in a word; empty where they are not."""
     found = getattr(config, "quantization_config", None) or {}
     return (
         str(found.get("quant_method") or "by a method that it doesn't name")
@@ -156,8 +171,11 @@ def _quantisation(config: PreTrainedConfig) -> str:
 
 
 def _adapted(name: str, revision: str | None) -> str | None:
-    """What a LoRA adapter in the folder or repository `name` is for; None where there is none.
-    Raises `InvalidInput` without peft."""
+    """Return the model that a LoRA adapter in `name` is for; None where there is no adapter.
+
+    `name`: a folder or repository. The result is `name` itself where the folder holds the whole
+    model as well. Raises `InvalidInput` where peft is missing.
+    """
     path = find_adapter_config_file(name, revision=revision)
     if path is None:
         return None
@@ -168,7 +186,6 @@ def _adapted(name: str, revision: str | None) -> str | None:
             "install peft, "
             "or merge the adapter into its model (peft's merge_and_unload) and give that folder"
         )
-    # a folder may hold the whole model as well
     return name if (Path(name) / "config.json").is_file() else base
 
 
@@ -181,10 +198,13 @@ def _has_tokenizer(name: str, revision: str | None) -> bool:
 
 
 def _merge_adapters(model: PreTrainedModel) -> None:
-    """Put the adapters' weights into those of the model, which has its own layers again then."""
+    """Merge the adapters' weights into those of the model.
+
+    Afterwards the model has its own layers again.
+    """
     uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
     for name, module in list(model.named_modules()):
-        # a module that was trained as a whole
+        # the adapter holds a trained copy of the whole module
         if hasattr(module, "unload_and_optionally_merge_module"):
             model.set_submodule(
                 name,
@@ -194,15 +214,19 @@ def _merge_adapters(model: PreTrainedModel) -> None:
             )
         elif hasattr(module, "get_base_layer") and hasattr(module, "merge"):
             layer = module.get_base_layer()
-            if uses[id(layer.weight)] > 1:  # the other user of a shared weight has no adapter
+            # another layer shares this weight, and has no adapter
+            if uses[id(layer.weight)] > 1:
                 layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
             module.merge(safe_merge=True)
             model.set_submodule(name, layer)
 
 
 def refuse_incomplete(found: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` naming the tensors that transformers made up, for lack of those or
-    because theirs have another shape."""
+    """Raise `InvalidInput` naming the tensors that transformers had to make up.
+
+    The checkpoint lacks them, or has them in another shape. `found`: transformers' `missing_keys`
+    and `mismatched_keys`.
+    """
     if mismatched := sorted(found["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
@@ -224,8 +248,10 @@ def refuse_incomplete(found: Mapping[str, Any]) -> None:
 
 
 def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Have a tokenizer read from a `.gguf` file split off digits first, where the file says so:
-    transformers reads every BPE as GPT-2's."""
+    """Make a tokenizer from a `.gguf` file split off digits first, where the file says so.
+
+    transformers reads every BPE tokenizer of such files as GPT-2's, which doesn't.
+    """
     pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
     if pre is not None and pre.contents() == "smollm":
         digits, byte_level = (
@@ -244,14 +270,14 @@ def load_model(
     revision: str | None = None,
     device_map: str | Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load weights and tokenizer.
+    """Load a model's weights and its tokenizer.
 
-    `dtype`: None takes the one that the checkpoint's configuration says. `trust_remote_code`:
+    `dtype`: None takes the one that the checkpoint's configuration names. `trust_remote_code`:
     whether Python code that comes with the model may run. `revision`: a branch, tag or commit of a
-    Hugging Face id. `device_map`: transformers', in place of `device`; all of the model must lie on
-    one device. A LoRA adapter is merged into the weights, for which peft must be there.
+    Hugging Face id. `device_map`: as of transformers, in place of `device`; it must put all of the
+    model on one device. A LoRA adapter is merged into the weights, which needs peft.
 
-    Raises `InvalidInput` for what is not there, not a causal LM, not readable, or lacks weights.
+    Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
     """
     # torch then asks for huge pages, and packed weights are read a little faster
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -270,15 +296,16 @@ def load_model(
         refuse_unfit(MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), type(config)), config)
         quantised = _quantisation(config)
         if quantised and device_map is None:
-            device_map = {"": device}  # most of these can't be moved
-        # bars of a load that is over in a moment
+            # most quantised models can't be moved afterwards
+            device_map = {"": device}
+        # a local load is over in a moment: hide its progress bars
         with redirect_stderr(StringIO()) if local else nullcontext():
             loaded, found = AutoModelForCausalLM.from_pretrained(
                 name,
                 dtype=AUTO if dtype is None else dtype,
                 device_map=device_map,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # they are named below
+                ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
                 **told,
             )
             refuse_incomplete(found)
@@ -325,7 +352,7 @@ def load_model(
 
 
 def eos_ids(model: Any, tokenizer: Any) -> set[int]:
-    """Every id that ends an answer, of generation config, config and tokenizer."""
+    """Return every id that ends an answer, from generation config, config and tokenizer."""
     found: set[int] = set()
     for owner in (
         getattr(model, "generation_config", None),

@@ -1,4 +1,4 @@
-"""How much memory there is, and how it is written."""
+"""How much memory there is, and sizes of memory as texts."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ UNITS = {
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that are free on the device."""
+    """Return how many bytes are free on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)
 
 
 def peak_bytes() -> int | None:
-    """The most memory that this process had, in bytes; None where the system doesn't say."""
+    """Return this process's peak memory in bytes; None where the system doesn't say."""
     if sys.platform == "win32":
         return None
     import resource
@@ -41,13 +41,16 @@ def peak_bytes() -> int | None:
 
 
 def peak_memory() -> str:
-    """The same in words."""
+    """Return this process's peak memory in words."""
     most = peak_bytes()
     return "peak memory unknown" if most is None else f"peak memory {most / 1e6:.0f} MB"
 
 
 def parse_bytes(size: int | str) -> int:
-    """A number of bytes, or a text such as `2GB` or `512 MiB`. Raises `InvalidInput` for others."""
+    """Return the bytes that a number or a text such as `2GB` or `512 MiB` means.
+
+    Raises `InvalidInput` for other texts, and for less than one byte.
+    """
     text = str(size).strip().upper()
     number = text.rstrip("KMGTIB ")
     unit = text[len(number) :].strip()

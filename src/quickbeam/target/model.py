@@ -1,5 +1,7 @@
-"""A Hugging Face causal LM, weights only: it runs the tokens of any sequences, and knows none of
-them."""
+"""A Hugging Face causal LM that runs tokens of any sequences in one pass.
+
+`Model` holds the weights and no sequence. Each part of a batch brings its sequence's cache.
+"""
 
 from __future__ import annotations
 
@@ -45,38 +47,51 @@ from quickbeam.target.weight_file import WeightFile
 
 logger = logging.getLogger(__name__)
 
-EXACT_NODES = 512 - SPLIT  # the widest tree whose keys stay within one uncut sum (`attend_grouped`)
-CHUNK = 512  # tokens of a prompt that PyTorch's operators read at once, cut at multiples of it
-STREAMED_CHUNK = 1024  # of a model whose weights are brought anew in every pass
-# tokens of prompts that are read in a step in which others run: a running answer never waits for a
+# the most nodes of an exact tree: with the keys behind the last cut, it stays within the 512 keys
+# of one uncut sum (`attend_grouped`)
+EXACT_NODES = 512 - SPLIT
+# tokens of prompts that a pass reads; PyTorch's operators cut each prompt at multiples of it
+CHUNK = 512
+STREAMED_CHUNK = 1024  # the same where weights are read or copied in every pass
+# tokens of prompts that are read in a step in which answers run: a running answer never waits for a
 # long prompt
 BESIDE = 64
 
 
 class Model:
-    """The logits after any tokens of any sequences: `forward(batch)`. `pool` makes the sequences'
-    caches.
+    """Runs the tokens of a batch with `forward`, and gives the logits after them.
 
-    `fast` takes the native kernels where they can be had (bfloat16 on a CPU, see
-    `native/library.py`): for the whole forward where the model's layout allows, else for its
-    products and its attention. Without them it packs and fuses the linears (CPU) and takes the
-    leaner forward. With `fast=False` the model runs as transformers wrote it, with plain attention:
-    the reference.
+    `pool` makes the sequences' caches. `Model` takes `model` over: it may pack the weights in
+    place.
 
-    `exact` makes a tree give the same bits as one token at a time, in bfloat16 on a CPU; None takes
-    it wherever this machine's kernels keep that promise, True raises `InvalidInput` where they
-    don't. The native kernels keep it by construction, whatever `exact` says, and a row's bits don't
-    depend on the other sequences of its pass. Without kernels an exact pass runs one sequence after
-    the other. `gathered`: attention of all sequences in one call a layer, which is what
-    accelerators take where None (`gathered.py`). `weights`: `bfloat16` (as they come), or `int8` or
-    `int4`, of all linear layers (`quantised.py`; the head of `int4` has 8 bits); `kept`: where
-    quantised ones are found, or put. `source`: weights that are read from a file while computing;
-    the model is on the meta device then. `pinned`: its layers that are in host memory
-    (`pin_layers`); the model's own modules run it then. Takes the model over: its weights may be
-    packed in place.
+    `fast`: take the native kernels where they can be had (bfloat16 on a CPU, see
+    `native/library.py`). They run the whole forward where the model's layout allows, else its
+    products and its attention. Without native kernels, `fast` packs and fuses the linears (CPU) and
+    takes the leaner forward (`eager_llama.py`). With `fast=False` the model runs as transformers
+    wrote it, with plain attention: the reference.
 
-    Raises `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and
-    hybrid ones.
+    `exact`: make a tree give the same bits as one token at a time, in bfloat16 on a CPU. None does
+    so with `fast`, wherever this machine's kernels keep that promise. True raises `InvalidInput`
+    where they don't. The native kernels keep it by construction, whatever `exact` says, and a row's
+    bits don't depend on the other sequences of its pass. Without native kernels, an exact pass runs
+    one sequence after the other.
+
+    `chunk`: tokens of prompts that a pass reads. Models whose weights are read or copied in every
+    pass take `STREAMED_CHUNK` instead.
+
+    `gathered`: run the attention of all sequences in one call a layer (`gathered.py`). None does so
+    on accelerators.
+
+    `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or `int4`
+    (`quantised.py`). With `int4`, the head has 8 bits. `kept`: the file where quantised weights are
+    found or written.
+
+    `source`: a file that weights are read from while computing; the model is on the meta device
+    then. `pinned`: the model's layers whose weights are in host memory (`pin_layers`); the model's
+    own modules run it then.
+
+    Raises `InvalidInput` for models that can't verify a tree (encoder-decoders, recurrent and
+    hybrid ones), and for models that can't have such `weights`.
     """
 
     def __init__(
@@ -103,7 +118,7 @@ class Model:
         brought = source is not None or pinned is not None
         self.chunk = STREAMED_CHUNK if brought else chunk
         self.beside = STREAMED_CHUNK // 4 if brought else BESIDE
-        # the part that brings weights in every pass
+        # what reads or copies weights in every pass; None where all of them stay in place
         self.streamed: StreamedLlama | PinnedLayers | None = pinned
         self.weights = weights
         self._fused: FusedLlama | None = None
@@ -115,7 +130,7 @@ class Model:
             self._tap = install(model)
             shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
             self.pool: Pool
-            packs = fast and pinned is None  # weights that come and go stay as they are
+            packs = fast and pinned is None  # pinned layers are copied as they are
             if packs and (pages := self._pages(shapes)) is not None:
                 self.pool, self._native = pages, NativeAttention(pages)
                 promise = self._take_kernels(model, pages, kept, source)
@@ -128,7 +143,7 @@ class Model:
                 )
             logger.info("bit-identical verification: %s", "; ".join(promise.broken) or "yes")
             self.exact = not promise.broken
-            self._rows = promise.rows if self.exact else 1  # the fewest of a forward
+            self._rows = promise.rows if self.exact else 1  # the fewest rows of a forward
             self._wide = promise.wide and self.exact
             if self._native is None:
                 self.pool = self._make_pool(shapes, gathered)
@@ -160,13 +175,13 @@ class Model:
             self.exact = False
 
     def _make_pool(self, shapes: list[LayerShape], gathered: bool | None) -> Pool:
-        """For PyTorch's operators."""
+        """Return the pool of keys and values for PyTorch's operators."""
         if gathered or (gathered is None and self.device.type != "cpu" and not self.exact):
             return RowPool(shapes, self.dtype, self.device)
         return KVPool(shapes, self.dtype, self.device, pairwise=self.exact)
 
     def _pages(self, shapes: list[LayerShape]) -> PagePool | None:
-        """Keys and values for the native kernels; None where they can't be used."""
+        """Return the pool for the native kernels; None where they can't be used."""
         if (
             self.device.type != "cpu"
             or self.dtype is not torch.bfloat16
@@ -183,7 +198,7 @@ class Model:
         kept: WeightFile | None,
         source: Source | None,
     ) -> Promise:
-        """Hand the model over to the native kernels."""
+        """Hand the model over to the native kernels, and return what they promise."""
         if source is not None:
             self._fused = self.streamed = StreamedLlama(
                 model, self._tap.layers, pages, self.weights, source
@@ -200,14 +215,14 @@ class Model:
             return Promise(1, ())
         pack_linears(model, self.weights, model.get_output_embeddings())
         if self.weights != BFLOAT16:
-            # those of an odd number of inputs
+            # linears with an odd number of inputs, which the native kernels don't take
             quantise_linears(model, self.weights, model.get_output_embeddings())
         return examine([], model.modules())
 
     def _take_operators(
         self, model: PreTrainedModel, shapes: list[LayerShape], fast: bool, exact: bool | None
     ) -> Promise:
-        """Prepare the model for PyTorch's operators."""
+        """Prepare the model for PyTorch's operators, and return what they promise."""
         if self.weights != BFLOAT16:
             quantise_linears(model, self.weights, model.get_output_embeddings())
         elif fast and LeanModel.fits(model):
@@ -233,44 +248,52 @@ class Model:
 
     @property
     def native(self) -> bool:
-        """Whether the native kernels run it: then a row's bits depend on the tokens that it sees
-        alone, however they were computed."""
+        """Whether the native kernels run the model.
+
+        A row's bits then depend only on the tokens that the row sees, however those were computed.
+        """
         return self._native is not None
 
     @property
     def weight_bytes(self) -> int:
-        """What the products of a pass read; 0 where that is not known."""
+        """Bytes of weights that the products of a pass read; 0 where that is not known."""
         return 0 if self._fused is None else self._fused.weight_bytes
 
     def close(self) -> None:
-        """Stop reading weights from disk, until the next pass."""
+        """Stop reading weights from disk until the next pass."""
         if self.streamed is not None:
             self.streamed.close()
 
     @property
     def granularity(self) -> int:
-        """Prompts are cut at multiples of so many tokens, and so many at a time are shared: else
-        bits might depend on the cuts."""
+        """How many tokens of a prompt are shared at a time (`PrefixCache`).
+
+        With PyTorch's operators, bits may depend on where a prompt is cut. So this is the chunk
+        then, and prompts are cut at multiples of it. With the native kernels it is a page.
+        """
         return self.pool.page if self.native else self.chunk
 
     @property
     def context_length(self) -> int | None:
-        """Positions the model was made for, or None where its configuration doesn't say."""
+        """How many positions the model was made for; None where its configuration doesn't say."""
         length = getattr(self.config, "max_position_embeddings", None)
         return int(length) if length else None
 
     @property
     def most_nodes(self) -> int | None:
-        """The widest tree that a pass takes; None: any."""
+        """The most nodes of a tree that a pass takes; None for any number."""
         return EXACT_NODES if self.exact and self._native is None else None
 
     def nodes_of(self, wanted: int) -> int:
-        """As many nodes as a tree may have, of `wanted`."""
+        """Return `wanted`, or the most nodes that a tree may have where that is less."""
         return wanted if self.most_nodes is None else min(wanted, self.most_nodes)
 
     def depth_limit(self, cache: SequenceCache) -> int:
-        """How deep a sequence's next tree may grow. With `exact` operators, sums are cut at fixed
-        positions that a tree must not reach across."""
+        """Return how deep a sequence's next tree may grow.
+
+        With `exact` on PyTorch's operators, sums are cut at fixed positions, and a tree must not
+        reach across a cut. Otherwise the limit is so high that it never matters.
+        """
         if not self.exact or self._native is not None:
             return 1 << 30
         root = cache.length
@@ -291,10 +314,13 @@ class Model:
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> list[Passed]:
-        """Run all rows; what each part gives. Keys and values of a part's rows lie behind its
-        sequence's committed tokens, uncommitted.
+        """Run all rows of `batch`, and return what each part gives.
 
-        Raises `InvalidInput` for a tree that is too wide, `NoRoom` where the pool has no page left.
+        The keys and values of a part's rows lie behind its sequence's committed tokens, and are not
+        committed.
+
+        Raises `InvalidInput` for a tree that has too many nodes, `NoRoom` where the pool has no
+        page left.
         """
         for part in batch.parts:
             if (
@@ -320,7 +346,7 @@ class Model:
         ]
 
     def _run_native(self, native: NativeAttention, parts: Sequence[Part]) -> list[Passed]:
-        """All parts side by side in one pass of the kernels."""
+        """Run all parts side by side in one pass of the native kernels."""
         listed = RowList()
         for part in parts:
             assert isinstance(part.cache, PagedStore)
@@ -348,7 +374,7 @@ class Model:
         return _split(parts, logits, hidden, best)
 
     def _run_gathered(self, pool: RowPool, parts: Sequence[Part]) -> list[Passed]:
-        """All parts side by side by PyTorch's operators."""
+        """Run all parts side by side by PyTorch's operators, with gathered attention."""
         ids, wanted, first = list[int](), list[int](), 0
         for part in parts:
             ids += part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens
@@ -367,7 +393,7 @@ class Model:
         return _split(parts, self._forward(ids, step, self._verify, rows), self._hidden(), None)
 
     def _run(self, part: Part) -> Passed:
-        """One part by PyTorch's operators."""
+        """Run one part by PyTorch's operators."""
         assert isinstance(part.cache, KVStore)
         if isinstance(part, Chain):
             start = part.cache.length
@@ -378,7 +404,7 @@ class Model:
         tokens, depth, visible = tree.token, tree.depth, None if tree.is_chain else tree.visible()
         if base:
             visible = tree.visible()[base:]
-        # kernels that treat a single row differently: a lone token takes a mirror image along
+        # some kernels treat a single row differently: a lone token is run with a copy of itself
         if n < self._rows:
             tokens, depth, visible = tokens * 2, [0, 0], torch.eye(2, dtype=torch.bool)
         positions = torch.tensor(depth, dtype=torch.int64, device=self.device) + part.cache.length
@@ -388,11 +414,11 @@ class Model:
         return Passed(logits, None if hidden is None else hidden[: n - base])
 
     def _run_together(self, drafts: Sequence[Draft]) -> list[Passed]:
-        """Several trees by PyTorch's operators: one product for all rows, attention sequence by
-        sequence.
+        """Run several trees by PyTorch's operators, with one product for all rows.
 
-        On a CPU the gathered way measured 5 to 46 % slower behind 1,000 tokens, which is why both
-        exist."""
+        Attention runs sequence by sequence. On a CPU, gathered attention measured 5 to 46 % slower
+        behind 1,000 tokens, which is why both ways exist.
+        """
         steps = []
         for part in drafts:
             assert isinstance(part.cache, KVStore)
@@ -418,8 +444,11 @@ class Model:
         attend: Attend,
         wanted: torch.Tensor | int = 0,
     ) -> torch.Tensor:
-        """Logits of the `wanted` rows: of the last so many (0: all), or of rows by their
-        numbers."""
+        """Return the logits `[wanted, vocab]` of the `wanted` rows.
+
+        `wanted`: a number means the last so many rows (0: all), a tensor means rows by their
+        numbers.
+        """
         tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
         if self._lean is not None:
             return self._lean(tokens, step, attend, wanted)
@@ -428,19 +457,21 @@ class Model:
 
     @property
     def embedding(self) -> nn.Module:
-        """Token ids to what the first layer reads."""
+        """The module from token ids to what the first layer reads."""
         fused = self._fused or self._lean
         return fused.embedding if fused is not None else self._model.get_input_embeddings()
 
     @property
     def head(self) -> nn.Module:
-        """Hidden states after the final norm to logits."""
+        """The module from hidden states after the final norm to logits."""
         fused = self._fused or self._lean
         return fused.head if fused is not None else self._model.get_output_embeddings()
 
     def watch(self, layers: Sequence[int]) -> None:
-        """Give hidden states after `layers` (`hf_attention.Features`) from now on, or with none, no
-        longer. Raises `InvalidInput` for layers that the model doesn't have."""
+        """Give hidden states after `layers` (`hf_attention.Features`) with every pass from now on.
+
+        Raises `InvalidInput` for no layers, and for layers that the model doesn't have.
+        """
         check_layers(layers, self.config.num_hidden_layers)
         if self._fused is not None:
             self._fused.watch(layers)
@@ -450,7 +481,7 @@ class Model:
             self._features = Features(self._model, layers)
 
     def _hidden(self) -> torch.Tensor | None:
-        """Of the last forward, `[n, len(layers) * d]`."""
+        """Hidden states of the last forward, `[n, len(layers) * d]`; None if none are watched."""
         if self._lean is not None:
             return self._lean.hidden if self._lean.watched else None
         return self._caught()
@@ -462,7 +493,7 @@ class Model:
 def _split(
     parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None
 ) -> list[Passed]:
-    """What all rows gave, part by part."""
+    """Divide the results of all rows among the parts."""
     passed, row, want = list[Passed](), 0, 0
     for part in parts:
         count = part.rows if isinstance(part, Draft) else int(part.wanted)

@@ -1,4 +1,4 @@
-"""Attention by the native kernels for models whose forward is transformers' own, layer by layer."""
+"""Attention by the native kernels, for models whose forward is that of transformers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from quickbeam.target.pages import PagePool
 
 
 class NativeAttention:
-    """Keys and values to their pages, then attention over them: one call a layer, with a program of
-    its own for each."""
+    """Writes keys and values to their pages and attends over them, in one call a layer.
+
+    Each layer has a program of its own.
+    """
 
     def __init__(self, store: PagePool) -> None:
         self._store = store
@@ -23,8 +25,10 @@ class NativeAttention:
     def __call__(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layer: Layer, rows: Rows
     ) -> torch.Tensor:
-        """`query` `[1, heads, n, d]`, `key` and `value` `[1, kv_heads, n, d]`; gives `[1, n, heads,
-        d]`."""
+        """Return the attention `[1, n, heads, d]` of `rows`.
+
+        `query` is `[1, heads, n, d]`; `key` and `value` are `[1, kv_heads, n, d]`.
+        """
         heads, n = query.shape[1:3]
         query, key, value = (
             query[0].transpose(0, 1).contiguous(),
@@ -77,7 +81,10 @@ class NativeAttention:
 
 @dataclass
 class NativeStep:
-    """One pass of a model over `rows`. `new_positions`: `[n]` int64, of these rows."""
+    """One pass of a model over `rows`.
+
+    `new_positions`: `[n]` int64, positions of these rows.
+    """
 
     rows: Rows
     new_positions: torch.Tensor

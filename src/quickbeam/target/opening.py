@@ -1,4 +1,8 @@
-"""A `Model` from a name: its weights in memory, quantised, or brought in every pass."""
+"""Opens a `Model` by name.
+
+Its weights are in memory, as they come or quantised. Or a part of them is read from disk or copied
+from host memory in every pass.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from quickbeam.target.weight_file import WeightFile
 
 
 class Opened(NamedTuple):
-    """A model that is ready to run. `ends`: ids that end an answer."""
+    """A model that is ready to run, and its tokenizer. `ends`: ids that end an answer."""
 
     model: Model
     tokenizer: PreTrainedTokenizerBase
@@ -38,10 +42,15 @@ def open_model(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Opened:
-    """Load a folder, a `.gguf` file or a Hugging Face id. `memory`: bytes that the weights may take
-    on `device`, where `refuse_memory` lets them; what is more is read from disk in every pass on a
-    CPU (`streamed_loading.py`), and copied from host memory on CUDA (`pinned.py`). The rest is
-    `Model`'s and `load_model`'s. Raises `InvalidInput` for what can't be run so."""
+    """Load a model from a folder, a `.gguf` file or a Hugging Face id.
+
+    `memory`: bytes that the weights may take on `device`, where `refuse_memory` allows a bound;
+    None for no bound. On a CPU, the weights beyond it are read from disk in every pass
+    (`streamed_loading.py`). On CUDA, they are copied from host memory in every pass (`pinned.py`).
+    The other arguments are those of `Model` and `load_model`.
+
+    Raises `InvalidInput` for what can't be run like this.
+    """
     told: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if memory is None:
         loaded, tokenizer = load_model(folder, dtype, device, device_map=device_map, **told)
@@ -62,7 +71,7 @@ def open_model(
 
 
 def reads_disk(device: torch.device) -> bool:
-    """Whether weights that don't fit are read from disk. Else they lie in the host's memory."""
+    """Whether weights that don't fit are read from disk, not kept in the host's memory."""
     return device.type == "cpu"
 
 

@@ -1,5 +1,7 @@
-"""A model without its weights: modules on PyTorch's meta device, and the checkpoint's tensors by
-name and row."""
+"""A model without its weights, and the tensors of its checkpoint.
+
+The model's modules are on PyTorch's meta device. The tensors are read by name and row.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")
 
 
 def local_folder(model: str, revision: str | None) -> Path:
-    """The folder of a model: itself, or a Hugging Face id's, fetched. Raises `InvalidInput`."""
+    """Return a model's folder: `model` itself, or what a Hugging Face id is downloaded to.
+
+    Raises `InvalidInput` where there is no such model.
+    """
     path = Path(model).expanduser()
     if path.is_dir():
         return path
@@ -48,12 +53,17 @@ def local_folder(model: str, revision: str | None) -> Path:
 
 
 class Tensors:
-    """Those of a folder's safetensors files. A file is opened for each read, so that none of it
-    stays in memory."""
+    """The tensors of a folder's safetensors files.
+
+    A file is opened for each read, so that none of it stays in memory. Names are those of the
+    causal LM, also where the checkpoint holds the model without its head.
+    """
 
     def __init__(self, folder: Path) -> None:
-        """Raises `InvalidInput` for a folder without safetensors, and for files that are no
-        such."""
+        """Find the file of each tensor.
+
+        Raises `InvalidInput` for a folder without safetensors, and for files that can't be read.
+        """
         self._places: dict[str, Path] = {}
         try:
             if (folder / INDEX).is_file():
@@ -71,7 +81,7 @@ class Tensors:
                 f"memory: {folder} has no {SINGLE} and no {INDEX}, which weights are read from: "
                 "convert it, or leave memory out"
             )
-        # of the model without its head
+        # saved from the model without its head: names lack `model.`
         if "model.norm.weight" not in self._places and "norm.weight" in self._places:
             self._places = {
                 name if name.startswith("lm_head.") else f"model.{name}": place
@@ -89,8 +99,11 @@ class Tensors:
             return list(file.get_slice(self._stored(name)).get_shape())
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """Rows of a tensor, in bfloat16, as loading the model gives them. Raises `QuickbeamError`
-        naming the file where that fails."""
+        """Return rows `first` to `last` (excluded) of a tensor, in bfloat16.
+
+        The numbers are those that loading the model gives. Raises `QuickbeamError` naming the file
+        where it can't be read.
+        """
         try:
             with self._open(name) as file:
                 return file.get_slice(self._stored(name))[first:last].to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
@@ -109,8 +122,11 @@ class Tensors:
 def outline(
     folder: Path, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A folder's model on the meta device, in bfloat16, and its tokenizer. Raises `InvalidInput`
-    for what is no causal LM."""
+    """Return a folder's model on the meta device, in bfloat16, and its tokenizer.
+
+    Raises `InvalidInput` for what is no causal LM, for adapters, and for weights that are quantised
+    already.
+    """
     told = {"trust_remote_code": trust_remote_code}
     try:
         if (folder / "adapter_config.json").exists():
@@ -144,8 +160,11 @@ def outline(
 
 
 def check_tensors(model: PreTrainedModel, tensors: Tensors, tied: bool) -> None:
-    """Raise `InvalidInput` naming what the checkpoint lacks of a model on the meta device, or has
-    in another shape."""
+    """Raise `InvalidInput` where the checkpoint doesn't fit a model on the meta device.
+
+    The message names the tensors that the checkpoint lacks, or has in another shape. `tied`: the
+    head's weight is the embedding's, and is not looked for.
+    """
     missing, mismatched = [], []
     for name, parameter in model.named_parameters():
         if tied and name == "lm_head.weight":
@@ -160,7 +179,10 @@ def check_tensors(model: PreTrainedModel, tensors: Tensors, tied: bool) -> None:
 def small_parameters(
     model: PreTrainedModel, linears: Sequence[nn.Module]
 ) -> dict[str, nn.Parameter]:
-    """What is no weight of `linears` or of the embedding, by name: norms and biases."""
+    """Return the parameters other than weights of `linears` and embedding, by name.
+
+    These are norms and biases.
+    """
     large = {id(module.weight) for module in [*linears, model.get_input_embeddings()]}
     return {
         name: parameter
@@ -170,7 +192,7 @@ def small_parameters(
 
 
 def fill_small(model: PreTrainedModel, tensors: Tensors, names: Iterable[str]) -> None:
-    """Read these parameters into a model on the meta device, and make its rotary angles."""
+    """Read the parameters `names` into a model on the meta device, and make its rotary angles."""
     for name in names:
         owner, _, attribute = name.rpartition(".")
         setattr(

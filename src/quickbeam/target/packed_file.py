@@ -1,9 +1,9 @@
-"""A model's packed weights in one file, cut into segments that can be read and used one after the
-other.
+"""A model's packed weights in one file, cut into segments that are read one after the other.
 
-The file is a safetensors file whose data begin at a multiple of `ALIGNED`: `weights`, the segments
-in the order of a pass, each padded to that multiple, so that they can be read past the page cache;
-and `embedding`, bfloat16 rows by token. Knows nothing of layers.
+The file is a safetensors file whose data begin at byte `ALIGNED`. It has two tensors. `weights`
+holds the segments in the order of a pass, each padded to a multiple of `ALIGNED` bytes, so that
+they can be read past the page cache. `embedding` holds a bfloat16 row for each token. This module
+knows nothing of layers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import BLOCK
 from quickbeam.target.native.quantised import BFLOAT16, Packer
 
-ALIGNED = 4096  # bytes: what reads past the page cache begin and end at
-PIECE = 16 << 20  # bytes of a segment at most
-PARTS = 16  # segments of a small model at least, as far as its weights can be cut
+ALIGNED = 4096  # bytes: reads past the page cache begin and end at multiples of it
+PIECE = 16 << 20  # most bytes of a segment
+PARTS = 16  # fewest segments of a small model, as far as its weights can be cut
 SPARE = 64 << 20  # bytes that conversion leaves free on the disk
 ROWS = 4096  # rows of the embedding that are kept in memory
-READERS = 8  # rows of it that are read at once
+READERS = 8  # rows of the embedding that are read at once
 
-# rows [first, last) of a weight's tensors; of a gated one, of gates and of the rest
+# Gives rows [first, last) of a weight, `[rows, inputs]`, as a list: of a gated weight the gates'
+# rows and the other half's, otherwise one tensor.
 Rows = Callable[[int, int], list[torch.Tensor]]
 
 
 class WeightShape(NamedTuple):
-    """A packed weight. `rows`: outputs, or of a gated one those of each half. `name`: the kind of
-    its numbers."""
+    """The shape of a packed weight.
+
+    `rows`: its outputs, or of a gated weight the outputs of each half. `name`: the format of its
+    numbers.
+    """
 
     inputs: int
     rows: int
@@ -47,7 +51,7 @@ class WeightShape(NamedTuple):
     name: str
 
     def block(self, kernels: Kernels) -> int:
-        """Bytes of 16 outputs."""
+        """Return the bytes of a block of 16 outputs."""
         return (
             2 * BLOCK * self.inputs
             if self.name == BFLOAT16
@@ -56,7 +60,7 @@ class WeightShape(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Blocks that stay together."""
+        """How many blocks stay together: 2 of a gated weight, else 1."""
         return 2 if self.gated else 1
 
     @property
@@ -65,8 +69,11 @@ class WeightShape(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some blocks of a weight. `weight`: its number; `offset`: bytes from the segment's
-    beginning."""
+    """Some blocks of a weight in a segment.
+
+    `weight`: its number. `first`, `blocks`: the first block, and how many. `offset`: bytes from the
+    segment's beginning.
+    """
 
     weight: int
     first: int
@@ -75,7 +82,10 @@ class Part(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Bytes that are read at once. `offset`: in the weights; `size`: with the padding."""
+    """Bytes that are read at once.
+
+    `offset`: bytes from the beginning of the weights. `size`: bytes, the padding included.
+    """
 
     offset: int
     size: int
@@ -83,7 +93,10 @@ class Segment(NamedTuple):
 
 
 class Plan:
-    """How the weights of a model are cut. `weights`: in the order of a pass."""
+    """How the weights of a model are cut into segments.
+
+    `weights`: in the order of a pass. `embedding`: tokens and width.
+    """
 
     def __init__(
         self, kernels: Kernels, weights: Sequence[WeightShape], embedding: tuple[int, int]
@@ -127,8 +140,11 @@ class Plan:
         yield Segment(offset, padded(size), tuple(parts))
 
     def pack(self, segment: Segment, rows: Sequence[Rows]) -> torch.Tensor:
-        """The bytes of a segment; `rows` by weight. Raises `InvalidInput` for weights that can't be
-        quantised."""
+        """Return the bytes of a segment, `[size]` uint8.
+
+        `rows`: what gives the rows of each weight. Raises `InvalidInput` for weights that can't be
+        quantised.
+        """
         data = torch.zeros(segment.size, dtype=torch.uint8)
         for part in segment.parts:
             weight, block = self.weights[part.weight], self.blocks[part.weight]
@@ -144,8 +160,7 @@ class Plan:
 
     @property
     def header(self) -> bytes:
-        """What the file begins with: safetensors' own, with spaces up to the first multiple of
-        `ALIGNED`."""
+        """The beginning of the file: safetensors' header, with spaces up to byte `ALIGNED`."""
         end = self.size + self.embedding_bytes
         fields = {
             "weights": {"dtype": "U8", "shape": [self.size], "data_offsets": [0, self.size]},
@@ -170,10 +185,11 @@ def padded(size: int) -> int:
 def write(
     path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, report: Callable[[float], None]
 ) -> None:
-    """Make the file, segment by segment; `report` hears how much is done. It appears in one rename,
-    when it is whole.
+    """Write the file, segment by segment.
 
-    Raises `QuickbeamError` where the disk has no room for it or refuses it.
+    `report(done)` is called with the share that is written, from 0 to 1. The file appears in one
+    rename, when it is complete. Raises `QuickbeamError` if the disk has no room for it or refuses
+    it.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     needed, folder = plan.file_bytes, path.parent
@@ -217,8 +233,11 @@ def _bytes(tensor: torch.Tensor) -> Any:
 def make(
     path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress: hub.Progress, said: str
 ) -> None:
-    """`write` the file unless it is there, one process at a time; what an interrupted one left is
-    swept. `said`: words for the progress."""
+    """`write` the file unless it is there, one process at a time.
+
+    What an interrupted process left is deleted, and so are files of earlier layouts. `said`: words
+    for the progress. Raises as `write` does.
+    """
     if is_whole(path, plan):
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -237,7 +256,10 @@ def make(
 
 
 def is_whole(path: Path, plan: Plan) -> bool:
-    """Whether the file is there and is what the plan says."""
+    """Whether the file is there, with the header and the size that the plan says.
+
+    Raises `QuickbeamError` if it can't be read.
+    """
     try:
         with open(path, "rb") as handle:
             return (
@@ -253,7 +275,7 @@ def is_whole(path: Path, plan: Plan) -> bool:
 
 
 class EmbeddingRows:
-    """The embedding in the file, read by row."""
+    """The embedding in the file, read by row. About `ROWS` rows are kept in memory."""
 
     def __init__(self, path: Path, plan: Plan) -> None:
         self.tokens, self.width = plan.embedding
@@ -265,7 +287,10 @@ class EmbeddingRows:
         self._kept: dict[int, bytes] = {}
 
     def rows(self, tokens: Sequence[int]) -> torch.Tensor:
-        """`[n, width]` bfloat16. Raises `QuickbeamError` naming the file where it can't be read."""
+        """Return the rows of `tokens`, `[n, width]` bfloat16.
+
+        Raises `QuickbeamError`, which names the file, if it can't be read.
+        """
         missing = sorted({token for token in tokens if token not in self._kept})
         if len(missing) + len(self._kept) > ROWS:
             self._kept.clear()
@@ -279,7 +304,7 @@ class EmbeddingRows:
         return self._tensor(b"".join(self._kept[token] for token in tokens))
 
     def all(self) -> torch.Tensor:
-        """All of them."""
+        """Return all rows, `[tokens, width]` bfloat16. Raises as `rows` does."""
         return torch.cat(
             [
                 self._tensor(self._read(first, min(ROWS, self.tokens - first)))

@@ -1,5 +1,7 @@
-"""Keys and values in pages of the native kernels' layout (`native/attention.h`): what `KVStore` is
-to PyTorch's operators."""
+"""Keys and values in pages of the native kernels' layout (`native/attention.h`).
+
+`PagedStore` is to the native kernels what `KVStore` is to PyTorch's operators.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,11 @@ from quickbeam.tree import TokenTree
 
 
 class PagePool(SharedPages):
-    """Pages for all sequences of a model, each of all layers in one piece of memory: nothing is
-    copied when a sequence grows."""
+    """Pages for all sequences of a model.
+
+    A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
+    `offsets`: where each layer begins in a page, in numbers.
+    """
 
     def __init__(
         self, shapes: Sequence[KVShape], kernels: Kernels, limit: int | None = None
@@ -47,7 +52,7 @@ class PagePool(SharedPages):
 
 
 class PagedStore(PagedSequence):
-    """One sequence's pages, as the kernels find them."""
+    """One sequence's pages, and the table in which the kernels find them."""
 
     def __init__(self, pool: PagePool) -> None:
         super().__init__(pool)
@@ -57,7 +62,7 @@ class PagedStore(PagedSequence):
 
     @property
     def table(self) -> int:
-        """Address of the pages' addresses; another one after `reserve`."""
+        """The address of the table of the pages' addresses; `reserve` may change it."""
         return ctypes.addressof(self._table)
 
     def bind(self) -> None:
@@ -68,8 +73,10 @@ class PagedStore(PagedSequence):
     def add_chain(
         self, rows: RowList, tokens: Sequence[int], wanted: Sequence[int] | range
     ) -> None:
-        """Add rows of tokens that follow the committed ones, each seeing all before it; a head is
-        asked about the `wanted` of them."""
+        """Add rows of tokens that follow the committed ones; each sees all before it, and itself.
+
+        `wanted`: which of these rows the head computes logits of. Raises `NoRoom`.
+        """
         start, n = self.length, len(tokens)
         self.reserve(start + n)
         places = range(start, start + n)
@@ -78,8 +85,10 @@ class PagedStore(PagedSequence):
         )
 
     def add_tree(self, rows: RowList, tree: TokenTree, base: int = 0) -> None:
-        """Add rows of a draft tree's nodes from `base` on, the root first behind the committed
-        tokens."""
+        """Add rows of a draft tree's nodes from `base` on, all with logits.
+
+        The root follows the committed tokens. Raises `NoRoom`.
+        """
         start, n = self.length, len(tree)
         self.reserve(start + n)
         paths: list[list[int]] = []
@@ -114,8 +123,10 @@ class PagedStore(PagedSequence):
         self.length = start + len(path)
 
     def read(self, layer: int, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of the first orders of a layer, `[kv_heads, count, dim]` each, as plain
-        tensors."""
+        """Return a layer's keys and values of the first `count` orders, as plain tensors.
+
+        They are `[kv_heads, count, dim]` each, in bfloat16. None counts all committed tokens.
+        """
         shape, count = self.shapes[layer], self.length if count is None else count
         key = torch.empty(shape.kv_heads, count, shape.key_dim, dtype=torch.bfloat16)
         value = torch.empty(shape.kv_heads, count, shape.value_dim, dtype=torch.bfloat16)

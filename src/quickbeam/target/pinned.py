@@ -1,9 +1,12 @@
-"""Models larger than an accelerator's memory: what fits stays there, and the other layers' weights
-are copied from pinned host memory in every pass, each while the layers before it compute.
+"""Models that are larger than an accelerator's memory.
 
-Two buffers on the device hold such layers in turn. A layer waits for its copy. Once it is computed,
-its buffer takes the next layer that shares the buffer, of the next pass after the last. The device
-does all waiting, by events between two streams; the host never waits.
+As many layers as fit stay on the device. The weights of the other layers are copied from pinned
+host memory in every pass, each while the layers before it compute.
+
+Two buffers on the device hold the copied layers in turn. A layer waits for its copy. Once it is
+computed, its buffer is filled with the next layer that uses the buffer. After the last such layer
+of a pass, that is the first such layer of the next pass. All waiting in a pass is done by the
+device, with events between two streams. The host does not wait.
 """
 
 from __future__ import annotations
@@ -22,24 +25,27 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.target.memory import peak_bytes, peak_memory
 
 BUFFERS = 2
-ALIGNED = 256  # bytes, of a tensor in a buffer
+ALIGNED = 256  # bytes: tensors in a buffer begin at multiples of it
 
 
 class Copies(Protocol):
-    """Copies to the device beside what it computes. `slot` is the buffer that is written."""
+    """Copies to the device that run beside what it computes.
+
+    `slot` is the number of the buffer that is written.
+    """
 
     def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy, once all that was asked of the device so far is done."""
+        """Queue a copy. It runs once all work that the device was given so far is done."""
 
     def wait(self, slot: int) -> None:
-        """What is asked of the device from now on sees the last copy to this buffer."""
+        """Make later work of the device wait for the last copy to this buffer."""
 
     def seconds(self) -> float:
-        """What the last copies to all buffers took."""
+        """The seconds that the last copies to all buffers took together."""
 
 
 class Direct:
-    """Copies at once: for a device without streams."""
+    """Copies at once, for a device without streams."""
 
     def __init__(self) -> None:
         self._took: dict[int, float] = {}
@@ -57,7 +63,7 @@ class Direct:
 
 
 class SideStream:
-    """Copies on a CUDA stream of their own."""
+    """Copies on a CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
         stream: Any = torch.cuda.Stream
@@ -83,10 +89,10 @@ class SideStream:
 
 
 class PinnedLayers:
-    """Some of a model's decoder layers, with their weights in host memory. Puts the model on the
-    device; see `pin_layers`.
+    """Some of a model's decoder layers, with their weights in host memory.
 
-    `held`: numbers of the layers whose weights stay on the device.
+    The constructor puts the model on the device (see `pin_layers`). `held`: numbers of the layers
+    whose weights stay on the device. Raises `QuickbeamError` if the host has no memory for a layer.
     """
 
     def __init__(
@@ -122,7 +128,7 @@ class PinnedLayers:
 
     @staticmethod
     def _take_out(layer: nn.Module, size: int, device: torch.device) -> torch.Tensor:
-        """The layer's weights in one piece of host memory."""
+        """Copy the layer's weights to one piece of host memory, which is pinned for CUDA."""
         try:
             host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
         except RuntimeError as error:
@@ -137,7 +143,7 @@ class PinnedLayers:
 
     def _before(self, number: int, *_: Any) -> None:
         slot = number % BUFFERS
-        if self._holds[slot] != number:  # the first pass, or one after a pass that was left midway
+        if self._holds[slot] != number:  # the first pass, or one after an interrupted pass
             self._fetch(number)
         self._copies.wait(slot)
 
@@ -153,27 +159,27 @@ class PinnedLayers:
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
-        """Passes of a part of the model: there are none."""
+        """Do nothing: there are no passes of only a part of this model."""
         yield
 
     def close(self) -> None:
-        """Nothing is under way between passes that has to be stopped."""
+        """Do nothing: no work between passes has to be stopped."""
 
     @property
     def rate(self) -> float:
-        """Bytes a second of the last copies."""
+        """Bytes per second of the last copies; 0 before the first."""
         copied = sum(self._sizes[number] for number in self._holds if number is not None)
         seconds = self._copies.seconds()
         return copied / seconds if seconds else 0.0
 
     @property
     def in_words(self) -> str:
-        """How much of the weights is copied, and how fast."""
+        """In words: how much of the weights every pass copies, and how fast."""
         of = f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB"
         return f"{of} a pass from host memory at {self.rate / 1e9:.2f} GB/s, {peak_memory()}"
 
     def record(self) -> dict[str, float | int | None]:
-        """The same in numbers: bytes, and bytes a second."""
+        """The same in numbers: bytes, and bytes per second."""
         return {
             "streamed_bytes": self.streamed_bytes,
             "resident_bytes": self.weight_bytes - self.streamed_bytes,
@@ -187,13 +193,14 @@ class PinnedLayers:
 def pin_layers(
     model: PreTrainedModel, memory: int, device: torch.device, copies: Copies | None = None
 ) -> PinnedLayers | None:
-    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes;
-    None, and nothing is done, where all of them fit.
+    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes.
 
-    What is no decoder layer always stays on the device, and so do as many layers as there is room
-    for beside two buffers. They are spread evenly over the pass, so that copies go on while they
-    compute. Raises `InvalidInput` for too small a memory, and for models whose layers share
-    weights.
+    If all of them fit, do nothing and return None.
+
+    Everything but the decoder layers always stays on the device. So do as many decoder layers as
+    there is room for beside two buffers. They are spread evenly over the pass, so that copies go on
+    while they compute. Raises `InvalidInput` if the memory is too small, if layers share weights,
+    or if the decoder layers are not found.
     """
     layers = decoder_layers(model)
     sizes, inside = (
@@ -228,8 +235,10 @@ def pin_layers(
 
 
 def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
-    """The modules that a pass runs one after the other. Raises `InvalidInput` where they are not
-    found."""
+    """Return the decoder layers in the order in which a pass runs them.
+
+    Raises `InvalidInput` if they are not found.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -241,7 +250,7 @@ def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
 
 
 def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:
-    """A layer's weights, each with its first byte and the one after its last in a buffer."""
+    """Yield a layer's weights, each with its first byte in a buffer and the byte after its last."""
     at = 0
     for parameter in layer.parameters():
         yield parameter, at, at + parameter.nbytes
@@ -249,5 +258,5 @@ def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:
 
 
 def layer_bytes(layer: nn.Module) -> int:
-    """What a layer's weights take in a buffer."""
+    """Return the bytes that a layer's weights take in a buffer."""
     return max((last for _, _, last in places(layer)), default=0)

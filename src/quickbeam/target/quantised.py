@@ -1,13 +1,16 @@
-"""Linear layers with weights of 8 or 4 bits, in plain PyTorch: what the native kernels compute, bit
-for bit.
+"""Linear layers with weights of 8 or 4 bits, in plain PyTorch.
 
-A row of inputs is quantised by itself, in groups of 32: whole numbers of -127 to 127 and a scale
-each. Weights of `int8` are such whole numbers with a scale for each output; those of `int4` are 0
-to 15, with a scale and a lowest value for each output and group. Sums within a group are whole
-numbers below 2^24, so every way to add them is exact; the groups' sums are scaled and added in
-float32, one after the other. So a row's bits depend on nothing but the row and the weights.
+They compute what the native kernels compute, bit for bit. The fast path is `native/quantised.h`.
+Models that it can't run take `QuantisedLinear`.
 
-`native/quantised.h` is the fast path; models that it can't run take `QuantisedLinear`.
+Each row of inputs is quantised by itself, in groups of 32. A group becomes whole numbers from -127
+to 127 and one scale. `int8` weights are whole numbers in the same range, with one scale per output.
+`int4` weights are whole numbers from 0 to 15, with one scale and one lowest value per output and
+group.
+
+The sum within a group is a whole number below 2^24, which float32 holds exactly, so the order of
+its additions does not matter. The sums of the groups are scaled and added in float32, one after the
+other. So the bits of a row's result depend on nothing but the row and the weights.
 """
 
 from __future__ import annotations
@@ -24,16 +27,20 @@ from quickbeam.errors import InvalidInput
 from quickbeam.target.native.library import FORMATS
 from quickbeam.target.native.quantised import BFLOAT16, GROUP, INT4, INT8, NOT_FINITE
 
-LEAST = 2.0**-100  # groups whose largest number is smaller count as zeros
+LEAST = 2.0**-100  # a group whose largest number is smaller counts as zeros
 LARGEST_HALF = 65504.0
-# tried from the smallest weight of a group to the largest
+# steps between a group's smallest and largest weight, which `_int4` tries one after the other
 LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
-# as a tensor: a number over a tensor is rounded twice, as its reciprocal and the product
+# A tensor: PyTorch computes a number divided by a tensor as the number times the reciprocal, which
+# rounds twice.
 TOP = torch.tensor(127.0)
 
 
 def check_weights(name: str) -> str:
-    """A kind of weights, as it came. Raises `InvalidInput` naming the known ones."""
+    """Return `name` if it is a known kind of weights.
+
+    Raises `InvalidInput`, which names the known kinds, if it is not.
+    """
     if name not in FORMATS:
         raise InvalidInput(f"unknown weights {name!r}; known: {', '.join(FORMATS)}")
     return name
@@ -42,9 +49,12 @@ def check_weights(name: str) -> str:
 def refuse_unfit_for(
     name: str, model: PreTrainedModel, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Raise `InvalidInput` for a model that can't have `name` weights: on another device, of
-    another number format, with weights that are quantised already, or with most of them in other
-    layers than linear ones."""
+    """Raise `InvalidInput` for a model that can't have `name` weights.
+
+    That is a model on another device than the CPU, a model in another number format than bfloat16,
+    a model whose linear layers are quantised or adapted already, or a model with parameters of more
+    than two dimensions (several experts in one tensor).
+    """
     if name == BFLOAT16:
         return
     asked = f"weights={name!r}"
@@ -67,8 +77,10 @@ def refuse_unfit_for(
 
 
 def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Raise `InvalidInput` where quantised weights can't be had on a device or in a number
-    format."""
+    """Raise `InvalidInput` if a device or a number format can't have quantised weights.
+
+    They need the CPU and bfloat16. `dtype` None stands for the default.
+    """
     if name == BFLOAT16:
         return
     if device.type != "cpu":
@@ -84,25 +96,33 @@ def refuse_place(name: str, device: torch.device, dtype: torch.dtype | None) -> 
 
 
 def own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    """Parameters and buffers of a module without those below it."""
+    """Return the parameters and buffers of a module, without those of its submodules."""
     return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds whole numbers in rows, as quantised weights do."""
+    """Whether a tensor holds whole numbers in rows, as quantised weights do.
+
+    That is any dtype but floating point and bool, and at least two dimensions.
+    """
     return not tensor.is_floating_point() and tensor.dtype is not torch.bool and tensor.dim() > 1
 
 
 def head_format(name: str) -> str:
-    """What a model's head is kept in where its other weights are `name`: its errors are those of
-    the logits, so it has 8 bits at least."""
+    """Return the format of a model's head if its other weights are `name`.
+
+    Errors of the head are errors of the logits, so the head has at least 8 bits.
+    """
     return INT8 if name == INT4 else name
 
 
 class Quantised(NamedTuple):
-    """A weight `[outputs, inputs]`. `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]`
-    float32 of `int8`, `[outputs, groups]` float16 of `int4`. `lows`: of `int4`, what is added to
-    the scaled values, `[outputs, groups]` float16."""
+    """A quantised weight `[outputs, inputs]`.
+
+    `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]` float32 for `int8`,
+    `[outputs, groups]` float16 for `int4`. `lows`: for `int4` what is added to the scaled values,
+    `[outputs, groups]` float16; for `int8` None.
+    """
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -110,19 +130,21 @@ class Quantised(NamedTuple):
 
     @property
     def dense(self) -> torch.Tensor:
-        """`[outputs, groups * 32]` float32: the weights that they stand for."""
+        """The weights that the numbers stand for, `[outputs, groups * 32]` float32."""
         found = self.values * self.scales.float().view(len(self.values), -1, 1)
         return (found if self.lows is None else found + self.lows.float()[..., None]).flatten(1)
 
 
 def in_groups(x: torch.Tensor) -> torch.Tensor:
-    """`[n, inputs]` to `[n, groups, 32]` float32."""
+    """Return `[n, inputs]` in groups, `[n, groups, 32]` float32, padded with zeros."""
     return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
 
 
 def quantise(weight: torch.Tensor, name: str) -> Quantised:
-    """`[outputs, inputs]` to `int8` or `int4`. Raises `InvalidInput` for weights that are not
-    finite."""
+    """Quantise a weight `[outputs, inputs]` to `int8` or `int4`.
+
+    The weight is rounded to bfloat16 first. Raises `InvalidInput` for weights that are not finite.
+    """
     if not bool(weight.isfinite().all()):
         raise InvalidInput(NOT_FINITE)
     groups = in_groups(weight.to(torch.bfloat16))
@@ -133,9 +155,12 @@ def quantise(weight: torch.Tensor, name: str) -> Quantised:
 
 
 def _int4(groups: torch.Tensor) -> Quantised:
-    """Of several distances between levels, the one whose least-squares fit leaves the smallest
-    error. Weights that lie on 16 levels or fewer already, as those of many 4-bit checkpoints, stay
-    on them."""
+    """Quantise groups `[outputs, groups, 32]` to whole numbers from 0 to 15.
+
+    It tries each number of steps in `LEVELS`, fits scale and lowest value by least squares, and
+    keeps the fit with the smallest squared error. Weights that lie on 16 levels or fewer already,
+    as those of many 4-bit checkpoints, stay on them.
+    """
     low, high = groups.aminmax(dim=2)
     groups, span = groups - low[..., None], high - low
     above = _in_turn(groups)
@@ -166,7 +191,7 @@ def _int4(groups: torch.Tensor) -> Quantised:
 
 
 def _in_turn(groups: torch.Tensor) -> torch.Tensor:
-    """The sums of `[..., 32]`, one number after the other as the kernels add them."""
+    """Return the sums of `[..., 32]`, one number added after the other as in the kernels."""
     total = torch.zeros_like(groups[..., 0])
     for i in range(GROUP):
         total = total + groups[..., i]
@@ -178,8 +203,11 @@ def _half(x: torch.Tensor) -> torch.Tensor:
 
 
 def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows `[n, inputs]` to whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A
-    group that holds what is not finite has the scale NaN, and so has its row of results."""
+    """Quantise rows `[n, inputs]`, each group by itself.
+
+    Returns whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A group with a
+    number that is not finite has the scale NaN, so the row's results are all NaN.
+    """
     groups = in_groups(x.to(torch.bfloat16))
     top = groups.abs().amax(2)
     finite = top.isfinite()
@@ -190,7 +218,7 @@ def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
-    """`[n, inputs]` by a weight to `[n, outputs]` float32, group by group."""
+    """Multiply rows `[n, inputs]` by a weight, group by group. Returns `[n, outputs]` float32."""
     values, scales = quantise_rows(x)
     y = x.new_zeros(len(x), len(weight.values), dtype=torch.float32)
     for group in range(values.shape[1]):
@@ -203,8 +231,11 @@ def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
 
 
 class QuantisedLinear(nn.Module):
-    """`product` and a bias as a layer, `[..., in]` to `[..., out]` of the same type: what runs
-    where there are no native kernels. Slow."""
+    """A linear layer of `product` and a bias. It runs where there are no native kernels, and is
+    slow.
+
+    Inputs `[..., in]` give results `[..., out]` of the same dtype.
+    """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, name: str) -> None:
         super().__init__()
@@ -229,8 +260,11 @@ class QuantisedLinear(nn.Module):
 
 
 def quantise_linears(model: nn.Module, name: str, head: nn.Module | None = None) -> int:
-    """Replace every linear layer below `model` by a `QuantisedLinear`; give how many. The `head`
-    has weights of `head_format`."""
+    """Replace every linear layer below `model` by a `QuantisedLinear`.
+
+    Returns how many were replaced. Linear layers are `nn.Linear` and transformers' `Conv1D`. The
+    weights of `head` have the format `head_format(name)`.
+    """
     replaced = 0
     for parent in list(model.modules()):
         for attribute, child in list(parent.named_children()):

@@ -1,6 +1,7 @@
-"""`FusedLlama` for models that are larger than the memory they may take: some of the weights stay
-in memory, the others are read from disk in every pass, each part while those before it compute.
-Every number is that of the same model in memory.
+"""`FusedLlama` for models that are larger than the memory they may take.
+
+Some of the weights stay in memory. The others are read from disk in every pass, each part while the
+parts before it compute. Every number is the same as with all weights in memory.
 """
 
 from __future__ import annotations
@@ -30,17 +31,19 @@ from quickbeam.target.quantised import head_format
 from quickbeam.target.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.target.weight_stream import File, WeightStream, aligned
 
-BUFFERS = 4  # of a segment each; 2 where memory is short
+BUFFERS = 4  # buffers of a segment each; fewer, but at least 2, where memory is short
 PROBED = 2  # segments of the head that `shallow` passes read
 
 
 class StreamedLlama(FusedLlama):
-    """The same with weights from a file. `model`: on the meta device but for norms and biases.
+    """`FusedLlama` with weights from a file.
 
-    Of `source.memory`, `BUFFERS` segments are for reading. The rest holds segments that are not
-    read again, spread evenly over the pass, so that reading goes on while they compute. To hold
-    them saves their reading in every pass; the same memory as further buffers would save it only in
-    passes before which a drafter takes long enough.
+    `model`: on the meta device. Its norms and biases are read into it here.
+
+    Part of `source.memory` serves as buffers for reading: 2 to `BUFFERS` segments. The rest holds
+    segments that are read only once. They are spread evenly over the pass, so that reading goes on
+    while they compute. Each of them saves its reading in every pass. As a further buffer, the same
+    memory would save reading only in passes before which a drafter takes long enough.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class StreamedLlama(FusedLlama):
         ]
         self.vocab = model.lm_head.out_features
         self._output: Weight = place((model.lm_head,))
-        self._depth = len(self.layers)  # of a pass
+        self._depth = len(self.layers)  # layers that a pass runs
         self._parts: dict[int, list[tuple[int, Part]]] = {}
         for i, segment in enumerate(source.plan.segments):
             for part in segment.parts:
@@ -88,7 +91,7 @@ class StreamedLlama(FusedLlama):
         self._own: tuple[nn.Embedding, NativeLinear] | None = None
 
     def _hold(self, room: int) -> dict[int, torch.Tensor]:
-        """As many segments as there is room for, read once."""
+        """Read as many segments as there is room for, in bytes. Returns them by number."""
         segments = self._source.plan.segments
         count = min(len(segments), max(0, room) // self._source.plan.piece)
         chosen = [
@@ -110,7 +113,7 @@ class StreamedLlama(FusedLlama):
 
     @staticmethod
     def shapes(model: PreTrainedModel, name: str) -> list[WeightShape]:
-        """Of a model's weights, in the order of a pass."""
+        """Return the shapes of a model's weights in the order of a pass. `name`: their format."""
         base: Any = model.model
         groups = [found for layer in base.layers for found in FusedLlama._linears(layer)]
         shapes = [
@@ -125,7 +128,7 @@ class StreamedLlama(FusedLlama):
         head: Any = model.lm_head
         return [*shapes, WeightShape(head.in_features, head.out_features, False, head_format(name))]
 
-    # --- what FusedLlama's program is made of ---
+    # --- parts of FusedLlama's program ---
 
     @property
     def _width(self) -> int:
@@ -174,7 +177,7 @@ class StreamedLlama(FusedLlama):
         given = super()._results(rows) | {"embedded": self._rows.rows(rows.tokens)}
         del given["best"]
         if self._depth < len(self.layers):
-            given["logits"].zero_()  # of which a shallow pass fills a part
+            given["logits"].zero_()  # a shallow pass fills only a part of them
         return given
 
     def __call__(self, rows: Rows, last_position: int) -> torch.Tensor:
@@ -201,8 +204,10 @@ class StreamedLlama(FusedLlama):
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
-        """Passes of one layer and a part of the head meanwhile: to look at the kernels without
-        reading all weights."""
+        """Inside this context, a pass runs one layer and a part of the head.
+
+        It serves to check the bits of the kernels without reading all weights.
+        """
         self._depth = 1
         try:
             yield
@@ -212,12 +217,12 @@ class StreamedLlama(FusedLlama):
                 found.stream.close()
 
     def close(self) -> None:
-        """Stop reading ahead, until the next pass."""
+        """Stop reading ahead until the next pass."""
         for one in self._passes.values():
             if one.stream is not None:
                 one.stream.close()
 
-    # --- what is said of it ---
+    # --- figures and texts ---
 
     @property
     def weight_bytes(self) -> int:
@@ -225,22 +230,22 @@ class StreamedLlama(FusedLlama):
 
     @property
     def stream(self) -> WeightStream | None:
-        """What reads the weights of a whole pass; None where memory holds them all."""
+        """What reads the weights of a whole pass; None if memory holds them all."""
         return self._pass().stream
 
     @property
     def resident_bytes(self) -> int:
-        """Weights that are not read again."""
+        """Bytes of the weights that stay in memory."""
         return sum(held.numel() for held in self._resident.values())
 
     @property
     def streamed_bytes(self) -> int:
-        """Weights that every pass reads from disk."""
+        """Bytes of the weights that every pass reads from disk."""
         return 0 if self.stream is None else self.stream.bytes
 
     @property
     def in_words(self) -> str:
-        """How much of the weights is read from disk, and how fast."""
+        """In words: how much of the weights every pass reads from disk, and how fast."""
         rate = 0.0 if self.stream is None else self.stream.rate / 1e9
         return (
             f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB a pass from "
@@ -248,7 +253,7 @@ class StreamedLlama(FusedLlama):
         )
 
     def record(self) -> dict[str, float | int | None]:
-        """The same in numbers: bytes, and bytes a second."""
+        """The same in numbers: bytes, bytes per second, and seconds."""
         stream = self.stream
         return {
             "streamed_bytes": self.streamed_bytes,
@@ -261,13 +266,13 @@ class StreamedLlama(FusedLlama):
 
     @property
     def shared_in_words(self) -> str:
-        """What a feature drafter's copies take."""
+        """In words: what a feature drafter's copies of the embedding and the head take."""
         return (
             f"they take {(self._source.plan.embedding_bytes + self._head_bytes) / 1e6:.0f} MB "
             "beside --memory"
         )
 
-    # --- what a feature drafter shares with the model, in memory of its own ---
+    # --- embedding and head for a feature drafter, copied to memory of their own ---
 
     @property
     def embedding(self) -> nn.Embedding:
@@ -292,7 +297,7 @@ class StreamedLlama(FusedLlama):
         return self._output.shape.blocks * self._source.plan.blocks[self._output.number]
 
     def _read_head(self) -> AnyPacked:
-        """The head's weight, whole."""
+        """Read the whole head from the file."""
         plan, file = self._source.plan, File(self._source.path)
         shape, block = self._output.shape, plan.blocks[self._output.number]
         data = torch.empty(self._head_bytes, dtype=torch.uint8)
@@ -308,17 +313,23 @@ class StreamedLlama(FusedLlama):
 
 
 def likeliest(logits: torch.Tensor) -> list[int]:
-    """The place of each row's largest, the first of equals; -1 where a number is NaN or the largest
-    infinite."""
+    """Return the column of each row's largest number, the first of equal ones.
+
+    `logits`: `[n, vocab]` on the CPU. It is -1 for a row with a NaN, or whose largest number is
+    infinite.
+    """
     if not len(logits):
         return []
     rows = logits.numpy()
-    best = rows.argmax(1)  # of a NaN where there is one
+    best = rows.argmax(1)  # the column of a NaN, if there is one
     return np.where(np.isfinite(rows[np.arange(len(rows)), best]), best, -1).tolist()  # type: ignore[no-any-return]
 
 
 def refuse_unfit_to_stream(model: PreTrainedModel, found: Kernels | None, reason: str) -> None:
-    """Raise `InvalidInput` for a model whose passes are not wholly those of the native kernels."""
+    """Raise `InvalidInput` for a model whose passes can't be run by the native kernels alone.
+
+    `found`: the kernels, or None for the `reason`.
+    """
     if found is None:
         raise InvalidInput(
             f"memory needs the native kernels, and there are none here: {reason}; leave memory out"

@@ -1,5 +1,8 @@
-"""A model for `StreamedLlama` from a folder: its outline, and the file of packed weights, made once
-and kept in the cache folder."""
+"""Opens a folder's model for `StreamedLlama`.
+
+That is an outline of the model on the meta device, and a file of its packed weights. The file is
+made once and kept in the cache folder.
+"""
 
 from __future__ import annotations
 
@@ -29,12 +32,14 @@ from quickbeam.target.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit
 from quickbeam.target.streamed_pass import Source
 from quickbeam.target.weight_file import WeightFile
 
-LAYOUT = 1  # of the file; another number, another file
+LAYOUT = 1  # version of the file's layout; each version has files of its own
 
 
 class Streamed(NamedTuple):
-    """What `Model` takes: a model on the meta device but for norms and biases, and where the rest
-    is read from."""
+    """What `Model` takes for a streamed model.
+
+    `model`: on the meta device. `source`: where its weights are read from.
+    """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -44,7 +49,11 @@ class Streamed(NamedTuple):
 def refuse_memory(
     fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any
 ) -> None:
-    """Raise `InvalidInput` where weights can't be brought while computing, whatever the model."""
+    """Raise `InvalidInput` if no model's weights could be streamed under these settings.
+
+    CUDA needs no more than that `device_map` is None. A CPU also needs bfloat16 (or no `dtype`),
+    `fast`, and the native kernels.
+    """
     if device_map is not None:
         raise InvalidInput("memory and device_map don't go together: leave one of them out")
     if device.type == "cuda":
@@ -79,13 +88,15 @@ def open_streamed(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Streamed | None:
-    """A model that takes at most `memory` bytes for its weights; None where all of them fit.
-    Without a limit all but the embedding are held in memory, and loading takes no more than that:
-    from the second time on, the checkpoint's own are not read.
+    """Open a model that takes at most `memory` bytes for its weights.
 
-    The first time its weights are packed into a file in the cache folder, segment by segment.
-    Raises `InvalidInput` for models that can't be run so and for too small a memory,
-    `QuickbeamError` where the disk has no room.
+    Returns None if all of them fit. If `memory` is None, all weights but the embedding are held in
+    memory, and loading takes no more memory than that. From the second load on, the checkpoint's
+    own weights are not read, except for norms and biases.
+
+    The first load packs the weights into a file in the cache folder, segment by segment. Raises
+    `InvalidInput` for models that can't be streamed and for too small a memory, `QuickbeamError` if
+    the disk has no room.
     """
     report = progress or (lambda stage, fraction: None)
     refuse_place(weights, torch.device("cpu"), torch.bfloat16)
@@ -142,8 +153,10 @@ def open_streamed(
 
 
 class _Weight:
-    """Rows of a weight that is several tensors: halves of a gated one, or tensors one below the
-    other."""
+    """Gives rows of a weight that consists of several tensors.
+
+    The tensors are the two halves of a gated weight, or they are stacked one below the other.
+    """
 
     def __init__(self, tensors: Tensors, names: Sequence[str], gated: bool) -> None:
         self._tensors, self._names, self._gated = tensors, names, gated

@@ -1,5 +1,8 @@
-"""A pass of the native kernels whose weights are partly read from a file: each operation waits for
-its part, and frees it for the next."""
+"""A pass of the native kernels whose weights are partly read from a file.
+
+Each operation waits for its part of the weights. Afterwards the memory of that part is free for the
+next one.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,11 @@ from quickbeam.target.weight_stream import WeightStream
 
 
 class Source(NamedTuple):
-    """Where a model's weights are read from. `memory`: bytes that they may take; `small`: of these,
-    what is in memory in any case; `fill` reads that into a model on the meta device."""
+    """Where a model's weights are read from.
+
+    `memory`: bytes that the weights may take. `small`: how many of them norms and biases take,
+    which are always in memory. `fill`: reads norms and biases into a model on the meta device.
+    """
 
     path: Path
     plan: Plan
@@ -31,17 +37,20 @@ class Source(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The smallest `memory` that works."""
+        """The smallest `memory` that works, in bytes."""
         return self.small + 2 * self.plan.piece
 
     @property
     def whole(self) -> int:
-        """What the model takes without being read from disk."""
+        """The bytes that the model takes if nothing is read from disk in a pass."""
         return self.small + self.plan.bytes + self.plan.embedding_bytes
 
 
 class Weight:
-    """A weight in the file, as `Packed` is one in memory."""
+    """A weight in the file, the counterpart of a `Packed` one in memory.
+
+    `number`: its place in the plan. `linears`: the layers whose biases it has.
+    """
 
     def __init__(self, number: int, linears: Sequence[nn.Linear], shape: WeightShape) -> None:
         self.number, self.shape = number, shape
@@ -58,7 +67,7 @@ class Weight:
 
 
 def part_of(weight: Weight, part: Part) -> PackedPart:
-    """What an operation is told of some blocks of a weight."""
+    """Describe some blocks of a weight for an operation."""
     step, rows = weight.shape.step, weight.shape.rows
     column = part.first // step * BLOCK
     outputs = (min(rows, (part.first + part.blocks) // step * BLOCK) - column) * step
@@ -69,7 +78,10 @@ def part_of(weight: Weight, part: Part) -> PackedPart:
 
 
 class Use(NamedTuple):
-    """An operation reads a weight in a segment. `offset`: bytes from the segment's beginning."""
+    """An operation reads a weight in a segment.
+
+    `operation`, `segment`: their numbers. `offset`: bytes from the segment's beginning.
+    """
 
     operation: int
     segment: int
@@ -77,7 +89,11 @@ class Use(NamedTuple):
 
 
 class StreamedPass:
-    """A program whose weights are partly on disk."""
+    """A program whose weights are partly on disk.
+
+    `uses`: in the order of the operations. `resident`: the segments in memory, by number.
+    `buffers`: how many segments the buffers for reading hold.
+    """
 
     def __init__(
         self,
@@ -87,7 +103,7 @@ class StreamedPass:
         resident: dict[int, torch.Tensor],
         buffers: int,
     ) -> None:
-        # first operation, the one after the last, segment
+        # of each step: first operation, the one after the last, segment, its uses
         self._program, self._steps = program, list[tuple[int, int, int, list[Use]]]()
         for use in uses:
             if use.segment in resident:
@@ -107,7 +123,10 @@ class StreamedPass:
     def run(
         self, rows: Rows, given: dict[str, torch.Tensor], angles: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """One pass. Raises `QuickbeamError` naming the file where it can't be read."""
+        """Run a pass. Raises `QuickbeamError`, which names the file, if it can't be read.
+
+        The arguments are those of `Program.run`.
+        """
         program, stream, done = self._program, self.stream, 0
         call = program.prepare(rows, given, angles)
         if stream is not None:

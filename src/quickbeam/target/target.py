@@ -1,5 +1,7 @@
-"""One sequence on a model: what measures and tests look at. Answers go through the engine, which
-runs many."""
+"""One sequence on a model, for measurements and tests.
+
+Answers go through the engine, which runs many sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,11 @@ from quickbeam.tree import TokenTree
 
 
 class Target:
-    """A model's committed tokens `ids`, and the logits after any tree of tokens behind them.
-    `model`: a `Model`, or what makes one (`fast`, `exact` and `chunk` as there)."""
+    """One sequence: its committed tokens `ids`, and logits after any tree of tokens behind them.
+
+    `model`: a `Model`, or a transformers model to make one from (`fast`, `exact` and `chunk` as
+    there).
+    """
 
     def __init__(
         self,
@@ -32,19 +37,23 @@ class Target:
         )
         self.store = self.model.pool.new()
         self.ids: list[int] = []
-        # the likeliest tokens after the nodes verified last, where the kernels tell; -1: not finite
+        # the likeliest token after each node verified last, where the kernels tell; -1 where logits
+        # are not finite
         self.best: list[int] | None = None
-        self._held: list[torch.Tensor] = []  # hidden states of committed tokens
-        self._drafted: torch.Tensor | None = None  # those of the tree verified last
+        self._held: list[torch.Tensor] = []  # hidden states of committed tokens that were not taken
+        self._drafted: torch.Tensor | None = None  # hidden states of the tree verified last
 
     @property
     def taken(self) -> int:
-        """How many of the first committed tokens `take_hidden` gives no hidden states of."""
+        """How many committed tokens, from the first on, `take_hidden` gives no hidden states of."""
         return len(self.ids) - sum(len(hidden) for hidden in self._held)
 
     def take_hidden(self) -> torch.Tensor:
-        """`[k, len(layers) * d]`: hidden states of the last k committed tokens, those computed
-        since the last call."""
+        """Return the hidden states of the committed tokens that were computed since the last call.
+
+        They are those of the last k committed tokens, `[k, len(layers) * d]`. Without any, the
+        result is an empty tensor of one dimension.
+        """
         hidden, self._held = self._held, []
         return torch.cat(hidden) if hidden else torch.empty(0)
 
@@ -53,18 +62,24 @@ class Target:
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
-        """Forget the tokens from `length` on, and the hidden states that were not taken."""
+        """Forget the tokens from `length` on, and all hidden states that were not taken."""
         self.store.truncate(length)
         del self.ids[length:]
         self._held = []
 
     def depth_limit(self) -> int:
-        """How deep the next tree may grow."""
+        """Return how deep the next tree may grow (`Model.depth_limit`)."""
         return self.model.depth_limit(self.store)
 
     def prefill(self, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
-        """Make `ids` the committed tokens, in chunks; give the `[vocab]` logits after the last. The
-        first `keep` of them, which must be there already, are not computed again."""
+        """Make `ids` the committed tokens, and return the logits `[vocab]` after the last one.
+
+        The tokens are read in chunks. The first `keep` of them must be committed already, and are
+        not computed again; the last token of `ids` always is.
+
+        Raises `ValueError` where the first `keep` are not the committed ones, `InvalidInput` for an
+        empty prompt and for ids outside the vocabulary.
+        """
         self.model.check_prompt(ids)
         if keep and self.ids[:keep] != list(ids[:keep]):
             raise ValueError(f"the first {keep} tokens are not the committed ones")
@@ -81,11 +96,12 @@ class Target:
         return logits[-1].clone()
 
     def verify(self, tree: TokenTree, base: int = 0) -> torch.Tensor:
-        """Logits `[n, vocab]` after every node of a tree whose root follows the committed tokens.
-        `commit` keeps a path of it.
+        """Return the logits `[n, vocab]` after every node of a tree.
 
-        `base`: the tree's first nodes that an earlier call has run since the last commit; logits
-        `[n - base, vocab]` are of the rest.
+        The root follows the committed tokens. `commit` keeps a path of the tree.
+
+        `base`: how many of the tree's first nodes an earlier call has run since the last commit.
+        The logits are then those of the other nodes, `[n - base, vocab]`.
         """
         (passed,) = self.model.forward(Batch([Draft(self.store, tree, base)]))
         self.best = passed.best
@@ -98,8 +114,10 @@ class Target:
         return passed.logits
 
     def rehearse(self, tree: TokenTree, context: int) -> torch.Tensor:
-        """`verify` behind at least `context` tokens, whatever they are, for its time alone: nothing
-        that is committed changes."""
+        """Run `verify` behind at least `context` tokens, to measure how long it takes.
+
+        It doesn't matter which tokens these are. Nothing that is committed changes.
+        """
         committed = self.store.length
         self.store.reserve(context + len(tree) + 2)
         self.store.length = max(context, committed)
@@ -109,7 +127,10 @@ class Target:
             self.store.length = committed
 
     def commit(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Make the nodes of `path` (root first, parents before children) committed."""
+        """Commit the nodes of `path` (root first, parents before children).
+
+        Raises `QuickbeamError` where `path` is no path from the root.
+        """
         if (
             not path
             or path[0] != 0

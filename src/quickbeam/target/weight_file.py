@@ -1,5 +1,7 @@
-"""Quantised weights on disk, so that the next load need not quantise again. Knows nothing of what
-the bytes mean."""
+"""Quantised weights on disk, so that the next load need not quantise again.
+
+This module does not know what the bytes mean.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +21,18 @@ from quickbeam.target.native import build
 logger = logging.getLogger(__name__)
 
 NAME = "weights"
-# files of a model's folder that its weights depend on
+# files in a model's folder that its weights depend on
 CHECKPOINT = ("*.json", "*.safetensors", "*.bin")
-# sources that say what the bytes mean, and how weights are rounded
+# sources that define what the bytes mean and how weights are rounded
 LAYOUT = ("quantised.h", "bytes.h", "quantised.py")
 
 
 class WeightFile:
-    """One model's weights of one kind. `path`: None keeps nothing. `progress(stage, fraction)`
-    hears of quantising."""
+    """The file with one model's weights of one kind.
+
+    `path`: where it is; None if nothing is kept. `progress(stage, fraction)` is called while
+    weights are quantised.
+    """
 
     def __init__(
         self, path: Path | None, progress: Callable[[str, float | None], None] | None = None
@@ -43,9 +48,13 @@ class WeightFile:
         weights: str,
         progress: Callable[[str, float | None], None] | None,
     ) -> WeightFile:
-        """That of a checkpoint: a folder, known by its files' sizes and times, or a Hugging Face id
-        at a commit. Another checkpoint, or another version of the layout, has another file. None is
-        kept of an adapter, whose model may change elsewhere."""
+        """Return the file of a checkpoint.
+
+        `folder`: a folder, which is identified by the sizes and times of its files, or a Hugging
+        Face id at a `commit`. `weights`: the kind. Another checkpoint, or another version of the
+        layout, has another file. Nothing is kept of an id without a commit. Nothing is kept of an
+        adapter either, as the model that it belongs to may change elsewhere.
+        """
         place = Path(folder)
         if (not place.is_dir() and commit is None) or (place / "adapter_config.json").exists():
             return cls(None, progress)
@@ -61,14 +70,18 @@ class WeightFile:
         )
 
     def read(self, size: int) -> torch.Tensor | None:
-        """So many bytes; None where there is no file, or none of that size."""
+        """Return the weights, `[size]` uint8.
+
+        Returns None if there is no file, or none with that many bytes. Logs a warning and returns
+        None if the file can't be read.
+        """
         if self.path is None or not self.path.is_file():
             return None
         try:
             with safe_open(self.path, "pt") as file:
                 found = file.get_tensor(NAME)
                 if found.dtype is torch.uint8 and found.numel() == size:
-                    # memory of our own, which the system can keep in huge pages
+                    # a copy in plain memory, which the system can keep in huge pages
                     return torch.empty(size, dtype=torch.uint8).copy_(found)
         except (OSError, SafetensorError) as error:
             logger.warning(
@@ -77,8 +90,11 @@ class WeightFile:
         return None
 
     def write(self, weights: torch.Tensor) -> None:
-        """Keep them; in one rename, so that no reader finds a part. Where that fails, a warning
-        says so."""
+        """Keep the weights in the file.
+
+        The file appears in one rename, so that no reader finds a part of it. Files of earlier
+        layouts are deleted. If writing fails, a warning says so.
+        """
         if self.path is None:
             return
         part = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")

@@ -1,7 +1,7 @@
-"""Segments of a file, read over and over in their order, ahead of who uses them, into a few buffers
-that are used again.
+"""Reads segments of a file over and over in their order, ahead of the code that uses them.
 
-The page cache is passed by (`O_DIRECT`), or where the file system refuses that, told to forget what
+They are read into a few buffers, which are used again and again. Reads bypass the page cache
+(`O_DIRECT`). Where the file system refuses that, they go through it, and it is told to drop what
 was read.
 """
 
@@ -23,23 +23,23 @@ from quickbeam.errors import QuickbeamError
 
 logger = logging.getLogger(__name__)
 
-ALIGNED = 4096  # bytes: what addresses, offsets and sizes of direct reads are multiples of
-READERS = 2  # threads: one's read is under way while the other's buffer changes hands
-STILL = 0.05  # seconds between looks for Ctrl-C while a read is waited for
+ALIGNED = 4096  # bytes: addresses, offsets and sizes of direct reads are multiples of it
+READERS = 2  # threads: one reads while the other hands over its buffer
+STILL = 0.05  # seconds between checks for Ctrl-C during the wait for a read
 
 
 def aligned(size: int) -> torch.Tensor:
-    """So many bytes at a multiple of `ALIGNED`."""
+    """Return `size` uninitialised bytes (uint8) at an address that is a multiple of `ALIGNED`."""
     room = torch.empty(size + ALIGNED, dtype=torch.uint8)
     begin = -room.data_ptr() % ALIGNED
     return room[begin : begin + size]
 
 
 class File:
-    """A file that is read past the page cache."""
+    """A file that is read past the page cache, if the file system allows it (`direct`)."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `QuickbeamError` for a file that can't be read."""
+        """Open the file. Raises `QuickbeamError` if it can't be read."""
         self.path = path
         try:
             self.direct = _direct(path)
@@ -58,12 +58,15 @@ class File:
         return state.st_size, state.st_mtime_ns
 
     def check(self) -> None:
-        """Raise `QuickbeamError` where it was written to since it was opened."""
+        """Raise `QuickbeamError` if the file's size or time changed since it was opened."""
         if self._state() != self._seen:
             raise QuickbeamError(f"{self.path} was changed while in use: load the model again")
 
     def read(self, offset: int, buffer: memoryview) -> None:
-        """Fill the buffer. Raises `QuickbeamError` naming the file where that fails."""
+        """Fill the buffer from byte `offset` on.
+
+        Raises `QuickbeamError`, which names the file, if that fails.
+        """
         done = 0
         while done < len(buffer):
             try:
@@ -83,7 +86,7 @@ class File:
 
 
 def _direct(path: Path) -> bool:
-    """Whether the file system takes reads past the page cache."""
+    """Whether the file system takes reads past the page cache; a warning is logged if not."""
     if not hasattr(os, "O_DIRECT"):
         return False
     fd = -1
@@ -109,15 +112,17 @@ _REFUSED = (22, 95)  # EINVAL, EOPNOTSUPP
 
 
 class _Work:
-    """What the reading threads share with the stream; they don't hold the stream itself, so that it
-    can go."""
+    """What the reading threads share with the stream.
+
+    The threads hold no reference to the stream itself, so that it can be freed.
+    """
 
     def __init__(
         self, file: File, segments: Sequence[tuple[int, int]], buffers: Sequence[torch.Tensor]
     ) -> None:
         self.file, self.segments, self.buffers = file, segments, buffers
         self.changed = threading.Condition()
-        # turns: a segment's number plus that of all segments for each time around
+        # A turn is a segment's number plus the number of all segments for each round before.
         self.next = self.released = 0
         self.ready = set[int]()
         self.failed: Exception | None = None
@@ -146,7 +151,7 @@ class _Work:
             failed: Exception | None = None
             try:
                 self.file.read(offset, self.buffers[turn % len(self.buffers)][:size].numpy().data)
-            except Exception as error:  # whoever waits for it raises it
+            except Exception as error:  # `take` raises it in the thread that waits
                 failed = error
             with self.changed:
                 self.reading -= 1
@@ -161,12 +166,14 @@ class _Work:
 
 
 class WeightStream:
-    """`take` each segment in its order, again and again, and `release` it before the next. Buffers
-    that are free are filled meanwhile, those of the next time around included.
+    """Reads the segments of a file in their order, again and again.
 
-    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many, each as
-    large as the largest segment. Threads start with the first use, and after `close` or in a forked
-    process again.
+    `take` each segment in its order, and `release` it before the next. Meanwhile free buffers are
+    filled with the segments that follow, those of the next round included.
+
+    `segments`: offset and size in the file, multiples of `ALIGNED`. `buffers`: how many there are,
+    each as large as the largest segment. `begin` starts the threads, and starts them anew after
+    `close` and in a forked process.
     """
 
     def __init__(self, path: Path, segments: Sequence[tuple[int, int]], buffers: int) -> None:
@@ -179,11 +186,11 @@ class WeightStream:
         self._stop: Any = None
         self._pid, self._taken = 0, 0
         self._seconds, self._bytes = 0.0, 0
-        self.waited = 0.0  # seconds for which `take` waited
+        self.waited = 0.0  # seconds that `take` waited in all
 
     @property
     def bytes(self) -> int:
-        """Of all segments."""
+        """Bytes of all segments together."""
         return sum(size for _, size in self._segments)
 
     @property
@@ -192,7 +199,7 @@ class WeightStream:
 
     @property
     def rate(self) -> float:
-        """Bytes a second, while anything was read."""
+        """Bytes per second, over the time in which anything was read; 0 before the first read."""
         work, done, seconds = self._work, self._bytes, self._seconds
         if work is not None:
             with work.changed:
@@ -203,8 +210,11 @@ class WeightStream:
         return done / seconds if seconds else 0.0
 
     def begin(self) -> None:
-        """A pass begins: the first segment is next, whatever became of the pass before. Raises
-        `QuickbeamError` for a file that changed."""
+        """Begin a pass: the first segment is next.
+
+        Reading starts anew if the pass before was broken off or failed. Raises `QuickbeamError` if
+        the file changed.
+        """
         self.file.check()
         work = self._work
         broken_off = work is not None and (
@@ -215,12 +225,15 @@ class WeightStream:
             self._start()
 
     def end(self) -> None:
-        """A pass is over. Raises `QuickbeamError` where the file changed meanwhile."""
+        """End a pass. Raises `QuickbeamError` if the file changed meanwhile."""
         self.file.check()
 
     def take(self, number: int) -> int:
-        """The address of a segment's bytes, once they are there. Raises `QuickbeamError` naming the
-        file where they can't be read."""
+        """Return the address of a segment's bytes, once they are there.
+
+        `number`: of the segment, which must be the next in order. Raises `QuickbeamError`, which
+        names the file, if the bytes can't be read.
+        """
         work, turn = self._work, self._taken
         assert work is not None and turn % len(self._segments) == number
         began = time.perf_counter()
@@ -235,14 +248,14 @@ class WeightStream:
         return int(self._room[turn % len(self._room)].data_ptr())
 
     def release(self) -> None:
-        """The segment taken last is not needed any more."""
+        """Free the buffer of the segment that was taken last."""
         assert self._work is not None
         with self._work.changed:
             self._work.released = self._taken
             self._work.changed.notify_all()
 
     def close(self) -> None:
-        """Stop reading: what is under way is waited for, some milliseconds."""
+        """Stop reading. Waits some milliseconds for the reads that are under way."""
         work, self._work = self._work, None
         if work is None or self._pid != os.getpid():
             return

@@ -1,5 +1,8 @@
-"""The order of a vocabulary for a shortlisted head: frequent tokens, then clusters of equal size
-whose rows of the head are alike."""
+"""The order of a vocabulary for a shortlisted head.
+
+Frequent tokens come first, then clusters of equal size. The tokens of a cluster have similar rows
+of the head.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,18 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.layout import Layout
 
 ITERATIONS = 20  # of k-means
-SAMPLE = 256  # rows a cluster that k-means looks at
-# see `make_layout`: clusters that k-means finds in a head are far from equal, and the first balance
-# tears them up
+SAMPLE = 256  # rows per cluster that k-means looks at
+# See `make_layout`. Clusters that k-means finds in a head are far from equal in size, and the first
+# balanced assignment tears them apart.
 ROUNDS = 20
-CHUNK = 8192  # rows a product
+CHUNK = 8192  # rows of a product
 
 
 def ranking(counts: torch.Tensor) -> torch.Tensor:
-    """`[vocab]` int64 token ids by falling count (`[vocab]`), ties by id."""
+    """Return the token ids by falling count, ties by id.
+
+    `counts` `[vocab]` gives `[vocab]` int64 on the CPU.
+    """
     return counts.argsort(descending=True, stable=True).cpu()
 
 
@@ -33,15 +39,17 @@ def make_layout(
     seed: int,
     rounds: int = ROUNDS,
 ) -> Layout:
-    """The `frequent` tokens of the highest counts, then the rest in clusters of `size` whose rows
-    of the head point the same way (DynaSpec, 2510.13847: spherical k-means), balanced, the last one
-    being what is left over.
+    """Return a layout of frequent tokens and balanced clusters.
 
-    `weight` `[vocab, d]`: the head; `counts` `[vocab]`. The same seed gives the same layout on the
-    same machine. `rounds`: of centroids from the balanced clusters, each followed by a balanced
-    assignment to those.
+    The `frequent` tokens of the highest counts come first. The rest is in clusters of `size` tokens
+    whose rows of the head point the same way (DynaSpec, 2510.13847: spherical k-means). The last
+    cluster is what is left over.
 
-    Raises `InvalidInput` for sizes that leave nothing to cluster, and where faiss is missing.
+    `weight` `[vocab, d]`: the head. `counts` `[vocab]`. The same seed gives the same layout on the
+    same machine. `rounds`: how often at most the centroids of the balanced clusters are computed
+    and tokens are assigned anew to those, balanced again.
+
+    Raises `InvalidInput` for sizes that leave nothing to cluster, and if faiss is missing.
     """
     vocab = len(weight)
     if not 1 <= frequent < vocab:
@@ -61,10 +69,10 @@ def make_layout(
 def partition(
     weight: torch.Tensor, tokens: torch.Tensor, size: int, seed: int, rounds: int = ROUNDS
 ) -> torch.Tensor:
-    """`[n]` int64: the cluster of each of `tokens` `[n]`, `size` a cluster, the last one what is
-    left over.
+    """Return the cluster of each of `tokens` `[n]`, `[n]` int64.
 
-    Takes `4 * n / size` bytes of memory a token, and the rows that k-means looks at in float32.
+    Clusters have `size` tokens, the last one what is left over. It takes `4 * n / size` bytes of
+    memory per token, and the rows that k-means looks at in float32.
     """
     count = -(-len(tokens) // size)
     if count == 1:
@@ -85,13 +93,16 @@ def partition(
 
 
 def directions(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """`[n, d]` float32 on the CPU: the head's rows of `tokens`, each of length 1."""
+    """Return the head's rows of `tokens`, scaled to length 1: `[n, d]` float32 on the CPU."""
     return F.normalize(weight[tokens.to(weight.device)].float().cpu(), dim=1)
 
 
 def similarity(weight: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
-    """`[n, clusters]` float32 cosines, the column that the fewest rows like best moved to the end:
-    the last cluster may be a short one."""
+    """Return the cosines of the tokens' rows and the centroids, `[n, clusters]` float32.
+
+    The column that is the best one of the fewest rows changes places with the last one, because the
+    last cluster may be a short one.
+    """
     scores = torch.empty(len(tokens), len(centroids))
     for part in torch.split(torch.arange(len(tokens)), CHUNK):
         scores[part[0] : part[-1] + 1] = directions(weight, tokens[part]) @ centroids.T
@@ -103,13 +114,14 @@ def similarity(weight: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tens
 
 
 def balance(scores: torch.Tensor, size: int) -> torch.Tensor:
-    """`[n]` int64: a cluster for every row of `scores` `[n, clusters]`, which is used up; `size`
-    rows each, the last one what is left over.
+    """Return a cluster for every row of `scores` `[n, clusters]`, `[n]` int64.
 
-    In rounds: every row without a cluster asks for the one with room that it likes best, and a
-    cluster asked by more than it has room for takes those that would lose the most by their next
-    best; the others ask again. A round fills a cluster or is the last, so there are at most as many
-    rounds as clusters.
+    Clusters have `size` rows, the last one what is left over. `scores` is overwritten.
+
+    The assignment goes in rounds. Every row without a cluster asks for the best cluster that has
+    room. A cluster that is asked by more rows than it has room for takes those that would lose the
+    most with their next best cluster. The others ask again. A round fills a cluster or is the last,
+    so there are at most as many rounds as clusters.
     """
     n, count = scores.shape
     room = torch.full((count,), size)
@@ -131,7 +143,7 @@ def balance(scores: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _wishes(scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The best column of each of `rows`, and by how much it is better than the next."""
+    """Return the best column of each of `rows`, and by how much it is better than the next best."""
     if scores.shape[1] == 1:
         return torch.zeros_like(rows), torch.zeros(len(rows))
     found = [scores[part].topk(2, 1) for part in torch.split(rows, CHUNK)]
@@ -140,7 +152,7 @@ def _wishes(scores: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def _kmeans(weight: torch.Tensor, tokens: torch.Tensor, count: int, seed: int) -> torch.Tensor:
-    """`[count, d]` centroids of length 1."""
+    """Return centroids of length 1, `[count, d]`."""
     drawn = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))[
         : count * SAMPLE
     ]
@@ -155,7 +167,7 @@ def _kmeans(weight: torch.Tensor, tokens: torch.Tensor, count: int, seed: int) -
 def _faiss() -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of its bindings, at import
+            warnings.simplefilter("ignore", DeprecationWarning)  # its bindings raise one at import
             import faiss
     except ImportError as error:
         raise InvalidInput(

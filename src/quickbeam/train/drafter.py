@@ -1,5 +1,7 @@
-"""What a feature drafter is trained for: the target's own law of the next tokens, several drafts
-deep."""
+"""What a feature drafter is trained for.
+
+That is the target's own distribution over the next tokens, at several draft depths.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +20,25 @@ from quickbeam.errors import InvalidInput
 from quickbeam.train.shards import Shards
 from quickbeam.train.unroll import Batch, collate, lasting, unroll
 
-HELD_OUT = 50  # one conversation in so many is never trained on
+HELD_OUT = 50  # one conversation in this many is never trained on
 
 
 @dataclass(frozen=True)
 class Recipe:
     """How a drafter is trained.
 
-    Steps of about `batch` tokens, padding counted; up to `depths` passes of training-time test
-    (`ahead`), each later one weighs `decay` of the one before. The learning rate rises over
-    `warmup` steps, stays, and falls to zero over the last `cooldown` of the run. The loss is the
-    cross-entropy with the target's law over `loss_vocab` tokens (`LossVocabulary`), plus
-    `regression` times the smooth L1 distance to the target's hidden state, which leads the way
-    while the law is still far off: its weight falls to zero over the first `lead` of the run. In
-    the first `whole` of the run every token counts, what users say too: text is dear, and theirs
-    teaches what answers don't hold. Then answers only.
+    A step has about `batch` tokens, padding counted. It has up to `depths` passes of training-time
+    test (`ahead`), and each later pass weighs `decay` times the one before. The learning rate rises
+    over `warmup` steps, stays at `lr`, and falls to zero over the last share `cooldown` of the run.
+    `clip`: the largest norm of the gradient.
+
+    The loss is the cross-entropy with the target's distribution over `loss_vocab` tokens
+    (`LossVocabulary`), plus `regression` times the smooth L1 distance to the target's hidden state.
+    The distance guides the training while the drafter's distribution is still far off. Its weight
+    falls to zero over the first share `lead` of the run.
+
+    In the first share `whole` of the run every token counts, those of users too. Text is expensive,
+    and what users say teaches what answers don't contain. After that only answers count.
     """
 
     epochs: float = 6
@@ -50,13 +56,15 @@ class Recipe:
     seed: int = 0
 
     def ahead(self, done: float) -> int:
-        """Passes of a step, `done` (0 to 1) of the run being behind it: one in the first half, as a
-        step of three takes three times as long and what it learns first is the first; then one more
-        every fifth of the run."""
+        """Return the number of passes of a step if `done` (0 to 1) of the run is over.
+
+        It is one in the first half, then two, and one more after every further fifth of the run. A
+        step of three passes takes three times as long, and what it learns first is the first pass.
+        """
         return min(self.depths, 1 if done < 0.5 else 2 + int((done - 0.5) * 5))
 
     def rate(self, step: int, done: float) -> float:
-        """The learning rate of a step, `done` (0 to 1) of the run being behind it."""
+        """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
         return (
             self.lr
             * min(1.0, (step + 1) / self.warmup)
@@ -65,8 +73,10 @@ class Recipe:
 
 
 def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
-    """A network to be trained, with small random weights and no head. Its last norm begins as the
-    target's, if that is of its kind."""
+    """Return a network to be trained, with small random weights and no head.
+
+    Its last norm begins as the target's, if that is of the same kind and size.
+    """
     network = EagleHead(config, model.get_input_embeddings())  # type: ignore[operator]
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -76,7 +86,7 @@ def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
                     0, 0.01 if name.startswith(("out.", "down.")) else 0.02, generator=generator
                 )
         last = getattr(model.base_model, "norm", None)
-        kind = type(last).__name__  # Gemma's norms keep their weight less one
+        kind = type(last).__name__  # Gemma's norms store their weight minus one
         if (
             last is not None
             and kind.endswith("RMSNorm")
@@ -88,8 +98,10 @@ def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
 
 
 def begun(model: nn.Module, config: EagleConfig, folder: Path) -> EagleHead:
-    """A network that was trained before, to be trained on. Raises `InvalidInput` for one of another
-    shape than `config`."""
+    """Return a network that was trained before, in float32, to be trained on.
+
+    Raises `InvalidInput` if its shape is not that of `config`.
+    """
     network = EagleHead.load(folder, model.get_input_embeddings())  # type: ignore[operator]
     there, wanted = asdict(network.config), asdict(config)
     if others := [
@@ -105,17 +117,20 @@ def begun(model: nn.Module, config: EagleConfig, folder: Path) -> EagleHead:
 
 
 def head_of(model: nn.Module) -> torch.Tensor:
-    """`[vocab, d]`: the weights of a model's head."""
+    """Return the weights of a model's head, `[vocab, d]`."""
     return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]
 
 
 class LossVocabulary:
-    """The tokens that a step's loss is taken over: the most frequent ones, those of the batch, and
-    random ones for the rest.
+    """Chooses the tokens that a step's loss is taken over.
 
-    The softmax over a whole vocabulary costs more than the network. Each random token stands for
-    its share of those left out: the logarithm of their number is added to its logit, so that the
-    sum over the sample estimates the sum over the vocabulary.
+    These are the most frequent ones, those of the batch, and some random others. The softmax over a
+    whole vocabulary costs more than the network. Each random token stands for its share of the
+    tokens that are neither frequent nor in the batch. The logarithm of how many it stands for is
+    added to its logit, so the sum over the sample estimates the sum over the vocabulary.
+
+    `counts` `[vocab]`. `size`: about how many tokens are chosen; half of them are the most frequent
+    ones.
     """
 
     def __init__(self, counts: torch.Tensor, size: int, seed: int) -> None:
@@ -124,7 +139,7 @@ class LossVocabulary:
         self._generator = torch.Generator().manual_seed(seed)
 
     def choose(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids `[s]`, and what to add to their logits `[s]`."""
+        """Return token ids `[s]`, and what to add to their logits `[s]`."""
         if self._size == self._vocab:
             return torch.arange(self._vocab), torch.zeros(self._vocab)
         common = torch.zeros(self._vocab, dtype=torch.bool)
@@ -139,7 +154,7 @@ class LossVocabulary:
 
 
 class Objective(nn.Module):
-    """The loss of a batch, as one module, which `accelerate` can wrap."""
+    """The loss of a batch as one module, so that `accelerate` can wrap it."""
 
     def __init__(self, network: EagleHead, recipe: Recipe) -> None:
         super().__init__()
@@ -148,9 +163,13 @@ class Objective(nn.Module):
     def forward(
         self, batch: Batch, head: torch.Tensor, shift: torch.Tensor, done: float = 1.0
     ) -> torch.Tensor:
-        """Cross-entropy in nats, summed over depths by weight. `head` `[s, d]`: the head's rows of
-        the loss's tokens, without a gradient; `shift` `[s]`; `done`: how much of the run is
-        over."""
+        """Return the loss, a scalar in nats.
+
+        It is the sum over depths of the mean over rows, by the depths' weights. A row's loss is the
+        cross-entropy plus the weighted distance to the target's hidden state (see `Recipe`). `head`
+        `[s, d]`: the head's rows of the loss's tokens, without a gradient. `shift` `[s]`: what is
+        added to their logits. `done`: how much of the run is over, 0 to 1.
+        """
         distance = self.recipe.regression * max(0.0, 1 - done / max(self.recipe.lead, 1e-9))
         total = torch.zeros((), device=batch.tokens.device)
         batch = batch.whole() if done < self.recipe.whole else batch
@@ -182,19 +201,22 @@ class Objective(nn.Module):
 def mean_rows(
     laws: torch.Tensor, head: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `laws` `[m, s]`, all that a cross-entropy with them needs: the means of the rows of `head`
-    `[s, d]`, `[m, d]` float32, and of `shift` `[s]`, `[m]`."""
+    """Return all that a cross-entropy with the distributions `laws` `[m, s]` needs of them.
+
+    That is the mean of the rows of `head` `[s, d]` under each distribution, `[m, d]` float32, and
+    the mean of `shift` `[s]`, `[m]`.
+    """
     return (laws.to(head.dtype) @ head).float(), laws @ shift
 
 
 class CrossEntropy(torch.autograd.Function):
-    """`[m]`, nats: between laws p and the softmax q of the scores z = `features @ head.T + shift`
-    `[m, s]`.
+    """The cross-entropy between distributions p and the softmax q of scores z: `[m]`, in nats.
 
-    -sum(p log q) is log(sum(exp z)) less the mean of z under p, and that mean needs no more than
-    the `mean_rows` of p, which are the same at every depth. The gradient is the mean row under q
-    less that under p. So `[m, s]` is gone through a few times only, of which a training on a CPU
-    mostly consists, and nothing of it is kept. Only `features` have a gradient.
+    z is `features @ head.T + shift` `[m, s]`. -sum(p log q) is log(sum(exp z)) minus the mean of z
+    under p. That mean needs only the `mean_rows` of p (`row`, `offset`), which are the same at
+    every depth. The gradient is the mean row under q minus the mean row under p. So there are only
+    a few operations on `[m, s]`, which take most of the time of a training on a CPU. No tensor of
+    that size is kept for the backward pass. Only `features` have a gradient.
     """
 
     @staticmethod
@@ -220,16 +242,21 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def kept(known: torch.Tensor, batch: Batch, depth: int) -> torch.Tensor:
-    """Of what is known of the tokens at the rows of the first pass, that at the rows of the pass at
-    `depth`: they are the same tokens."""
+    """Select what is `known` at the rows of the first pass for the rows of a later pass.
+
+    Both passes predict the same tokens there, but the one at `depth` may lack some of the rows.
+    """
     rows = lasting(batch.answer, depth)
     return known if bool(rows.all()) else known[rows]
 
 
 class Held(NamedTuple):
-    """On held-out answers, by depth: `agreement`, how often the drafter's likeliest token is the
-    target's; `overlap`, the mean of Σ min(p, q), how often a drawn token is accepted at temperature
-    1. `loss`: cross-entropy in nats at depth 1."""
+    """Figures on held-out answers, by depth.
+
+    `agreement`: how often the drafter's likeliest token is the target's. `overlap`: the mean of Σ
+    min(p, q), which is how often a drawn token is accepted at temperature 1. `loss`: the
+    cross-entropy in nats at depth 1.
+    """
 
     agreement: list[float]
     overlap: list[float]
@@ -240,7 +267,10 @@ class Held(NamedTuple):
 def hold_out(
     network: EagleHead, shards: Shards, chosen: Sequence[int], head: torch.Tensor, depths: int
 ) -> Held:
-    """How well the drafter does on conversations it was not trained on. `head`: `[vocab, d]`."""
+    """Measure the drafter on the `chosen` conversations, which it was not trained on.
+
+    `head`: the target's, `[vocab, d]`.
+    """
     agree, overlap = [0.0] * depths, [0.0] * depths
     count, loss = [0] * depths, 0.0
     for i in chosen:
@@ -262,13 +292,16 @@ def hold_out(
 
 
 def split(shards: Shards) -> tuple[list[int], list[int]]:
-    """Which conversations are trained on, and which are held out."""
+    """Return the numbers of the conversations to train on, and of those that are held out."""
     held = [i for i in range(len(shards)) if i % HELD_OUT == HELD_OUT - 1] or [len(shards) - 1]
     return sorted(set(range(len(shards))) - set(held)), held
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """bfloat16 products where the device has them; parameters and sums stay float32."""
+    """Return a context in which products are computed in bfloat16 if the device supports it.
+
+    Parameters and sums stay float32.
+    """
     return torch.autocast(
         device.type,
         torch.bfloat16,

@@ -1,5 +1,8 @@
-"""What a router learns from: rows that go into the drafter's layer, and which clusters hold the
-mass of the law that follows."""
+"""What a router learns from.
+
+A row is an input of the drafter's layer. Its label says which clusters hold the mass of the
+distribution that follows.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ from quickbeam.train.drafter import autocast
 from quickbeam.train.shards import Shards, spread_lengths
 from quickbeam.train.unroll import Batch, ahead, collate, unroll
 
-CANDIDATES = 10  # of the drafter, that labels take in
-FLOATS = 2**24  # of laws at once
-BATCH_TOKENS = 1024  # of conversations that the drafter runs at once
-# of the rows of a conversation: fewer would be better spread over the text, and cost more passes of
-# the drafter
+CANDIDATES = 10  # the drafter's likeliest tokens that labels include
+FLOATS = 2**24  # probabilities that are computed at once
+BATCH_TOKENS = 1024  # tokens of the conversations that the drafter runs at once
+# The least share of a conversation's rows that is used. A smaller one would spread the rows better
+# over the text, but would cost more passes of the drafter.
 LEAST_SHARE = 0.25
 
 
 class Inputs(NamedTuple):
-    """One depth of the unrolling, at the rows that count: what goes into the drafter's layer,
-    `hidden` `[m, hidden_size]` and the embedding of `tokens` `[m]`; `out` and `target` as in
-    `unroll`'s `Pass`."""
+    """The rows that count at one depth of the unrolling.
+
+    The drafter's layer reads `hidden` `[m, hidden_size]` and the embeddings of `tokens` `[m]`.
+    `out` and `target` are as in `unroll`'s `Pass`.
+    """
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -37,7 +42,7 @@ class Inputs(NamedTuple):
 
 @torch.no_grad()
 def inputs(network: EagleHead, batch: Batch, depths: int) -> Iterator[Inputs]:
-    """`unroll`, with what the layer was given in each pass."""
+    """Yield the passes of `unroll`, with what the layer was given in each of them."""
     given: list[torch.Tensor] = []
     watch = network.register_forward_pre_hook(lambda module, arguments: given.append(arguments[0]))
     try:
@@ -49,9 +54,12 @@ def inputs(network: EagleHead, batch: Batch, depths: int) -> Iterator[Inputs]:
 
 
 class Labels(NamedTuple):
-    """`masses` `[n, clusters]` of the law to be covered; of the target's law, `common` `[n]`, the
-    mass of the frequent block, and `best` `[n]`, the cluster of its likeliest token (`FREQUENT`,
-    `ABSENT` where it is in none)."""
+    """Labels of n rows.
+
+    `masses` `[n, clusters]`: the mass of each cluster in the distribution to be covered. `common`
+    `[n]`: the mass of the frequent block in the target's distribution. `best` `[n]`: the cluster of
+    the target's likeliest token (`FREQUENT`, or `ABSENT` if the layout lacks it).
+    """
 
     masses: torch.Tensor
     common: torch.Tensor
@@ -59,12 +67,13 @@ class Labels(NamedTuple):
 
 
 class Labeller:
-    """Makes labels for a layout. `head` `[vocab, d]` is copied in the layout's order, in which a
-    cluster is a slice.
+    """Makes labels for a layout.
 
-    `mix`: the law to be covered is `(1 - mix) * p + mix * q`, p being the target's law and q the
-    drafter's cut to its `CANDIDATES` likeliest tokens and renormalised (a stand-in for DynaSpec's
-    labels, which are not published).
+    `head` `[vocab, d]` is copied in the layout's order, in which a cluster is a slice.
+
+    `mix`: the distribution to be covered is `(1 - mix) * p + mix * q`. Here p is the target's
+    distribution, and q is the drafter's, cut to its `CANDIDATES` likeliest tokens and renormalised.
+    It stands in for DynaSpec's labels, which are not published.
     """
 
     def __init__(self, head: torch.Tensor, layout: Layout, mix: float) -> None:
@@ -76,8 +85,11 @@ class Labeller:
 
     @torch.no_grad()
     def __call__(self, feature: torch.Tensor, target: torch.Tensor) -> Labels:
-        """Of rows where the drafter's head reads `feature` and the target's `target`, both `[m,
-        d]`."""
+        """Return the labels of m rows.
+
+        `feature` `[m, d]`: what the drafter's head reads. `target` `[m, d]`: what the target's head
+        reads.
+        """
         law = self._logits(target).softmax(-1)
         first, last = self.layout.frequent, len(self.layout.order)
         missing = self.layout.clusters * self.layout.size - (last - first)
@@ -104,9 +116,11 @@ class Labeller:
 
 
 class Rows(NamedTuple):
-    """Rows with their labels, on the CPU: `hidden` `[n, hidden_size]` bfloat16, `tokens` `[n]`
-    int32, `depth` `[n]` uint8, `masses` `[n, clusters]` float16, `common` `[n]` float32, `best`
-    `[n]` int32."""
+    """Rows with their labels, on the CPU.
+
+    `hidden`: `[n, hidden_size]` bfloat16. `tokens`: `[n]` int32. `depth`: `[n]` uint8. `masses`:
+    `[n, clusters]` float16. `common`: `[n]` float32. `best`: `[n]` int32.
+    """
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -128,7 +142,7 @@ class Rows(NamedTuple):
 
     @staticmethod
     def memory(count: int, hidden_size: int, clusters: int) -> int:
-        """Bytes of so many rows."""
+        """Return the bytes that `count` rows take."""
         return count * (2 * hidden_size + 2 * clusters + 13)
 
     def take(self, rows: torch.Tensor | slice) -> Rows:
@@ -145,15 +159,16 @@ def collect(
     seed: int,
     report: Callable[[float], None] = lambda done: None,
 ) -> Rows:
-    """At most `count` rows of the answers in the `chosen` conversations, drawn at random, at depths
-    0 to `depths` - 1, with labels.
+    """Return at most `count` rows with labels, drawn at random.
 
-    `report(done)`: 0 to 1. Raises `InvalidInput` where no row counts.
+    Rows are from the answers in the `chosen` conversations, at depths 0 to `depths` - 1.
+    `report(done)` is called with the share that is done, 0 to 1. Raises `InvalidInput` if there is
+    no row in an answer.
     """
     device = next(network.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     lengths = [shards.length(i) for i in chosen]
-    there = shards.answers * sum(lengths) / shards.tokens * depths  # about
+    there = shards.answers * sum(lengths) / shards.tokens * depths  # an estimate
     share = min(1.0, max(LEAST_SHARE, count / max(there, 1)))
     rows = Rows.empty(count, network.config.hidden_size, labeller.layout.clusters)
     found = 0
@@ -185,8 +200,10 @@ def collect(
 def _drawn(
     network: EagleHead, batch: Batch, depths: int, share: float, generator: torch.Generator
 ) -> list[torch.Tensor]:
-    """A share of the rows of all depths: hidden states, tokens, depths, and what the drafter's and
-    the target's head read."""
+    """Draw a share of the rows of all depths.
+
+    Returns hidden states, tokens, depths, and what the drafter's and the target's head read.
+    """
     parts = []
     with autocast(batch.tokens.device):
         for depth, row in enumerate(inputs(network, batch, depths)):

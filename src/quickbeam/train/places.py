@@ -1,5 +1,8 @@
-"""Places of text where a drafter is asked for a token: what goes into it, what is wanted, and what
-of that the context holds."""
+"""Places of text where a drafter is asked for a token.
+
+For each place this gives the drafter's input, the tokens that are wanted there, and which of those
+the context holds.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,24 @@ from quickbeam.train.labels import BATCH_TOKENS, inputs
 from quickbeam.train.shards import Shards, spread_lengths
 from quickbeam.train.unroll import Batch, ahead, collate
 
-LIKELY = 48  # of the target's likeliest tokens that are kept
-# tokens that a step of decoding is assumed to emit: so often are the last logits' likeliest tokens
-# read
+LIKELY = 48  # the target's likeliest tokens that are kept of each place
+# Tokens that a step of decoding is assumed to emit. Once a step, the likeliest tokens of the last
+# logits join what the context holds.
 STEP = 3
-FLOATS = 2**25  # logits at once
+FLOATS = 2**25  # logits that are computed at once
 
 
 class Places(NamedTuple):
-    """Rows of the drafter, on the CPU. `hidden` `[n, d]` bfloat16 and `tokens` `[n]` int32: what
-    goes into its layer; `depth` `[n]` uint8; `root` `[n]` int64: alike for the rows of one tree;
-    `likely` `[n, LIKELY]` int32: the target's likeliest tokens there, the likeliest first, `mass`
-    (float32) their probabilities, `near` (bool) whether the context of the tree holds them;
-    `feature` `[n, d]` bfloat16: what the drafter's head reads, and `drafted` `[n]` int32 its
-    likeliest token of the whole vocabulary (empty where they were not asked for)."""
+    """Rows of the drafter, on the CPU.
+
+    `hidden` `[n, d]` bfloat16 and `tokens` `[n]` int32: what the drafter's layer reads. `depth`:
+    `[n]` uint8. `root`: `[n]` int64, the same number for all rows of one tree. `likely`:
+    `[n, LIKELY]` int32, the target's likeliest tokens there, the likeliest first. `mass`:
+    `[n, LIKELY]` float32, their probabilities. `near`: `[n, LIKELY]` bool, whether the context of
+    the tree holds them. `feature`: `[n, d]` bfloat16, what the drafter's head reads. `drafted`:
+    `[n]` int32, the likeliest token of the drafter's head over the whole vocabulary. `feature` and
+    `drafted` are empty if they were not asked for.
+    """
 
     hidden: torch.Tensor
     tokens: torch.Tensor
@@ -43,12 +50,12 @@ class Places(NamedTuple):
 
     @property
     def wanted(self) -> torch.Tensor:
-        """`[n]` int64: the target's likeliest token."""
+        """The target's likeliest token, `[n]` int64."""
         return self.likely[:, 0].long()
 
     @property
     def known(self) -> torch.Tensor:
-        """`[n]` bool: whether the context holds the wanted token."""
+        """Whether the context holds the wanted token, `[n]` bool."""
         return self.near[:, 0]
 
     def take(self, rows: torch.Tensor) -> Places:
@@ -67,9 +74,12 @@ def collect_places(
     drafted: bool,
     report: Callable[[float], None] = lambda done: None,
 ) -> Places:
-    """At most about `count` rows of the answers in the `chosen` conversations, at depths 0 to
-    `depths` - 1. `head`: `[vocab, d]`, the target's; `drafted`: ask the drafter's head, too.
-    `report(done)`: 0 to 1. Raises `InvalidInput` where no row counts."""
+    """Return at most `count` places in the answers of the `chosen` conversations.
+
+    Places are at depths 0 to `depths` - 1. `head`: the target's, `[vocab, d]`. `drafted`: run the
+    drafter's head, too. `report(done)` is called with the share that is done, 0 to 1. Raises
+    `InvalidInput` if there is no row in an answer.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = [shards.length(i) for i in chosen]
     parts, found, trees = list[Places](), 0, 0
@@ -91,7 +101,10 @@ def collect_places(
 def _of(
     network: EagleHead, head: torch.Tensor, batch: Batch, depths: int, drafted: bool, first: int
 ) -> Places:
-    """`first`: a number above those of the trees before."""
+    """Return the places of one batch.
+
+    `first`: a number for its first tree, above those of earlier trees.
+    """
     b, n = batch.tokens.shape
     last = batch.hidden[..., -head.shape[1] :]
     there = torch.arange(n, device=batch.tokens.device) < batch.lengths[:, None]
@@ -106,7 +119,7 @@ def _of(
     parts = []
     for depth, row in enumerate(inputs(network, batch, depths)):
         counts = ahead(batch.answer, depth + 2).cpu()
-        # hidden states up to `at`, so that the root is the token after it
+        # hidden states are known up to `at`, so the root is the token after it
         one, at = conversation[counts], place[counts]
         wanted = likely[one, at + 1 + depth]
         near = first_read[one[:, None], wanted.long()] <= at[:, None] + 1
@@ -136,8 +149,12 @@ def _of(
 
 
 def _first(batch: Batch, likely: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`[b, vocab]` twice: the first place at which a conversation has each token, and at which a
-    step of decoding is told that it is one of the `OFFERED` likeliest."""
+    """Return the positions at which each token is first known, `[b, vocab]` twice.
+
+    The first tensor says where a conversation first has the token. The second says where a decoding
+    step first learns that the token is one of the `OFFERED` likeliest. Both hold a position behind
+    the text for tokens that never are.
+    """
     b, n = batch.tokens.shape
     places = torch.arange(n).expand(b, n)
     never = n + 1

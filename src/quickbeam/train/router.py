@@ -1,5 +1,8 @@
-"""Training a router: which clusters of the vocabulary a row of the drafter calls for, told before
-its layer has run."""
+"""Trains a router.
+
+A router predicts which clusters of the vocabulary a row of the drafter needs, before the drafter's
+layer has run.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,8 @@ from quickbeam.shortlist.layout import FREQUENT
 from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train.labels import Rows
 
-CHOICES = (0, 1, 2, 4, 8, 16, 32)  # clusters called for, in reports
-CHUNK = 4096  # rows a pass without gradients
+CHOICES = (0, 1, 2, 4, 8, 16, 32)  # numbers of clusters that reports are about
+CHUNK = 4096  # rows of a pass without gradients
 
 Embed = Callable[[torch.Tensor], torch.Tensor]
 """`[n]` token ids to `[n, embed_size]`."""
@@ -25,11 +28,13 @@ Embed = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True)
 class RouterRecipe:
-    """How a router is trained: on `rows` rows at `depths` drafts ahead, `epochs` times in steps of
-    `batch` rows, by AdamW with a learning rate that falls from `lr` to zero as a cosine. `width`:
-    of the router's hidden layer. `mix`: see `Labeller`.
+    """How a router is trained.
 
-    Raises `InvalidInput` for what is no such thing.
+    It learns from `rows` rows at `depths` draft depths, `epochs` times, in steps of `batch` rows.
+    AdamW is used with `weight_decay` and a learning rate that falls from `lr` to zero as a cosine.
+    `width`: of the router's hidden layer. `mix`: see `Labeller`.
+
+    Raises `InvalidInput` for values out of range.
     """
 
     rows: int = 200_000
@@ -53,15 +58,18 @@ class RouterRecipe:
             )
 
     def rate(self, done: float) -> float:
-        """The learning rate where `done` (0 to 1) of the run is over."""
+        """Return the learning rate if `done` (0 to 1) of the run is over."""
         return self.lr * (1 + math.cos(math.pi * done)) / 2
 
 
 class RouterReport(NamedTuple):
-    """On held-out answers, by depth and then by number of clusters called for (`choices`; 0: the
-    frequent block alone): `recall`, how often the target's likeliest token is among what is scored;
-    `covered`, how much of the target's law is. `rows`: by depth. `loss`: see `loss_of`, all depths
-    together."""
+    """Figures on held-out answers, by depth and then by number of clusters chosen.
+
+    `choices`: the numbers of clusters; 0 is the frequent block alone. `recall`: how often the
+    target's likeliest token is among the tokens scored. `covered`: the mean mass of the tokens
+    scored in the target's distribution. `rows`: how many there are, by depth. `loss`: see
+    `loss_of`, over all depths together.
+    """
 
     choices: list[int]
     recall: list[list[float]]
@@ -71,8 +79,11 @@ class RouterReport(NamedTuple):
 
 
 class Epoch(NamedTuple):
-    """`router`: the best so far, a copy; `better`: it is of this epoch. `loss`: mean over the
-    epoch; `held`: after it."""
+    """What one epoch gave.
+
+    `loss`: the mean over the epoch. `held`: figures after it. `router`: a copy of the best router
+    so far. `better`: whether that is this epoch's.
+    """
 
     number: int
     loss: float
@@ -82,17 +93,22 @@ class Epoch(NamedTuple):
 
 
 def loss_of(logits: torch.Tensor, masses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cross-entropy, in nats, of softmax(`logits`) with the normalised `masses`, both `[n,
-    clusters]`, each row weighted by its mass: the sum over rows, and the sum of the weights."""
+    """Return the loss summed over rows, and the sum of the rows' weights.
+
+    A row's loss is the cross-entropy, in nats, of softmax(`logits`) with the normalised `masses`,
+    both `[n, clusters]`. Its weight is the sum of its masses.
+    """
     return -(masses * logits.log_softmax(-1)).sum(), masses.sum()
 
 
 def train_router(
     embed: Embed, rows: Rows, held: Rows, recipe: RouterRecipe, device: torch.device
 ) -> Iterator[Epoch]:
-    """Train on `rows`, one item an epoch; the router that is kept is the one with the least loss on
-    `held`, whose labels are the target's law alone. Raises `QuickbeamError` for a loss that is not
-    finite."""
+    """Train on `rows` and yield an `Epoch` after each epoch.
+
+    The router that is kept is the one with the least loss on `held`, whose labels must be those of
+    the target's distribution alone. Raises `QuickbeamError` for a loss that is not finite.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         clusters, embed_size = (
@@ -140,7 +156,7 @@ def train_router(
 def evaluate(
     router: Router, embed: Embed, rows: Rows, depths: int, device: torch.device
 ) -> RouterReport:
-    """What the router finds. `rows`: with labels of the target's law alone."""
+    """Measure what the router finds. `rows`: with labels of the target's distribution alone."""
     clusters = rows.masses.shape[1]
     choices = [k for k in CHOICES if k <= clusters]
     recall, covered = torch.zeros(depths, len(choices)), torch.zeros(depths, len(choices))
@@ -154,7 +170,7 @@ def evaluate(
         loss, weight = loss + float(step), weight + float(mass)
         order = scores.argsort(-1, descending=True)
         held = torch.cat([chosen.common[:, None], masses.gather(1, order)], 1).cumsum(1)[:, choices]
-        # of the cluster that holds the likeliest token
+        # the place of the likeliest token's cluster, from 1
         rank = (order == chosen.best[:, None]).int().argmax(1) + 1
         known = chosen.best >= 0
         found = (chosen.best == FREQUENT)[:, None] | (

@@ -1,5 +1,7 @@
-"""Conversations with the target's hidden states, on disk: written in shards, read one conversation
-at a time."""
+"""Conversations with the target's hidden states, on disk.
+
+They are written in shards and read one conversation at a time.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,16 @@ from safetensors.torch import save_file
 
 from quickbeam.errors import InvalidInput
 
-SHARD = 40_000  # tokens
+SHARD = 40_000  # a file is written once there are so many tokens for it
 
 
 class Conversation(NamedTuple):
-    """`tokens` `[n]` int32; `answer` `[n]` bool: which of them the model says as an answer (a
-    drafter is wanted for those); `hidden` `[n, L * d]`: its hidden states where it has read the
-    token. `temperature`: of the answer."""
+    """A conversation of n tokens.
+
+    `tokens`: `[n]` int32. `answer`: `[n]` bool, which of them the model says as an answer; a
+    drafter is wanted for those. `hidden`: `[n, L * d]`, the target's hidden states of L layers
+    after each token. `temperature`: of the answer.
+    """
 
     tokens: torch.Tensor
     answer: torch.Tensor
@@ -30,9 +35,11 @@ class Conversation(NamedTuple):
 
 
 class ShardWriter:
-    """Collects conversations and writes a file for every `SHARD` tokens, named
-    `prefix-00000.safetensors` and on. Files that are there stay: a second run adds to them. A file
-    is complete or absent."""
+    """Collects conversations, and writes a file whenever they have `SHARD` tokens or more.
+
+    Files are named `prefix-00000.safetensors` and so on. Files that are there stay: a second run
+    adds to them. A file is complete or absent.
+    """
 
     def __init__(self, folder: Path, prefix: str = "text") -> None:
         self.folder, self.prefix = folder, prefix
@@ -46,7 +53,7 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write what is held."""
+        """Write the conversations that are held."""
         if not self._held:
             return
         tensors = {
@@ -56,7 +63,7 @@ class ShardWriter:
             "length": torch.tensor([len(c.tokens) for c in self._held]),
             "temperature": torch.tensor([c.temperature for c in self._held]),
         }
-        # where one was deleted
+        # the number may be taken, if another file was deleted
         while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():
             self.files += 1
         part = path.with_suffix(".part")
@@ -67,8 +74,11 @@ class ShardWriter:
 
 
 class Shards:
-    """The conversations of a folder, in order. Nothing but their places is kept in memory: files
-    are mapped and read piece by piece."""
+    """The conversations of a folder, in order.
+
+    Only their places are kept in memory. Files are mapped and read piece by piece. Raises
+    `InvalidInput` for a file that is no shard, and for a folder without any.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._files: list[Any] = []
@@ -99,7 +109,7 @@ class Shards:
         return len(self._places)
 
     def length(self, i: int) -> int:
-        """Tokens of conversation i."""
+        """Return the number of tokens of conversation i."""
         _, begin, end, _ = self._places[i]
         return end - begin
 
@@ -113,7 +123,7 @@ class Shards:
         return sum(self.answered)
 
     def counts(self, vocab: int) -> torch.Tensor:
-        """`[vocab]` int64: how often each token occurs."""
+        """Return how often each token occurs, `[vocab]` int64."""
         found = torch.zeros(vocab, dtype=torch.int64)
         for file in self._files:
             found += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
@@ -131,9 +141,11 @@ class Shards:
 
 
 def read_prompts(path: Path) -> list[list[dict[str, str]]]:
-    """Conversations to answer, one JSON object a line: `{"prompt": "…"}`, `{"turns": ["…", …]}`
-    (user turns; the first is taken) or `{"messages": [{"role": …, "content": …}, …]}`. Raises
-    `InvalidInput` naming the line."""
+    """Read conversations to answer from a file with one JSON object per line.
+
+    An object is `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns, of which the first is taken)
+    or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
+    """
     found = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -167,8 +179,10 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
 def spread_lengths(
     lengths: Sequence[int], batch: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """Batches of indices of about `batch` tokens, padding counted: neighbours in length together,
-    the batches in random order."""
+    """Return batches of indices of about `batch` tokens, padding counted.
+
+    Indices of similar length go together. The batches are in random order.
+    """
     noise = torch.rand(len(lengths), generator=generator).tolist()
     order = sorted(range(len(lengths)), key=lambda i: lengths[i] * (0.9 + 0.2 * noise[i]))
     batches: list[list[int]] = [[]]
@@ -185,11 +199,13 @@ def spread_lengths(
 def side_by_side(
     batches: Sequence[list[int]], weights: Sequence[int], count: int, generator: torch.Generator
 ) -> list[list[int]]:
-    """The batches in a new random order in which each `count` in a row weigh about the same, as so
-    many processes wait for one another. `weights`: by index; a batch weighs as much as its indices
-    together."""
+    """Return the batches in a new random order for `count` processes.
+
+    Every `count` batches in a row weigh about the same, because the processes wait for one another.
+    `weights`: by index; a batch weighs as much as its indices together.
+    """
     order = sorted(batches, key=lambda batch: sum(weights[i] for i in batch))
-    # a group of fewer would shift all that follow: the lightest stand last
+    # an incomplete group would shift all that follow, so the lightest batches come last
     first = len(order) % count
     groups = [order[i : i + count] for i in range(first, len(order), count)]
     shuffled = [groups[i] for i in torch.randperm(len(groups), generator=generator).tolist()]

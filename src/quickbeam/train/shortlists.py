@@ -1,4 +1,5 @@
-"""From a drafter's folder to its shortlist: clusters of the vocabulary, then a router over them."""
+"""Makes the shortlist in a drafter's folder: clusters of the vocabulary, then a router over
+them."""
 
 from __future__ import annotations
 
@@ -27,32 +28,35 @@ from quickbeam.train.router import Epoch, RouterRecipe, RouterReport, train_rout
 from quickbeam.train.shards import Shards
 
 GIB = 2**30
-# tokens a cluster at most: a product on one costs about as much as starting it, so fewer are no
-# cheaper
+# The most tokens of a cluster. A product with this many costs about as much as starting it, so
+# smaller clusters are no cheaper.
 SIZE = 512
-FREQUENT_SHARE = 12  # one token in so many is always scored
-HELD_ROWS = 20_000  # that the figures are taken over, at most
-OPTIONS = ("rows", "epochs", "width", "depths", "seed")  # of the command line
+FREQUENT_SHARE = 12  # one token in this many is always scored
+HELD_ROWS = 20_000  # the most rows that the figures are measured on
+OPTIONS = ("rows", "epochs", "width", "depths", "seed")  # recipe fields on the command line
 CARD, FIGURES = "ROUTER.md", "router.json"
 
 
 def default_frequent(vocab: int) -> int:
-    """A twelfth of the vocabulary, in whole clusters where it is that big: 4,096 of 49,152."""
+    """Return the default number of frequent tokens, a twelfth of the vocabulary.
+
+    It is in whole clusters of `SIZE` if the vocabulary is that big: 4,096 of 49,152.
+    """
     share = vocab / FREQUENT_SHARE
     return round(share / SIZE) * SIZE or max(1, round(share))
 
 
 def default_size(vocab: int) -> int:
-    """Tokens a cluster: 512, or a 64th of a small vocabulary."""
+    """Return the tokens per cluster: 512, or a 64th of a small vocabulary."""
     return min(SIZE, max(1, vocab // 64))
 
 
 class DrafterFolder:
-    """What both stages read: the text of `out`, its drafter, and embedding and head of the target.
-    `model`: None is the embedded default.
+    """What all trainings of a shortlist read.
 
-    Raises `InvalidInput` where the folder lacks one of them or they don't fit one another, before
-    the model is loaded if it can.
+    That is the text in `out`, its drafter, and the target's embedding and head. `model`: None is
+    the embedded default. Raises `InvalidInput` if the folder lacks one of them or if they don't fit
+    one another, before the model is loaded if possible.
     """
 
     def __init__(self, model: str | None, out: Path) -> None:
@@ -94,8 +98,10 @@ class DrafterFolder:
             )
 
     def counts(self) -> torch.Tensor:
-        """`[vocab]` int64: how often each token occurs in the text, held-out conversations left
-        out."""
+        """Return how often each token occurs in the text, `[vocab]` int64.
+
+        Held-out conversations are not counted.
+        """
         found = self.shards.counts(len(self.head))
         for i in split(self.shards)[1]:
             found -= torch.bincount(self.shards[i].tokens.long(), minlength=len(found))
@@ -103,8 +109,11 @@ class DrafterFolder:
 
 
 class Clustered(NamedTuple):
-    """`share`: how much of the text the frequent tokens are. `dropped`: there was a router over the
-    clusters before, which is gone."""
+    """The clusters that were made.
+
+    `share`: how much of the text the frequent tokens are. `dropped`: whether a router over earlier
+    clusters was there, which is gone now.
+    """
 
     artefact: Artefact
     share: float
@@ -112,8 +121,11 @@ class Clustered(NamedTuple):
 
 
 class ClusterTraining(DrafterFolder):
-    """Makes the clusters of a drafter's vocabulary. `frequent`: tokens always scored, None for a
-    twelfth; `size`: tokens a cluster, None for `default_size`."""
+    """Makes the clusters of a drafter's vocabulary.
+
+    `frequent`: how many tokens are always scored; None for `default_frequent`. `size`: tokens per
+    cluster; None for `default_size`.
+    """
 
     def __init__(
         self,
@@ -128,13 +140,13 @@ class ClusterTraining(DrafterFolder):
         self.size, self.seed = default_size(len(self.head)) if size is None else size, seed
 
     def run(self) -> Clustered:
-        """Write the artefact, without a router. Raises as `make_layout`."""
+        """Write the artefact, without a router. Raises as `make_layout` does."""
         counts = self.counts()
         layout = make_layout(self.head, counts, self.frequent, self.size, self.seed)
         artefact = Artefact(layout, ranking(counts), None)
         dropped = False
         if Artefact.there(self.out):
-            with suppress(InvalidInput):  # broken: nothing that could be lost
+            with suppress(InvalidInput):  # a broken artefact has nothing to lose
                 dropped = Artefact.load(self.out).router is not None
         artefact.save(self.out)
         for name in (CARD, FIGURES):
@@ -147,7 +159,11 @@ class ClusterTraining(DrafterFolder):
 
 
 class RouterTraining(DrafterFolder):
-    """Trains a router over the clusters in a drafter's folder."""
+    """Trains a router over the clusters in a drafter's folder.
+
+    Raises `InvalidInput` as `DrafterFolder` does, and if there are no clusters or they are of
+    another vocabulary.
+    """
 
     def __init__(self, model: str | None, out: Path, recipe: RouterRecipe) -> None:
         if not Artefact.there(out):
@@ -168,8 +184,11 @@ class RouterTraining(DrafterFolder):
             )
 
     def memory(self) -> int:
-        """Bytes that it will take beside what is loaded, an upper estimate: rows, the head in the
-        layout's order, laws, a pass."""
+        """Return the bytes that training will take beside what is loaded, an upper estimate.
+
+        It counts the rows, and on a CPU also the head in the layout's order, the distributions and
+        a pass of the drafter.
+        """
         config, layout, device = self.network.config, self.artefact.layout, self.device
         rows = Rows.memory(
             self.recipe.rows + self._held_rows(), config.hidden_size, layout.clusters
@@ -193,7 +212,7 @@ class RouterTraining(DrafterFolder):
         )
 
     def check_memory(self) -> None:
-        """Raise `InvalidInput` where the system says that there is less."""
+        """Raise `InvalidInput` if the system says that less memory is free."""
         free = available_memory()
         if free is not None and (wanted := self.memory()) > free:
             raise InvalidInput(
@@ -207,11 +226,11 @@ class RouterTraining(DrafterFolder):
     def run(
         self, labelled: Callable[[float], None], trained: Callable[[Epoch], None]
     ) -> RouterReport:
-        """Train, and write the artefact and its card whenever an epoch was the best so far:
-        whatever ends it early leaves that one.
+        """Train. Write the artefact and its card after each epoch that is the best so far.
 
-        `labelled(done)`: 0 to 1, of the first part, in which the drafter and the heads run;
-        `trained`: after every epoch. The figures are those of the router that was written.
+        Whatever ends the training early leaves that best epoch. `labelled(done)`, 0 to 1, reports
+        the first part, in which the drafter and the heads run. `trained` is called after every
+        epoch. Returns the figures of the router that was written.
         """
         began = time.perf_counter()
         train, held = split(self.shards)
@@ -268,14 +287,14 @@ class RouterTraining(DrafterFolder):
         replace(self.out / CARD, self.card(epoch, rows, labelling, seconds))
 
     def command(self) -> str:
-        """The command line that this training is."""
+        """Return the command line of this training."""
         plain = RouterRecipe()
         parts = ["quickbeam train router", *([f"--model {self.model}"] if self.model else [])]
         changed = [name for name in OPTIONS if getattr(self.recipe, name) != getattr(plain, name)]
         return " ".join(parts + [f"--{name} {getattr(self.recipe, name)}" for name in changed])
 
     def card(self, epoch: Epoch, rows: int, labelling: float, seconds: float) -> str:
-        """What the shortlist is, how it was made, what it finds."""
+        """Return the card in Markdown: what the shortlist is, how it was made, what it finds."""
         layout, held, recipe = self.artefact.layout, epoch.held, self.recipe
         parameters = sum(p.numel() for p in epoch.router.parameters())
         recall, covered = table(held.choices, held.recall), table(held.choices, held.covered)
@@ -315,7 +334,7 @@ clusters called for:
 
 
 def table(choices: list[int], shares: list[list[float]]) -> str:
-    """A row a depth, a column a number of clusters."""
+    """Return a Markdown table with a row per depth and a column per number of clusters."""
     lines = ["| depth | " + " | ".join(str(k) if k else "frequent alone" for k in choices) + " |"]
     lines.append("| --- |" + " --- |" * len(choices))
     lines += [
@@ -326,14 +345,14 @@ def table(choices: list[int], shares: list[list[float]]) -> str:
 
 
 def replace(path: Path, text: str) -> None:
-    """Write a file, complete or not at all."""
+    """Write a file, completely or not at all."""
     part = path.with_name(path.name + ".part")
     part.write_text(text, encoding="utf-8")
     os.replace(part, path)
 
 
 def available_memory() -> int | None:
-    """Bytes that the system could hand out, None where it doesn't say."""
+    """Return the bytes of memory that the system could hand out; None if it doesn't say."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     except OSError:

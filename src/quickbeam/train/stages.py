@@ -1,5 +1,7 @@
-"""From a model to a drafter: write text, train, describe. Each stage takes up what an earlier run
-left."""
+"""From a model to a drafter, in stages: write text, train, describe.
+
+Each stage continues what an earlier run left.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,14 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked for. `model`: None is the embedded default. `tokens` of text: conversations of
-    at most `length`, `slots` at a time, a share `quote` of which are about a longer text. `start`:
-    a drafter whose weights are the first."""
+    """What is asked for.
+
+    `model`: None is the embedded default. `out`: the folder for text and drafter. `tokens`: of
+    text. `prompts`: a file of conversations to answer (`read_prompts`); None lets the model write
+    questions of its own. `slots`: conversations that are written at a time. `length`: the most
+    tokens of a conversation. `quote`: the share of conversations that are about a longer text.
+    `start`: the folder of a drafter whose weights the training begins with.
+    """
 
     model: str | None
     out: Path
@@ -52,7 +59,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Needs:
-    """The most that the stages take, in bytes: `text_memory`, `train_memory`, `disk`."""
+    """The most that the stages take, in bytes."""
 
     text_memory: int
     train_memory: int
@@ -60,8 +67,10 @@ class Needs:
 
 
 class DrafterTraining:
-    """Makes a drafter for a model: `write_text`, then `train`. `accelerator`: where, and with how
-    many processes."""
+    """Makes a drafter for a model: `write_text`, then `train`.
+
+    `accelerator`: the device and the number of processes.
+    """
 
     def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
         self.plan = plan
@@ -98,7 +107,7 @@ class DrafterTraining:
         )
 
     def needs(self) -> Needs:
-        """Upper estimates, from the shapes."""
+        """Return upper estimates, from the shapes."""
         plan, config, recipe = self.plan, self.config, self.plan.recipe
         weights = sum(p.numel() * p.element_size() for p in self.model.parameters())
         row = len(self.layers) * config.target_size * 2 + 5
@@ -110,7 +119,7 @@ class DrafterTraining:
             self.model.dtype,
             self.device,
         )
-        # a sequence's keys and values grow by a quarter, in blocks
+        # the room for a sequence's keys and values grows by a quarter, in blocks
         longest = plan.length * 5 // 4 + 256
         cache = plan.slots * -(-longest // pool.page) * pool.page_bytes
         text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
@@ -132,8 +141,11 @@ class DrafterTraining:
         return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
 
     def check(self) -> None:
-        """Raise `InvalidInput` where the disk has no room for what is still to be written, or
-        `start` is of another shape."""
+        """Raise `InvalidInput` if the training can't be done.
+
+        That is if the disk has no room for what is still to be written, or if `start` is of another
+        shape.
+        """
         if self.plan.start is not None:
             self.network()
         self.plan.out.mkdir(parents=True, exist_ok=True)
@@ -146,7 +158,10 @@ class DrafterTraining:
             )
 
     def written(self) -> int:
-        """Tokens of text there are."""
+        """Return how many tokens of text there are.
+
+        Raises `InvalidInput` for files that are no shards.
+        """
         try:
             return Shards(self.plan.text).tokens
         except InvalidInput:
@@ -155,8 +170,11 @@ class DrafterTraining:
             return 0
 
     def write_text(self, report: Callable[[int, float], None]) -> None:
-        """Write conversations until there are `tokens`; `report(tokens, tokens a second)`. What is
-        written stays when it is interrupted."""
+        """Write conversations until there are `tokens` tokens of text.
+
+        `report` is called with the number of tokens and the tokens per second. What is written
+        stays when it is interrupted. Raises `QuickbeamError` if the text can't be written.
+        """
         plan, rank, processes = (
             self.plan,
             self.accelerator.process_index,
@@ -224,14 +242,16 @@ class DrafterTraining:
         return [int(token) for token in ids]
 
     def train(self, report: Callable[[Report], None]) -> drafter.Held:
-        """Train on the text there is, and write the drafter and its card. Gives the model up:
-        nothing else can follow."""
+        """Train on the text that is there, and write the drafter and its card.
+
+        Returns the held-out figures. It frees the model, so no other stage can follow.
+        """
         plan = self.plan
         shards = Shards(plan.text)
         network = self.network()
         del self.model  # with its packed linears, and the keys and values of the text
         gc.collect()
-        # Hidden states lead the way of a beginner only.
+        # The distance to hidden states only guides networks that begin with random weights.
         recipe = replace(plan.recipe, regression=0.0) if plan.start else plan.recipe
         trainer = Trainer(network, self.head, shards, recipe, plan.out, self.accelerator)
         held = trainer.run(report)
@@ -242,13 +262,16 @@ class DrafterTraining:
         return held
 
     def network(self) -> EagleHead:
-        """What training begins with. Raises `InvalidInput` where `start` is of another shape."""
+        """Return the network that training begins with.
+
+        Raises `InvalidInput` if `start` is of another shape.
+        """
         if self.plan.start is None:
             return drafter.new_network(self.model, self.config, self.plan.recipe.seed)
         return drafter.begun(self.model, self.config, self.plan.start)
 
     def command(self) -> str:
-        """The command line that this training is."""
+        """Return the command line of this training."""
         plan, recipe, plain = self.plan, self.plan.recipe, drafter.Recipe()
         parts = ["quickbeam train drafter"]
         parts += [f"--model {plan.model}"] if plan.model else []
@@ -262,7 +285,7 @@ class DrafterTraining:
         return " ".join(parts)
 
     def card(self, shards: Shards, trainer: Trainer, held: drafter.Held) -> str:
-        """A model card: what it is, how it was made, how good it is."""
+        """Return the model card in Markdown: what it is, how it was made, how good it is."""
         name = self.plan.model or hub.DEFAULT
         rows = "\n".join(
             f"| {i} | {a:.3f} | {o:.3f} |"

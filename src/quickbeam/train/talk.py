@@ -1,8 +1,8 @@
-"""One conversation on its way through the engine, as a single request in which a user, the model
-and the template take turns.
+"""One conversation that runs through the engine as a single request.
 
-What the template says between turns is drafted: it is certain, so that one pass runs all of it and
-no token is computed twice.
+A user, the model and the template take turns in it. The template's tokens between turns are known
+in advance. They are drafted as deterministic proposals with probability 1, so one pass runs all of
+them and no token is computed twice.
 """
 
 from __future__ import annotations
@@ -22,32 +22,35 @@ from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Undrafted
 
-# while words are known, laws decide, and not the likeliest token that a pass may tell
+# While known tokens are left, the params are not greedy: `law` then decides, and not the likeliest
+# token that a pass may report.
 MIXED = SamplingParams(temperature=1.0)
 
 
 class Circles:
-    """Tells when a text goes in circles, as small models' answers do: what repeats itself is soon
-    drafted right and teaches no more."""
+    """Tells when a text repeats itself, as small models' answers do.
+
+    A repetition is soon drafted right and teaches no more.
+    """
 
     def __init__(self) -> None:
-        self.run = 0  # the last so many tokens each ended three that had stood in a row before
+        self.run = 0  # tokens in a row, up to the last, that each ended a known trigram
         self._seen: set[tuple[int, ...]] = set()
         self._last: tuple[int, ...] = ()
 
     def read(self, token: int) -> None:
-        """Take the next token."""
+        """Take the next token of the text."""
         self._last = (*self._last[-2:], token)
         self.run = self.run + 1 if self._last in self._seen else 0
         self._seen.add(self._last)
 
 
 class Talk:
-    """One conversation in the making. `temperature`: of its answers. `document`: all of it but how
-    it begins is an answer, to nothing.
+    """One conversation in the making.
 
-    It begins with `tokens`, and the one who speaks then goes on: the model if `answering`, else a
-    user.
+    It begins with `tokens`. Then the model goes on if `answering`, else a user. `temperature`: of
+    the model's answers. `document`: the conversation is one document, which counts as an answer
+    after its first words.
     """
 
     def __init__(
@@ -60,20 +63,20 @@ class Talk:
     ) -> None:
         self.tokens, self.answer = list(tokens), [False] * len(tokens)
         self.temperature, self.answering, self.document = temperature, answering, document
-        self.known: list[int] = []  # what comes next, whoever speaks afterwards
-        self.spoken = 0  # tokens of the turn under way
+        self.known: list[int] = []  # tokens that come next, before anyone speaks
+        self.spoken = 0  # tokens of the current turn
         self.over = False
         self.circles = Circles()
-        self.heard: list[torch.Tensor] = []  # hidden states
-        self.read = 0  # of so many tokens
+        self.heard: list[torch.Tensor] = []  # hidden states, by pass
+        self.read = 0  # how many tokens they are of
 
     @property
     def done(self) -> bool:
-        """Whether it is over and its last token was read."""
+        """Whether the conversation is over and the model has read its last token."""
         return self.over and self.read >= len(self.tokens)
 
     def say(self, token: int) -> None:
-        """Take the next token."""
+        """Append the next token."""
         said = not self.known
         if not said:
             del self.known[0]
@@ -84,7 +87,7 @@ class Talk:
             self.circles.read(token)
 
     def conversation(self) -> Conversation:
-        """Once it is done."""
+        """Return the conversation, once it is `done`."""
         tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
         return Conversation(tokens, answer, torch.cat(self.heard).cpu(), self.temperature)
 
@@ -96,11 +99,11 @@ class Talk:
         seed: int,
         vocab_size: int,
     ) -> Request:
-        """What the engine is asked for: at most `length` tokens, and one more that nobody reads, so
-        that the last one is run.
+        """Return the request for the engine.
 
-        `turn` is called after every token: it lets another one speak, or says that the conversation
-        is over.
+        It is for at most `length` tokens in all, and one more that nobody reads, so that the model
+        reads the last one. `turn` is called after every token. It lets the other speaker go on, or
+        says that the conversation is over.
         """
         params = SamplingParams(
             max_tokens=length + 1 - len(self.tokens), seed=seed, ignore_eos=True
@@ -112,8 +115,11 @@ class Talk:
 
 
 class _Voice(Sampler):
-    """The law of a conversation: certain where words are known, else the model's at the temperature
-    of who speaks."""
+    """The sampler of a conversation.
+
+    A known token has probability 1. Otherwise the distribution is the model's, at the speaker's
+    temperature.
+    """
 
     def __init__(
         self, talk: Talk, turn: Callable[[Talk], None], user_temperature: float, vocab_size: int
@@ -141,7 +147,7 @@ class _Voice(Sampler):
 
 
 class _Template(Undrafted):
-    """Drafts the words that are known. Its source listens to the model."""
+    """Drafts the known tokens as a chain. Its source keeps the hidden states."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
@@ -155,7 +161,7 @@ class _Template(Undrafted):
 
 
 class _Listener(Drafter):
-    """Keeps the hidden states of a conversation. Knows no laws."""
+    """A drafter that keeps the hidden states of a conversation and drafts nothing."""
 
     name = "template"
     needs_hidden = True
@@ -172,18 +178,18 @@ class _Listener(Drafter):
 
 
 class _Ear(DrafterState):
-    """Hears one conversation."""
+    """Takes the hidden states of one conversation."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
 
     def hear(self, hidden: torch.Tensor) -> None:
-        self._talk.heard.append(hidden.clone())  # the rest of the pass is let go
+        self._talk.heard.append(hidden.clone())  # a copy, so that the pass's tensor is freed
         self._talk.read += len(hidden)
 
 
 class _Silent:
-    """A tokenizer for those who don't look at the text."""
+    """A tokenizer for a text that nobody reads."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         return ""

@@ -1,9 +1,8 @@
-"""Text to train on, written by the target itself: user turns sampled from the chat template, then
-answered.
+"""Training text that the target writes itself: sampled user turns, and answers to them.
 
-The way of "Magpie" (2406.08464): given the template up to where a user speaks, an instruct model
-writes what a user would ask. Some users bring a longer text along (`QUOTES`), which is made of
-earlier answers.
+This is the method of "Magpie" (2406.08464). Given the chat template up to where a user speaks, an
+instruct model writes what a user would ask. Some users bring a longer text along (`QUOTES`), which
+is made of earlier answers or documents.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from quickbeam.train.talk import Talk
 Message = dict[str, str]
 
 # How half of the questions begin, so that the text covers what users ask for and not only what the
-# model likes to ask. Ours: whoever adds one sees to it that no benchmark that we measure with words
-# its questions so.
+# model likes to ask. They are ours. Add none that begins as the questions of a benchmark do that we
+# measure with.
 OPENERS = (
     "Write a", "Write a short story about", "Write an email", "Write a Python function",
     "Write a program that", "Explain", "Explain how",
@@ -52,7 +51,7 @@ OPENERS = (
     "How would you say in French:",
 )  # fmt: skip
 
-# How documents begin. Ours.
+# How documents begin. They are ours.
 DOCUMENTS = (
     "LONDON --", "NEW YORK --", "By Sarah", "By James", "The mayor of", "Police said", "A man was",
     "A woman from", "Scientists at",
@@ -67,16 +66,18 @@ DOCUMENTS = (
 
 
 class Quote(NamedTuple):
-    """What a user says around a text of several sentences. `open`: and then something more, which
-    the model writes."""
+    """What a user says `before` and `after` a text of several sentences.
+
+    `open`: the user's turn goes on after that, written by the model.
+    """
 
     before: str
     after: str = ""
     open: bool = False
 
 
-# What users do with a text at hand: the answer says again much of what stands far before it, which
-# no short question teaches. Ours.
+# What users ask about a longer text. The answer repeats much of what stands far before it, which no
+# short question teaches. They are ours.
 QUOTES = (
     Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "),
     Quote("", "\n\nTL;DR"),
@@ -95,17 +96,20 @@ QUOTES = (
     Quote("", "\n\nWhat", True), Quote("", "\n\nBased on the text above,", True),
     Quote("", "\n\nWho", True), Quote("", "\n\nIs", True),
 )  # fmt: skip
-# how many answers may be quoted, and documents, of more than so many tokens
+# how many answers, and how many documents, are kept for quotes; shorter ones are not kept
 REMEMBERED, LEAST = 256, 32
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How text is written. A conversation holds at most `length` tokens, a user turn at most
-    `question` beside what it quotes. Half of the answers are greedy, the others sampled at a
-    temperature between 0 and 1. One that goes in circles for `circle` tokens (`Circles`) ends
-    there. `quote`: the share of conversations that begin with a text, made of earlier answers or
-    documents, that fills up to two thirds of `length`; half as many documents are written, of at
+    """How text is written.
+
+    A conversation holds at most `length` tokens, a user turn at most `question` beside what it
+    quotes. Half of the answers are greedy. The others are sampled at a temperature between 0 and 1.
+    An answer that repeats itself for `circle` tokens (`Circles`) ends the conversation.
+
+    `quote`: the share of conversations that begin with a text, which is made of earlier answers or
+    documents and fills up to two thirds of `length`. Half as many conversations are documents of at
     most `document` tokens, which are both quoted and trained on.
     """
 
@@ -115,7 +119,7 @@ class Recipe:
     circle: int = 32
     document: int = 256
     user_temperature: float = 0.9
-    document_temperature: float = 0.8  # higher, and small models write no sentences
+    document_temperature: float = 0.8  # at a higher one, small models write no sentences
     openers: Sequence[str] = OPENERS
     quotes: Sequence[Quote] = QUOTES
     documents: Sequence[str] = DOCUMENTS
@@ -124,8 +128,11 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Template:
-    """A chat template in token ids: what stands before a user turn, between it and the answer, and
-    between an answer and the next turn."""
+    """A chat template in token ids.
+
+    `begin`: what stands before a user turn. `reply`: between it and the answer. `again`: between an
+    answer and the next user turn.
+    """
 
     begin: list[int]
     reply: list[int]
@@ -135,8 +142,11 @@ class Template:
 
     @staticmethod
     def of(tokenizer: Any, eos_ids: set[int]) -> Template:
-        """Read off a tokenizer. Raises `InvalidInput` for one without a chat template, or whose
-        template hides what was said."""
+        """Read the template off a tokenizer.
+
+        Raises `InvalidInput` for a tokenizer without a chat template, and for a template that
+        changes what users say or puts nothing before or after it.
+        """
         if not getattr(tokenizer, "chat_template", None):
             raise InvalidInput(
                 "the model has no chat template to write questions from: give --prompts FILE.jsonl"
@@ -167,13 +177,14 @@ class Template:
 
 
 class Writer:
-    """Writes conversations, `slots` of them side by side: iterate for them, without end (with
-    `prompts`: until all are answered).
+    """Writes conversations, `slots` of them side by side.
 
-    `model` gives the hidden states that they hold (`Model.watch`). `prompts`: conversations whose
-    last turn is the user's, in token ids, instead of own questions.
+    Iterating over it yields them. It does not end, unless there are `prompts` and all are answered.
+    `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
+    model's own questions. `model` gives the hidden states that conversations hold (`Model.watch`).
 
-    Raises `InvalidInput` where the template or all prompts are longer than a conversation may be.
+    Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
+    `ValueError` if there is neither a template nor prompts.
     """
 
     def __init__(
@@ -188,7 +199,7 @@ class Writer:
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
-        # a token follows the last one, though nobody reads it
+        # one token follows the last one of a conversation, though nobody reads it
         if (limit := model.context_length) is not None:
             recipe = replace(recipe, length=min(recipe.length, limit - 1))
         if (
@@ -205,9 +216,9 @@ class Writer:
         self._quotes = [
             (encode(quote.before), encode(quote.after), quote.open) for quote in recipe.quotes
         ]
-        self._between = encode("\n\n")  # passages
+        self._between = encode("\n\n")  # stands between passages of a quote
         self._documents = [encode(words) for words in recipe.documents]
-        # `_written`: documents
+        # kept for quotes; `_written` are documents
         self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
         self._prompts = (
             None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
@@ -220,7 +231,7 @@ class Writer:
         self._next = 0
 
     def __iter__(self) -> Iterator[Conversation]:
-        # conversations have little more in common than the template
+        # no prefix cache: conversations have little more in common than the template
         engine = Engine(self._model, most=self._slots, share=False)
         running = dict[Talk, SequenceState]()
         try:
@@ -240,7 +251,7 @@ class Writer:
             engine.close()
 
     def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
-        """Begin conversations in all free slots."""
+        """Start conversations in all free slots."""
         recipe = self._recipe
         while len(running) < self._slots and (talk := self._fresh()) is not None:
             if len(talk.tokens) < recipe.length:
@@ -270,8 +281,10 @@ class Writer:
         return Talk(self._template.begin + self._opener(), temperature)
 
     def _quote(self) -> tuple[list[int], bool]:
-        """Words around a text, which is one earlier answer or document, or several; whether nothing
-        follows them."""
+        """Return a user turn around a text, and whether the turn is complete.
+
+        The text is made of one or several earlier answers or documents.
+        """
         before, after, open_end = self._random.choice(self._quotes)
         passage, room = list[int](), int(self._recipe.length * self._random.uniform(0.1, 2 / 3))
         texts = self._written if self._written and self._random.random() < 2 / 3 else self._answers
@@ -288,7 +301,7 @@ class Writer:
         )
 
     def _turn(self, talk: Talk) -> None:
-        """Let the other one speak where a turn has ended, or end the conversation."""
+        """Let the other speaker go on if a turn has ended, or end the conversation."""
         recipe, last = self._recipe, talk.tokens[-1]
         if len(talk.tokens) >= recipe.length:
             talk.over = True
@@ -324,8 +337,10 @@ class Writer:
             self._hand_over(talk, self._template.reply)
 
     def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
-        """The other one's turn, which begins with `words`. The template says `between`, whose first
-        token may have been said already."""
+        """Give the turn to the other speaker, who begins with `words`.
+
+        The template says `between` before them, whose first token may have been said already.
+        """
         said = between[:1] == talk.tokens[-1:]
         talk.known = [*between[said:], *words][: self._recipe.length - len(talk.tokens)]
         talk.answering, talk.spoken = not talk.answering, 0

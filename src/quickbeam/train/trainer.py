@@ -20,8 +20,8 @@ from quickbeam.train.drafter import Held, LossVocabulary, Objective, Recipe, hol
 from quickbeam.train.shards import Shards, side_by_side, spread_lengths
 from quickbeam.train.unroll import Batch, collate
 
-CHECK_DEPTHS = 5  # of the held-out figures
-CHECK_TOKENS = 5_000  # of held-out text a report looks at; the last one looks at all of it
+CHECK_DEPTHS = 5  # depths of the held-out figures
+CHECK_TOKENS = 5_000  # held-out tokens of a report; the final figures look at all of them
 
 
 class _Diverged(QuickbeamError):
@@ -29,8 +29,11 @@ class _Diverged(QuickbeamError):
 
 
 class Report(NamedTuple):
-    """Where a training stands. `done`: 0 to 1; `loss`: mean since the last report; `rate`: tokens a
-    second."""
+    """Where a training stands.
+
+    `done`: the share of the run that is over, 0 to 1. `loss`: the mean since the last report.
+    `rate`: tokens per second. `held`: held-out figures.
+    """
 
     step: int
     done: float
@@ -42,11 +45,13 @@ class Report(NamedTuple):
 
 
 class Trainer:
-    """Trains `network` on the text of `shards`; `head` is the target's, `[vocab, d]`.
+    """Trains `network` on the text of `shards`. `head`: the target's, `[vocab, d]`.
 
-    `folder` gets `checkpoint.pt` (what a next run resumes from), `log.jsonl` (a line a report) and
-    the network itself at every checkpoint, so that an interrupted training leaves a drafter that
-    can be used.
+    `folder` gets `checkpoint.pt` (from which a next run resumes), `log.jsonl` (a line per report),
+    and the network itself at every checkpoint. So an interrupted training leaves a drafter that can
+    be used. `every`: seconds between checkpoints.
+
+    Raises `InvalidInput` for a checkpoint of another training.
     """
 
     def __init__(
@@ -120,7 +125,10 @@ class Trainer:
             ) from error
 
     def save(self) -> None:
-        """Write the checkpoint and the network, each complete or not at all."""
+        """Write the checkpoint and the network, each completely or not at all.
+
+        Only the main process writes. Raises `QuickbeamError` if they can't be written.
+        """
         if not self._accelerator.is_main_process:
             return
         state = {
@@ -137,21 +145,23 @@ class Trainer:
             torch.save(state, part)
             os.replace(part, self.checkpoint)
             self.network.save(self.folder)
-        # torch's writer turns a full disk into a RuntimeError
+        # torch's writer raises RuntimeError for a full disk
         except (OSError, RuntimeError) as error:
             raise QuickbeamError(
                 f"{self.folder}: the checkpoint can't be written ({error}); the last one stands"
             ) from error
 
     def _batches(self) -> Iterator[tuple[Batch, int]]:
-        """This process's share, in a new random order each round, and how many tokens all processes
-        have in that step."""
+        """Yield this process's batches, and how many tokens all processes have in that step.
+
+        Each round has a new random order.
+        """
         rank, count = self._accelerator.process_index, self._accelerator.num_processes
         for number in itertools.count(self.round):
             self.round = number
             generator = torch.Generator().manual_seed(self.recipe.seed + number)
             order = spread_lengths(self._lengths, self.recipe.batch, generator)
-            if count > 1:  # answers make the most of the work, once only they count
+            if count > 1:  # by answers, which are most of the work once only they count
                 order = side_by_side(order, self._answered, count, generator)
             for first in range(0, len(order), count):
                 step = [order[(first + i) % len(order)] for i in range(count)]
@@ -159,9 +169,11 @@ class Trainer:
                 yield collate([self.shards[self._train[i]] for i in step[rank]]), tokens
 
     def run(self, report: Callable[[Report], None]) -> Held:
-        """Train to the end of the recipe; the held-out figures of the result. Whatever ends it
-        early leaves a checkpoint of the last step, but for a loss that is not finite, which leaves
-        the one before (`QuickbeamError`)."""
+        """Train to the end of the recipe, and return the held-out figures of the result.
+
+        Whatever ends it early leaves a checkpoint of the last step. The exception is a loss that is
+        not finite (`QuickbeamError`), after which the checkpoint before stays.
+        """
         if self.seen >= self._total:
             return self._check(None)
         batches = self._batches()
@@ -194,7 +206,7 @@ class Trainer:
                 )
                 reported, losses = time.perf_counter(), []
         except _Diverged:
-            raise  # what made the loss infinite is in the weights by now
+            raise  # what made the loss infinite is in the weights: no checkpoint
         except BaseException:
             self.save()
             raise

@@ -1,5 +1,7 @@
-"""Training-time test (EAGLE-3, 2503.01840, §3.2): the drafter is unrolled over its own outputs, as
-it will be used."""
+"""Training-time test (EAGLE-3, 2503.01840, §3.2).
+
+The drafter is unrolled over its own outputs, as in drafting.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ from quickbeam.train.shards import Conversation
 
 
 class Batch(NamedTuple):
-    """Conversations side by side, padded at the end. `tokens` `[b, n]` int64, `answer` `[b, n]`
-    bool, `hidden` `[b, n, L * d]`, `lengths` `[b]` int64 without the padding."""
+    """Conversations side by side, padded at the end.
+
+    `tokens`: `[b, n]` int64. `answer`: `[b, n]` bool. `hidden`: `[b, n, L * d]`. `lengths`: `[b]`
+    int64, without the padding.
+    """
 
     tokens: torch.Tensor
     answer: torch.Tensor
@@ -26,13 +31,13 @@ class Batch(NamedTuple):
         return Batch(*(column.to(device) for column in self))
 
     def whole(self) -> Batch:
-        """The same with all tokens as answers, but for the padding."""
+        """Return the same batch with all tokens as answers, except for the padding."""
         places = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         return self._replace(answer=places < self.lengths[:, None])
 
 
 def collate(conversations: Sequence[Conversation]) -> Batch:
-    """Pad to the longest."""
+    """Return conversations as a batch, padded to the longest."""
     longest = max(len(c.tokens) for c in conversations)
     tokens, answer, hidden = (
         torch.stack(
@@ -53,8 +58,11 @@ def collate(conversations: Sequence[Conversation]) -> Batch:
 
 
 class _Unrolled:
-    """Attention of training-time test: a row sees the first pass's keys of all rows up to it and,
-    of later passes, its own only."""
+    """The attention of training-time test.
+
+    A row sees the keys of the first pass for all rows up to it. Of each later pass it sees only its
+    own key.
+    """
 
     def __init__(self) -> None:
         self._keys: list[torch.Tensor] = []
@@ -74,9 +82,12 @@ class _Unrolled:
         return out.transpose(1, 2).flatten(2)
 
     def _later(self, query: torch.Tensor) -> torch.Tensor:
-        """`[b, heads, n, head_dim]` of queries of a later pass. By hand: a mask over the keys of
-        all passes has almost nothing to show of each later one, and a kernel that reads it takes as
-        long for them as for the first."""
+        """Return the attention output for queries of a later pass, `[b, heads, n, head_dim]`.
+
+        It is computed step by step, without a kernel that reads a mask over the keys of all passes.
+        Such a mask would show a row one key of each later pass, but the kernel would take as long
+        for those keys as for the first pass's.
+        """
         n = query.shape[2]
         with torch.autocast(query.device.type, enabled=False):
             query = query.float() * query.shape[-1] ** -0.5
@@ -94,22 +105,30 @@ class _Unrolled:
 
 
 def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
-    """`[b, n, …]` moved `by` places forward in time: row i holds what was row i + by; the end is
-    zero."""
+    """Return `[b, n, …]` moved forward in time by `by` places.
+
+    Row i of the result is row i + by of `x`. The last `by` rows are zero.
+    """
     return torch.cat([x[:, by:], x.new_zeros(x.shape[0], by, *x.shape[2:])], 1) if by else x
 
 
 class Pass(NamedTuple):
-    """One depth of the unrolling. `out` `[m, d]`: the network's outputs at the rows that count;
-    `target` `[m, target_size]`: the target's last hidden state, after the final norm, there."""
+    """One depth of the unrolling, at the m rows that count.
+
+    `out` `[m, d]`: the network's outputs. `target` `[m, target_size]`: the target's last hidden
+    state there, after the final norm.
+    """
 
     out: torch.Tensor
     target: torch.Tensor
 
 
 def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
-    """Run `depths` passes. In pass k, row i stands for the draft of the token at i + k + 2 from
-    hidden states up to i: counted where that token belongs to an answer."""
+    """Run `depths` passes, and yield each of them.
+
+    In pass k, row i drafts the token at i + k + 2 from hidden states up to i. It counts if that
+    token belongs to an answer.
+    """
     size = network.config.target_size
     rows = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
     with torch.no_grad():
@@ -124,8 +143,10 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
 
 
 def lasting(answer: torch.Tensor, depth: int) -> torch.Tensor:
-    """Which rows of `unroll`'s first pass the pass at `depth` has too, in the same order and for
-    the same tokens: `[m]` bool. All of them, but where an answer begins with a conversation.
-    `answer`: the batch's."""
+    """Return which rows of `unroll`'s first pass the pass at `depth` also has, `[m]` bool.
+
+    It has them in the same order and for the same tokens. It has all of them, except for tokens at
+    the first `depth` + 2 positions of a conversation. `answer`: the batch's.
+    """
     place = torch.arange(2, answer.shape[1], device=answer.device).expand(len(answer), -1)
     return place[answer[:, 2:]] >= depth + 2

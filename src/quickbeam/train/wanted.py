@@ -1,10 +1,11 @@
-"""A shortlist made for what the context lacks: clusters of tokens that are wanted in the same
-places, and a router taught to find them.
+"""A shortlist for what the context lacks.
 
-Nothing is decoded. At each place (`places.py`) the wanted token, the target's likeliest, is known,
-and so is whether the context holds it; a way to choose a part of the vocabulary says whether it
-would be scored. All ways are held against each other at the same number of rows, the context's not
-counted.
+Its clusters are tokens that are wanted in the same places, and a router is trained to find them.
+
+Nothing is decoded. At each place (`places.py`) it is known which token is wanted, the target's
+likeliest one, and whether the context holds it. A way to choose a part of the vocabulary is
+measured by whether it would score that token. All ways are compared at the same number of rows of
+the head, not counting the context's tokens.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from quickbeam.train.places import Places, collect_places
 from quickbeam.train.shortlists import CARD, FIGURES, HELD_ROWS, DrafterFolder, replace
 
 CHUNK = 1024  # rows at once
-LISTED_SHARE = 48  # one token in so many is always scored
-DEEPEST = 5  # nodes that lie deeper are not routed
+LISTED_SHARE = 48  # one token in this many is always scored
+DEEPEST = 5  # the largest depth at which the router is asked
 SHARES = (0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
-# tokens of the smallest clusters; rounds of 2-means; numbers that tell of a token
+# tokens of the smallest clusters; rounds of 2-means; width of a token's features
 LEAST, ROUNDS, WIDE = 8, 4, 192
-TAUGHT = 8  # of a place's likeliest tokens, that features of tokens are made of
-LEAST_MASS = 0.02  # of a row's law on what is to be found, below which it teaches nothing
+TAUGHT = 8  # likeliest tokens of a place that the features of tokens are made from
+LEAST_MASS = 0.02  # a row with less mass on what is to be found is not trained on
 
 
 class Found(NamedTuple):
-    """Of held-out places: `recall`, the share at which the wanted token is scored, with the context
-    beside it and `alone` without; `rare`, the share of those at which it is neither in the list of
-    the same size nor in the context, and `rare_recall`, of these; `right`: of those at which the
-    drafter's likeliest token of the whole vocabulary is the wanted one, with the context."""
+    """How often a way to choose tokens finds the wanted one, on held-out places.
+
+    `recall`: the share of places at which the wanted token is scored or in the context. `alone`:
+    the share at which it is scored. `rare`: the share of places at which the wanted token is
+    neither in the list of the same size nor in the context. `rare_recall`: the recall at these.
+    `right`: the recall at places where the drafter's likeliest token of the whole vocabulary is the
+    wanted one.
+    """
 
     recall: float
     alone: float
@@ -54,8 +59,11 @@ class Found(NamedTuple):
 
 
 def score(held: Places, scored: torch.Tensor, listed: torch.Tensor) -> Found:
-    """`scored` `[n]` bool: whether a way to choose has the wanted token; `listed`: whether the most
-    frequent ones, as many, have."""
+    """Return the figures of a way to choose tokens.
+
+    `scored` `[n]` bool: whether it has the wanted token. `listed` `[n]` bool: whether the wanted
+    token is among as many most frequent ones.
+    """
     both, right, rare = scored | held.known, held.drafted == held.wanted, ~(listed | held.known)
     return Found(
         *(
@@ -67,8 +75,11 @@ def score(held: Places, scored: torch.Tensor, listed: torch.Tensor) -> Found:
 
 @dataclass(frozen=True, eq=False)
 class Clusters:
-    """`of` `[vocab]` int64: the cluster of each token, -1 for those of the list; `size` tokens
-    each, or fewer."""
+    """Clusters of tokens.
+
+    `of` `[vocab]` int64: the cluster of each token, -1 for those of the list. `size`: tokens per
+    cluster; the last one may have fewer.
+    """
 
     of: torch.Tensor
     size: int
@@ -79,7 +90,7 @@ class Clusters:
 
     @staticmethod
     def cut(order: torch.Tensor, size: int, vocab: int) -> Clusters:
-        """`order`: tokens, neighbours alike."""
+        """Cut an order of tokens into clusters of `size`. Neighbours in `order` are alike."""
         return Clusters(
             torch.full((vocab,), -1).index_copy_(0, order, torch.arange(len(order)) // size), size
         )
@@ -87,9 +98,12 @@ class Clusters:
 
 @torch.no_grad()
 def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.Tensor:
-    """`[n]`: an order of the rows of `features` `[n, d]`, neighbours alike: halved by balanced
-    spherical 2-means again and again (Parabel, XR-Transformer), down to `least` rows, so that cut
-    into parts of any power of two from there on it gives clusters."""
+    """Return an order of the rows of `features` `[n, d]` in which neighbours are alike: `[n]`.
+
+    Rows are halved by balanced spherical 2-means again and again (Parabel, XR-Transformer), down to
+    parts of at most `least` rows. So the order can be cut into clusters of `least` rows times any
+    power of two.
+    """
     generator = torch.Generator().manual_seed(seed)
     x = F.normalize(features.float(), dim=1)
     done, left = list[torch.Tensor](), [torch.arange(len(x))]
@@ -113,9 +127,12 @@ def halved(features: torch.Tensor, least: int = LEAST, seed: int = 0) -> torch.T
 
 @torch.no_grad()
 def label_features(network: EagleHead, head: torch.Tensor, places: Places) -> torch.Tensor:
-    """`[vocab, WIDE]`: of each token the mean of the router's inputs over the places where it is
-    wanted, by mass, projected (PIFA); tokens that never are have what a linear map from their row
-    of the head to the others' says."""
+    """Return features of each token, `[vocab, WIDE]` (PIFA).
+
+    They are the mean of the router's inputs over the places where the token is wanted, weighted by
+    mass and projected at random. Tokens that are wanted almost nowhere get what a linear map
+    predicts from their row of the head. The map is fitted to the other tokens.
+    """
     total, weight = torch.zeros(len(head), WIDE), torch.zeros(len(head))
     onto = (
         torch.randn(2 * head.shape[1], WIDE, generator=torch.Generator().manual_seed(0)) / WIDE**0.5
@@ -143,9 +160,12 @@ def router_inputs(network: EagleHead, places: Places) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Teaching:
-    """How a router is taught. `residual`: only what is neither in the list nor in the context, all
-    that is not in the list otherwise. `rest`: what is not to be found is a class of its own, so
-    that probabilities compare between places."""
+    """How a router is trained.
+
+    `residual`: it learns to find only what is neither in the list nor in the context, otherwise all
+    that is not in the list. `rest`: what is not to be found is a class of its own, so that
+    probabilities can be compared between places. `width`: of the router's hidden layer.
+    """
 
     residual: bool = True
     rest: bool = False
@@ -162,8 +182,11 @@ def teach(
     how: Teaching,
     start: torch.Tensor | None = None,
 ) -> Router:
-    """A router over `clusters`, as `train_router` makes them, as `how` says. `start` `[clusters,
-    width]`: its last layer at first."""
+    """Train a router over `clusters` as `how` says, and return it.
+
+    The loss is that of `train_router`. With `rest`, a last class takes the mass that is not to be
+    found. `start` `[clusters, width]`: the first weights of the router's last layer.
+    """
     torch.manual_seed(0)
     size, count = places.hidden.shape[1], clusters.count
     router = Router(RouterConfig(size, size, how.width, count + how.rest))
@@ -212,7 +235,10 @@ def of_router(network: EagleHead, router: Router, held: Places) -> Scores:
 
 
 def roots(held: Places) -> torch.Tensor:
-    """`[n]`: of each place, that of its tree's root (itself where that is not there)."""
+    """Return for each place the index of its tree's root, `[n]`.
+
+    It is the place's own index if the root is not there.
+    """
     where = {
         int(root): i
         for i, (root, depth) in enumerate(zip(held.root.tolist(), held.depth.tolist(), strict=True))
@@ -225,8 +251,10 @@ def roots(held: Places) -> torch.Tensor:
 def routed(
     held: Places, clusters: Clusters, scores: Scores, count: int, asked: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`[n]` bool: whether the wanted token is in one of the `count` best clusters. `asked`: whose
-    scores count, its own where None."""
+    """Return whether the wanted token is in one of the `count` best clusters, `[n]` bool.
+
+    `asked`: for each place, the index of the place whose scores count. None takes its own.
+    """
     found = torch.zeros(len(held.tokens), dtype=torch.bool)
     wanted = clusters.of[held.wanted]
     for rows in torch.split((wanted >= 0).nonzero()[:, 0], CHUNK):
@@ -245,8 +273,11 @@ def routed_by_chance(
     cap: int,
     asked: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`[n]` bool: as `routed`, with as many clusters as have a probability above one and the same,
-    at most `cap`, `count` on average."""
+    """Return the same as `routed`, with a number of clusters that differs by place.
+
+    A place takes the clusters whose probability is above a threshold, at most `cap` of them. The
+    threshold is the same for all places. It is chosen so that they take `count` on average.
+    """
     n = len(held.tokens)
     best = torch.empty(n, cap)
     wanted, own, place = clusters.of[held.wanted], torch.zeros(n), torch.zeros(n, dtype=torch.int64)
@@ -260,9 +291,13 @@ def routed_by_chance(
 
 
 class WantedTraining(DrafterFolder):
-    """Makes a drafter's shortlist in one go: `listed` frequent tokens, clusters of `size` tokens
-    that are wanted in the same places, and a router taught on `rows` places what neither the list
-    nor the context has. Every call of the drafter asks it."""
+    """Makes a drafter's shortlist in one go: frequent tokens, clusters and a router.
+
+    `listed`: how many frequent tokens are always scored; None for one in `LISTED_SHARE`. `size`:
+    tokens per cluster, which are wanted in the same places. `rows`: places on which the router is
+    trained to find what neither the list nor the context has. The router is asked at every depth up
+    to `DEEPEST`. Raises `InvalidInput` for a `listed` or a `size` that is out of range.
+    """
 
     def __init__(
         self,
@@ -287,8 +322,11 @@ class WantedTraining(DrafterFolder):
         self.size, self.rows, self.how, self.depths = size, rows, how, depths
 
     def run(self, report: Callable[[str, float | None], None]) -> dict[int, tuple[Found, Found]]:
-        """Write the artefact and its card. Gives by number of rows what the list finds and what the
-        router does, on held-out text."""
+        """Write the artefact and its card.
+
+        Returns, by number of rows of the head, what the list finds and what the router finds on
+        held-out text.
+        """
         train, held = split(self.shards)
         taught = self._collect(train, self.rows, False, partial(report, "places"))
         counted = self._collect(held, HELD_ROWS, True, partial(report, "held-out places"))
@@ -350,7 +388,7 @@ class WantedTraining(DrafterFolder):
         held: int,
         found: dict[int, tuple[Found, Found]],
     ) -> str:
-        """What the shortlist is, how it was made, what it finds."""
+        """Return the card in Markdown: what the shortlist is, how it was made, what it finds."""
         parameters = sum(p.numel() for p in router.parameters()) / 1e6
         command = (
             f"quickbeam train shortlist --rows {self.rows} --listed {self.listed} --size "

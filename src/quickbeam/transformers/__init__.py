@@ -1,8 +1,8 @@
-"""The decoding loop of transformers' `generate`, with drafts: `model.generate(…,
-custom_generate=quickbeam.transformers.generate)`.
+"""Speculative decoding in transformers' `generate`.
 
-`loop` is that loop, `params` maps what the call asks to `SamplingParams`, `engines` makes an engine
-of a model that is loaded already.
+Use it as `model.generate(…, custom_generate=quickbeam.transformers.generate)`. `loop` holds the
+decoding loop, `params` maps the call's settings to `SamplingParams`, and `engines` makes an engine
+from a model that is loaded already.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""An engine of a model that is loaded already, kept with it for the next call. The model itself is
-left as it is."""
+"""Engines for models that are loaded already. An engine is kept for the next call.
+
+The model itself is not changed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from quickbeam.target.native.quantised import BFLOAT16
 
 
 class Options(NamedTuple):
-    """What an engine is made with; see `generate`."""
+    """The settings that an engine is made with; see `generate`."""
 
     drafter: str | None
     exact: bool | None
@@ -29,8 +31,10 @@ class Options(NamedTuple):
 
 
 class Loaded(LLM):
-    """An `LLM` around a model that is loaded already, which stays as it is: `model` is a copy of it
-    that shares its weights."""
+    """An `LLM` around a model that is loaded already.
+
+    The given model is not changed: the attribute `model` is a copy that shares its weights.
+    """
 
     def __init__(self, model: PreTrainedModel, options: Options, tokenizer: Any) -> None:
         if options.fast and model.device.type == "cpu" and model.dtype is torch.bfloat16:
@@ -44,19 +48,19 @@ class Loaded(LLM):
             BFLOAT16,
         )
         engine = Engine(Model(model, fast=options.fast, exact=options.exact))
-        # the call says what ends an answer
+        # no end-of-sequence ids: the call says what ends an answer
         self._take(engine, tokenizer, set(), options.drafter, options.fast)
 
 
 class Wordless:
-    """A tokenizer for those who read ids alone."""
+    """A tokenizer for callers that read token ids only. It decodes them to empty text."""
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return ""
 
 
 class Kept(NamedTuple):
-    """An engine, and what it was made of."""
+    """An engine, and the state of model and options that it was made from."""
 
     state: Hashable
     llm: Loaded
@@ -67,8 +71,11 @@ _making = threading.Lock()
 
 
 def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
-    """The engine of a model, made where there is none for these options and for its weights as they
-    are now."""
+    """Return the engine of a model.
+
+    It is made if there is none for these options and for the model's weights as they are now.
+    Raises `InvalidInput` if the weights are not all on one device.
+    """
     weights = [*model.parameters(), *model.buffers()]
     if len(places := {weight.device for weight in weights}) > 1 or any(
         place.type == "meta" for place in places
@@ -77,7 +84,7 @@ def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
             f"the model lies on {', '.join(sorted(map(str, places)))}: quickbeam "
             "needs all of it on one device"
         )
-    # In-place changes raise a tensor's version, but for those through `.data`.
+    # An in-place change raises a tensor's version, unless it is made through `.data`.
     state = (
         options,
         tuple((one.data_ptr(), 0 if one.is_inference() else one._version) for one in weights),
@@ -85,7 +92,7 @@ def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
     with _making:
         kept = _kept.get(model)
         if kept is None or kept.state != state:
-            _kept.pop(model, None)  # frees its copies before the next are made
+            _kept.pop(model, None)  # frees its copies before new ones are made
             reader = _tokenizer(model, tokenizer) if options.drafter else Wordless()
             twin = copy.deepcopy(model, {id(weight): weight for weight in weights})
             kept = _kept[model] = Kept(state, Loaded(twin, options, reader))
@@ -93,7 +100,10 @@ def engine_of(model: PreTrainedModel, options: Options, tokenizer: Any) -> LLM:
 
 
 def _tokenizer(model: PreTrainedModel, given: Any) -> Any:
-    """The model's own."""
+    """Return the tokenizer that is given, or else the model's own.
+
+    Raises `InvalidInput` if the model's own can't be loaded.
+    """
     if given is not None:
         return given
     try:

@@ -1,5 +1,8 @@
-"""The decoding loop. transformers prepares the call as it always does; this takes over where the
-first token would be computed."""
+"""The decoding loop.
+
+transformers prepares a call as it always does. This loop takes over where the first token would be
+computed.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from quickbeam.target.loading import refuse_unfit
 from quickbeam.transformers.engines import Options, engine_of
 from quickbeam.transformers.params import params_of
 
-# arguments of a forward; checked below
+# arguments of a forward pass that are accepted; `_prompts` checks the first three
 HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 EXTRAS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
@@ -44,20 +47,24 @@ def generate(
     fast: bool = True,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
-    """What `model.generate` gives, by speculative decoding. Not called by hand: `generate` of
-    transformers calls it as `custom_generate`.
+    """Return what `model.generate` returns, computed by speculative decoding.
 
-    `method`, `budget`, `drafter`, `vocab`, `exact` and `fast` are those of `LLM`. They may be named
-    in the call of `model.generate` or, as may `tokenizer`, in `generator`. `tokenizer` is compared
-    with that of a drafter that is a smaller model; None loads it from where the model came from.
+    Don't call this by hand: `generate` of transformers calls it as `custom_generate`.
 
-    The engine is made of the model's own weights when the model first comes here, and kept with it.
-    The model itself is left as it is. Its weights are shared, but where products run on packed ones
-    (`fast`), which are copies. Changed weights or another device are noticed, and the engine is
-    made anew. Above temperature 0 the seed of each row is drawn from torch's generator on the CPU,
-    so that `torch.manual_seed` makes the call repeatable, by every method with the same tokens.
+    `method`, `budget`, `drafter`, `vocab`, `exact` and `fast` are those of `LLM`. They may be given
+    in the call of `model.generate` or in `generator`. `tokenizer` can only be given in `generator`.
+    It is compared with the tokenizer of a drafter that is a smaller model; None loads it from where
+    the model came from.
 
-    Returns `[rows, prompt + answer]` ids, or with `return_dict_in_generate` an output that holds
+    The engine is made from the model's own weights at the first call, and kept with the model. The
+    model itself is not changed. The engine shares the model's weights, except for matrix products
+    on packed weights (`fast`), which are copies. If the weights change or move to another device,
+    the engine is made anew.
+
+    Above temperature 0, the seed of each row is drawn from torch's generator on the CPU. So
+    `torch.manual_seed` makes the call repeatable, with the same tokens by every method.
+
+    Returns ids `[rows, prompt + answer]`, or with `return_dict_in_generate` an output that holds
     them as `sequences`. Raises `InvalidInput` for what can't be done exactly.
     """
     streamer = streamer or _of_the_call("streamer")
@@ -114,7 +121,7 @@ def generator(
     exact: bool | None = None,
     fast: bool = True,
 ) -> Callable[..., Any]:
-    """`generate` with settings of its own, for `custom_generate`. See there."""
+    """Return `generate` with these settings, for `custom_generate`. They are explained there."""
     return partial(
         generate,
         method=method,
@@ -128,10 +135,10 @@ def generator(
 
 
 def _of_the_call(name: str) -> Any:
-    """An argument of the running `model.generate`.
+    """Return an argument of the running `model.generate`; None if there is none.
 
-    transformers (5.17 to 5.23) passes these on to its own loops, but not to a callable: a streamer
-    would hear of the prompt alone.
+    It is found in the call's stack frame. transformers (5.17 to 5.23) passes these arguments to its
+    own loops, but not to a callable; a streamer would get the prompt and nothing else.
     """
     code, frame = inspect.unwrap(GenerationMixin.generate).__code__, sys._getframe(1)
     while frame.f_code is not code:
@@ -148,7 +155,7 @@ def _refuse(
     assistant: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    """Raise `InvalidInput` for what the call asks and this loop can't do."""
+    """Raise `InvalidInput` if the call asks for something that this loop can't do."""
     mode = config.get_generation_mode(assistant)
     if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         raise InvalidInput(
@@ -188,8 +195,10 @@ def _refuse(
 
 
 def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]:
-    """The rows without their padding on the left. Raises `InvalidInput` for other masks, and for
-    positions and caches of one's own."""
+    """Return the rows' token ids without the padding on their left.
+
+    Raises `InvalidInput` for other masks, for other positions, and for a KV cache of the caller's.
+    """
     if input_ids.dim() != 2 or not input_ids.shape[1]:
         raise InvalidInput(
             f"input_ids of shape {list(input_ids.shape)}: give token ids, not embeddings"
@@ -231,11 +240,11 @@ def _columns(
     pad: torch.Tensor | None,
     streamer: Any,
 ) -> torch.Tensor:
-    """All rows token by token, as `_sample` of transformers has them, criteria and streamer asked
-    after each: `[rows, prompt + answer]`.
+    """Return all rows, decoded token by token: ids `[rows, prompt + answer]`.
 
-    Rows that are over get padding where an end-of-sequence token may end them. Where none can, they
-    go on until all are over.
+    As in `_sample` of transformers, the stopping criteria and the streamer are called after each
+    token. If an end-of-sequence token may end rows, finished rows get padding. Otherwise they go on
+    until all rows are finished.
     """
     ends = any(hasattr(one, "eos_token_id") for one in criteria)
     going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
@@ -262,7 +271,10 @@ def _columns(
 
 
 def _advance(engine: Engine, streams: Sequence[Stream], column: int) -> None:
-    """Take steps until each has a token in that column. Raises what ended one of them."""
+    """Take steps until each stream has a token in this column.
+
+    Raises the error that ended a stream, or `QuickbeamError` if the engine was closed.
+    """
     for stream in streams:
         with engine.lock:
             while len(stream.token_ids) <= column:

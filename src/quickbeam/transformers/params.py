@@ -1,5 +1,7 @@
-"""From what a call of transformers' `generate` asks to `SamplingParams`. What none of them stands
-for is refused by name, never ignored."""
+"""Map the settings of a call of transformers' `generate` to `SamplingParams`.
+
+A setting without a counterpart is refused by name, never ignored.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,10 @@ from quickbeam.params import SamplingParams
 
 
 class Reader(NamedTuple):
-    """How a processor becomes parameters. `rank`: where it stands in the order in which
-    `SamplingParams` are applied."""
+    """How a logits processor becomes parameters.
+
+    `rank` is its place in the order in which `SamplingParams` are applied.
+    """
 
     rank: int
     read: Callable[[Any], dict[str, Any]]
@@ -64,8 +68,11 @@ def params_of(
     width: int,
     prompts: Sequence[Sequence[int]],
 ) -> SamplingParams:
-    """The parameters of all rows. Raises `InvalidInput` naming the class of a processor that none
-    of them stands for."""
+    """Return the parameters of all rows.
+
+    `width` is the length of the rows with padding, in tokens. Raises `InvalidInput` for a processor
+    without a counterpart, and names its class.
+    """
     ends = {
         int(end)
         for one in criteria
@@ -120,7 +127,7 @@ def params_of(
         )
         found.update(said)
     found.setdefault("temperature", 1.0)
-    if not config.do_sample:  # these leave the most probable token where it is
+    if not config.do_sample:  # greedy: these don't change which token is the most probable
         found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     longest = (criteria.max_length or config.max_length) - width
     found["min_tokens"] = min(found.get("min_tokens", 0), longest)
@@ -130,6 +137,6 @@ def params_of(
 
 
 def _ignores(length: Any, padding: Sequence[int]) -> bool:
-    """Whether so many first tokens of each row are its padding."""
+    """Whether the first tokens that are ignored in each row are exactly the row's padding."""
     lengths = length.tolist() if isinstance(length, torch.Tensor) else [length or 0] * len(padding)
     return bool(lengths == list(padding))

@@ -1,4 +1,4 @@
-"""Tree policies, and how they are made from the names that presets and the command line use."""
+"""Tree policies, made from the names that presets and the command line use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quickbeam.trees.prompt_lookup import PromptLookup
 from quickbeam.trees.sequoia import Sequoia
 from quickbeam.trees.specinfer import Branches
 
-DRAFTER = "drafter"  # the source that needs a model
-SOURCES = ("ngram", "last_logits")  # the others
+DRAFTER = "drafter"  # the source that needs a drafter
+SOURCES = ("ngram", "last_logits")  # the sources that need none
 DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
     "greedy": DySpec,
     "greedy-printed": lambda drafter: DySpec(drafter, Printed()),
@@ -31,7 +31,7 @@ DRAFTED: dict[str, Callable[[Drafter], DraftedPolicy]] = {
     "sequoia": Sequoia,
     "eagle2": Eagle2,
 }
-TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
+TREES: dict[str, tuple[str, ...]] = {  # the sources that each tree can use
     "none": (),
     "chain": ("ngram",),
     "logitspec": ("ngram", "last_logits"),
@@ -43,12 +43,13 @@ TREES: dict[str, tuple[str, ...]] = {  # the sources each can use
 def make_policy(
     preset_sources: Sequence[str], tree: str, drafter: Drafter | None = None
 ) -> TreePolicy:
-    """The policy of this name over new sources of these names; its `sources` are what a sequence
-    begins with.
+    """Return a new tree policy of the name `tree`, over new sources of the given names.
 
-    `drafter` is what the source "drafter" stands for. Raises `InvalidInput` for an unknown tree or
-    source, for a source that the tree can't use, for a tree left without one, and where a drafter
-    is needed and not given.
+    Its `sources` are what a sequence begins with. `drafter` is the source that the name "drafter"
+    stands for.
+
+    Raises `InvalidInput` for an unknown tree or source, for a source that the tree can't use, for a
+    tree that is left without a source, and if a drafter is needed and not given.
     """
     if tree not in TREES:
         raise InvalidInput(f"unknown tree {tree!r}; known: {', '.join(TREES)}")

@@ -1,5 +1,7 @@
-"""Estimated acceptance rates: how likely a child is accepted, which differs from the probability
-that the drafter gives it."""
+"""Estimated acceptance rates of children.
+
+How often a child is accepted differs from the probability that the drafter gives it.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +10,41 @@ from bisect import bisect_right
 
 
 class Chances(ABC):
-    """DySpec's estimate of the probability that a child is accepted, and of the worth of a slot
-    whose token is not drawn yet.
+    """Estimates how likely a child is accepted, and what a slot is worth before its token is drawn.
 
-    `place` is the rank of a child among its siblings, from 0. `probability` is the child's: for a
-    drawn one, under the distribution that it was drawn from (earlier siblings struck out,
-    renormalised); for a deterministic one, as `trees/perturbed.py` gives it. `LIFT`: no estimate
-    exceeds this multiple of a deterministic child's probability.
+    `place` is the rank of a child among its siblings, from 0. `probability` is the child's. For a
+    drawn child it is the probability under the distribution that it was drawn from (without earlier
+    siblings, renormalised). For a deterministic proposal it is what `trees/perturbed.py` gives.
+    `LIFT`: no estimate for a deterministic proposal exceeds this multiple of its probability.
     """
 
     LIFT = 1.0
 
     @abstractmethod
     def child(self, place: int, probability: float) -> float:
-        """The probability that a child is accepted, given that its parent is; for a drawn child,
-        given also that its earlier siblings are rejected."""
+        """Return the probability that a child is accepted, given that its parent is accepted.
+
+        For a drawn child it is also given that its earlier siblings are rejected.
+        """
 
     @abstractmethod
     def slot(self, place: int, peak: float) -> float:
-        """The worth of a slot before its token is known: expected accepted tokens, in any unit.
-        `peak`: the largest probability of the distribution that the token will be drawn from."""
+        """Return the worth of a slot before its token is known: expected accepted tokens, in any
+        unit.
+
+        `peak` is the largest probability of the distribution that the token will be drawn from.
+        """
 
     def observe(self, place: int, probability: float, accepted: bool) -> None:  # noqa: B027 (most have nothing to do)
-        """Verification reached a child: record whether it was accepted."""
+        """Record whether a child that verification reached was accepted."""
 
 
 class Printed(Chances):
-    """The paper's assumption (2410.11744, Alg. 1): a child is accepted with the probability that it
-    was drawn with, and a slot is worth the probability that it is reached."""
+    """The paper's assumption (DySpec, 2410.11744, Alg. 1).
+
+    A child is accepted with the probability that it was drawn with. A slot is worth the probability
+    that it is reached.
+    """
 
     def child(self, place: int, probability: float) -> float:
         return probability
@@ -45,22 +54,23 @@ class Printed(Chances):
 
 
 class Measured(Chances):
-    """Acceptance rates of drawn children, by rank and probability, corrected by what verification
-    accepted.
+    """Acceptance rates of drawn children, by rank and probability, corrected by past acceptance.
 
-    A drawn token is accepted with min(1, target / draft probability), so rare tokens of a flat
-    distribution are accepted about as often as its likely ones. And where the first child was
-    rejected, the rest of the target's distribution lies where the drafter gives little: the second
-    child is accepted about half as often as a first one of the same probability, the third a third
-    as often. `usual` puts that into a formula, fitted on our own questions at temperatures 0.6 and
-    1; each cell of `EDGES` and ranks is corrected by observed acceptance. Before the token is
-    drawn, the largest probability of the distribution stands for the token's.
+    A drawn token is accepted with min(1, target / draft probability). So rare tokens of a flat
+    distribution are accepted about as often as its likely ones. Where the first child was rejected,
+    the rest of the target's distribution lies where the drafter gives little. So the second child
+    is accepted about half as often as a first one of the same probability, and the third a third as
+    often.
+
+    `usual` is a formula for this, fitted on our own questions at temperatures 0.6 and 1. Each cell
+    (a range of probabilities between `EDGES`, and a rank) is corrected by observed acceptance.
+    Before a token is drawn, the largest probability of the distribution stands for the token's.
     """
 
-    EDGES = (0.1, 0.3, 0.6, 0.9)  # of probabilities
-    PLACES = 4  # told apart
-    TRUST = 8.0  # accepted children that the formula counts for in each cell
-    MEMORY = 512  # children of a cell after which an observation has lost most of its weight
+    EDGES = (0.1, 0.3, 0.6, 0.9)  # bounds between the ranges of probabilities
+    PLACES = 4  # ranks that are told apart; the last stands for all further ones
+    TRUST = 8.0  # how many accepted children the formula counts for in each cell
+    MEMORY = 512  # observations of a cell after which one has lost most of its weight
 
     def __init__(self) -> None:
         cells = (len(self.EDGES) + 1) * self.PLACES
@@ -68,7 +78,7 @@ class Measured(Chances):
 
     @staticmethod
     def usual(place: int, probability: float) -> float:
-        """The formula, before any correction."""
+        """Return the acceptance rate by the formula, before any correction."""
         return (0.28 + 0.35 * probability + 0.3 * probability**4) / (place + 1)
 
     def child(self, place: int, probability: float) -> float:
@@ -92,13 +102,14 @@ class Measured(Chances):
 
 
 class Likeliest(Measured):
-    """Acceptance rates of deterministic children, ranked by the drafter's probability and the noise
-    of their place (`trees/perturbed.py`).
+    """Acceptance rates of deterministic proposals, by rank and probability.
 
-    Drafters are underconfident in their first choice: on our own questions, first children of
-    probability 0.37 were accepted in 0.55 of the cases at temperature 0, 0.52 at 0.6 and 0.42 at 1;
-    later children about as often as their probability says. Corrected by observed acceptance as
-    `Measured` is.
+    Both come from the drafter's distribution and the noise of the place (`trees/perturbed.py`).
+
+    Drafters are underconfident in their first choice. On our own questions, first children of
+    probability 0.37 were accepted in 0.55 of the cases at temperature 0, in 0.52 at 0.6 and in 0.42
+    at 1. Later children were accepted about as often as their probability says. Observed acceptance
+    corrects the formula as in `Measured`.
     """
 
     LIFT = 1.4

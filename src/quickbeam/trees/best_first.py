@@ -1,5 +1,8 @@
-"""Search for the likeliest paths, for deterministic proposals: which ones are kept may depend on
-the tokens themselves."""
+"""Best-first search for the likeliest paths.
+
+It is for deterministic proposals only: which paths are kept may then depend on the tokens
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +17,37 @@ from quickbeam.trees.perturbed import proposals
 from quickbeam.trees.wide import ROUNDING, Row
 
 PLAIN = Printed()
-# Best-first search asks for a path's children where this much of its probability would get one in.
-# On our own questions, asking for all promised 0.005 tokens more a tree (of 3.1 with 16 nodes, 4.1
-# with 64; `bench trees` found 0.004 to 0.028 more), for a quarter more of the drafter's time with
-# 16, 37 % with 64.
+# The search asks about a path's children only if a child with this share of the path's probability
+# would get in. On our own questions, asking about all paths promised 0.005 tokens more a tree (of
+# 3.1 with 16 nodes, 4.1 with 64; `bench trees` found 0.004 to 0.028 more). It took a quarter more
+# of the drafter's time with 16 nodes, 37 % more with 64.
 HOPE = 0.5
-# of the likeliest path's probability: it asks for all such paths down to this in one call
+# One call asks about all such paths that are at least this share as likely as the likeliest of
+# them.
 FRACTION = 0.1
 
 
 class Candidate(NamedTuple):
-    cost: float  # minus the probability of its path: the best sort first
-    number: int  # in the order they were found; parents before children, which cost no less
-    parent: int  # its number
+    cost: float  # minus the probability of its path, so that the best sort first
+    number: int  # in the order of discovery; parents come before children, which cost no less
+    parent: int  # the parent's number
     token: int
     depth: int
     source: str
-    path: tuple[int, ...] = ()  # the tokens below the root that lead to it, its own included
+    path: tuple[int, ...] = ()  # the tokens below the root that lead to it, and its own
 
 
 class Search:
-    """The `size` likeliest paths among those found so far, in `best`; `expand` finds their
-    children.
+    """The `size` likeliest paths among those found so far, in `best`.
 
-    `policy` asks its drafter, and `tree` gives the result. The drafter sees a tree of its own, of
-    the expanded nodes only. `chances`: the estimated acceptance rate of a child, by its rank and
-    its probability. `floor`: a path that is no likelier adds no node, but can take the place of one
-    that is less likely still. A token that a grammar forces is as likely as what it follows.
+    `expand` finds their children, and `tree` returns the result.
+
+    - `policy`: asks its drafter. The drafter sees a tree of its own, of the expanded nodes only.
+    - `chances`: estimates the acceptance rate of a child from its rank and its probability.
+    - `floor`: a path that is no likelier than this adds no node. It can still replace a path that
+      is less likely.
+
+    A token that a grammar forces is as likely as the token before it.
     """
 
     def __init__(
@@ -48,28 +55,31 @@ class Search:
     ) -> None:
         self.best: list[Candidate] = []
         self._chances = chances
-        # by parent's number and token: place and probability
+        # by the parent's number and the token: rank and the drafter's probability
         self._said: dict[tuple[int, int], tuple[int, float]] = {}
-        self.expanded = {0: 0}  # by number: where a candidate is in the drafter's tree
+        self.expanded = {0: 0}  # by number: the candidate's node in the drafter's tree
         self._policy, self._context, self._size, self.floor = policy, context, size, 0.0
         self._seen = TokenTree(context.ids[-1])
-        self._numbers = 1  # given out so far
+        self._numbers = 1  # how many numbers are given out
         self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0, "root")
 
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
     ) -> Generator[DraftRequest, Laws | None, bool]:
-        """Ask the drafter once, for the `width` likeliest tokens after each of `due`: the root
-        first, later any of `best`. `gain`: the tokens expected from it. Returns False where the
-        call was not worth its time."""
+        """Ask the drafter once for the `width` likeliest tokens after each of `due`.
+
+        `due` is the root at first, later any of `best`. `gain` is the number of tokens expected
+        from the call. Returns False if the call was not worth its time.
+        """
         name, seen, place = self._policy.drafter.name, self._seen, self.expanded
         for one in due:
             if one is not self.root:
                 place[one.number] = seen.add(place[one.parent], one.token, name, -one.cost)
-        # What can be known before the call is, as after it the caches are cold.
+        # All that can be computed before the call is computed here, because the call leaves the
+        # caches cold.
         worst = self.worst
         bar = ROUNDING * worst / self._chances.LIFT
-        # what a probability must be above for its path to get in
+        # for each of `due`, what a child's probability must exceed for its path to get in
         least = [bar / one.cost for one in due]
         laws = yield DraftRequest(self._context, seen, [place[one.number] for one in due], gain)
         if laws is None:
@@ -91,27 +101,32 @@ class Search:
 
     @property
     def worst(self) -> float:
-        """What a path must cost less than to get in."""
+        """The cost that a path must stay below to get in."""
         if not self.best:
             return -self.floor
         last = self.best[-1].cost
         return last if len(self.best) == self._size else max(last, -self.floor)
 
     def worth(self, one: Candidate) -> float:
-        """The probability that a call for `one` is of use: that it is reached, and 0 where a
-        grammar leaves no choice after it."""
+        """Return the probability that asking about `one` is of use.
+
+        It is the probability that `one` is reached, or 0 if a grammar leaves no choice after it.
+        """
         return -one.cost if self._context.forced(one.path) is None else 0.0
 
     def force(self, one: Candidate, token: int, worst: float) -> None:
-        """Only this token may come after `one`."""
+        """Enter the only token that may come after `one`."""
         if one.cost < worst:
             self.best.append(self.new(one, token, 1.0, GRAMMAR))
 
     def take(
         self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None
     ) -> None:
-        """Enter the drafter's tokens after `one`, the likeliest first. `share`: their probabilities
-        are multiplied by it. `known`: a token that is in the tree already."""
+        """Enter the drafter's tokens after `one`, the likeliest first.
+
+        `share` multiplies their estimated acceptance rates. `known` is a token that is in the tree
+        already and is skipped.
+        """
         child, best, said, name = (
             self._chances.child,
             self.best,
@@ -128,7 +143,7 @@ class Search:
             said[one.number, token] = rank, probability
 
     def new(self, parent: Candidate, token: int, chance: float, source: str) -> Candidate:
-        """A candidate with the next number."""
+        """Return a candidate with the next number."""
         self._numbers += 1
         path = (*parent.path, token)
         return Candidate(
@@ -142,7 +157,10 @@ class Search:
         )
 
     def tree(self) -> TokenTree:
-        """The root and `best`, in order of worth; `place` then says which node a candidate is."""
+        """Return the tree of the root and `best`, in order of worth.
+
+        Sets `place`, which then maps a candidate's number to its node.
+        """
         tree, place = TokenTree(self._context.ids[-1]), {0: 0}
         self.place = place
         for one in self.best:
@@ -153,8 +171,10 @@ class Search:
         return tree
 
     def said(self) -> dict[int, tuple[int, float]]:
-        """For each node of the finished tree: its rank among its parent's children, and the
-        drafter's probability."""
+        """Return each node's rank among its parent's children and the drafter's probability.
+
+        Only nodes of the finished tree that the drafter proposed are in it.
+        """
         both = (
             (self.place[one.number], self._said.get((one.parent, one.token))) for one in self.best
         )
@@ -162,9 +182,12 @@ class Search:
 
 
 def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:
-    """Keep the likeliest paths as long as each is expected to give more tokens than the marginal
-    cost of its node, and ignore less likely ones from now on. `truth`: accepted tokens for each
-    expected one."""
+    """Keep the likeliest paths, as long as each is expected to give more tokens than its node
+    costs.
+
+    The cost is the marginal cost of a node. `search.floor` is set so that later paths below that
+    worth add no node. `truth`: accepted tokens for each expected one.
+    """
     search.best = [
         one for nodes, one in enumerate(search.best, 1) if -one.cost * truth > prices.node(nodes)
     ]
@@ -172,11 +195,11 @@ def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:
 
 
 def open_ends(search: Search, size: int, max_depth: int) -> list[Candidate]:
-    """The paths that the drafter is asked for next."""
+    """Return the paths that the drafter is asked about next; see `DySpec`."""
     expanded, worst = search.expanded, search.worst
     due = [
         one
-        # where all places are taken, nothing below the last can get one
+        # if all places are taken, nothing below the last path can get one
         for one in search.best[: size - 1]
         if one.cost * HOPE < worst
         and one.number not in expanded

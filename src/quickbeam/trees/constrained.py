@@ -1,13 +1,14 @@
-"""Trees within a grammar: banned tokens are not proposed, and forced tokens are added without a
-call of the drafter.
+"""Trees within a grammar: no banned token is proposed, and forced tokens take no call of the
+drafter.
 
-A token is forced where it is the only one that the grammar allows; only such tokens count as sure.
-What llguidance would write next where the text is known and its tokens are not shows in its masks
-already: they allow the canonical tokens of such a text and no others.
+A token is forced if it is the only one that the grammar allows. Only such tokens count as certain.
+Sometimes the grammar fixes the text that comes next, though that text could be split into tokens in
+several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
+text and no others.
 
-Policies need to know little of it. They are sent `Laws` with banned tokens struck out, and with
-forced tokens in place of the drafter's; those become children of probability 1, whose source is the
-grammar. No policy learns from them how often its own children are accepted.
+Policies need to know little about this. The `Laws` they are sent have banned tokens removed, and
+forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
+is the grammar. No policy counts them when it learns how often its own children are accepted.
 """
 
 from __future__ import annotations
@@ -22,14 +23,18 @@ from quickbeam.grammar.masks import Masks, Place
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Grown, Growth, TreePolicy
 
-# situations that policies tell apart (`TreePolicy.situation`); further ones are of forced runs
+# how many situations policies tell apart (`TreePolicy.situation`); the further ones are for forced
+# runs
 USUAL = 5
 
 
 def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Growth:
-    """A growth whose drafter keeps to a grammar. Where values don't rank its nodes, what is left of
-    the budget goes to forced runs."""
-    read = set[int]()  # nodes of its tree that the drafter has been asked for
+    """Wrap a growth so that its drafter keeps to a grammar.
+
+    If the tree's values do not rank its nodes (`Grown.truth` is None), the rest of the budget goes
+    to forced runs.
+    """
+    read = set[int]()  # nodes of its tree that the drafter was asked about
     laws: Laws | None = None
     while True:
         try:
@@ -44,8 +49,10 @@ def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Gr
 
 
 def situation(policy: TreePolicy, context: Context) -> int:
-    """The policy's own, or a further one by the length of the forced run after the root: 1, 2 or 3,
-    4 to 7, 8 tokens and more."""
+    """Return the policy's situation, or a further one if forced tokens follow the root.
+
+    The further ones tell apart runs of 1, of 2 or 3, of 4 to 7, and of 8 or more forced tokens.
+    """
     length, path = 0, list[int]()
     while length < 8 and (token := context.forced(path)) is not None:
         path.append(token)
@@ -54,8 +61,7 @@ def situation(policy: TreePolicy, context: Context) -> int:
 
 
 def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None:
-    """Below the tree's leaves, the tokens that are forced there, as far as they go and there is
-    room."""
+    """Add the tokens that are forced below the tree's leaves, as long as there is room."""
     node = 0
     while node < len(tree) < budget:
         if (
@@ -70,12 +76,11 @@ def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None
 def _answer(
     masks: Masks, request: DraftRequest, read: set[int]
 ) -> Generator[DraftRequest, Laws | None, Laws | None]:
-    """Answer one request: of the drafter's laws what the grammar leaves, of forced tokens
-    themselves.
+    """Answer one request: the drafter's distributions within the grammar, or the forced tokens.
 
-    The drafter goes from parent to child. Nodes on the way that it was not asked for, as what
-    follows them is forced, are asked for first; what is hoped of the request then counts for all of
-    these calls.
+    The drafter must be asked about a parent before its children. A node whose next token is forced
+    was not asked about. If such nodes are on the way to the requested ones, they are asked about
+    first. The request's expected gain is then divided among all these calls.
     """
     tree = request.tree
     places = [masks.find(tree.tokens(node)) for node in request.nodes]
@@ -107,8 +112,10 @@ def _answer(
 
 
 def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:
-    """The nodes above `nodes` that the drafter was not asked for, parents in earlier calls than
-    children. None of `nodes` is above another one."""
+    """Return the nodes above `nodes` that the drafter was not asked about, in calls.
+
+    Parents are in earlier calls than their children. None of `nodes` may be above another one.
+    """
     ways = []
     for node in nodes:
         way = list[int]()
@@ -119,8 +126,11 @@ def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> lis
 
 
 def _masked(laws: Laws, places: Sequence[Place]) -> torch.Tensor:
-    """Laws `[m, s]` with the tokens struck out that are banned at these places, renormalised; zero
-    where all are."""
+    """Return distributions `[m, s]` without the tokens that are banned at these places,
+    renormalised.
+
+    A row is zero where all its tokens are banned.
+    """
     banned = torch.stack([place.banned for place in places])
     if laws.tokens is not None:
         banned = banned[:, laws.tokens.cpu()]

@@ -1,4 +1,4 @@
-"""The common part of all policies that grow from a drafter."""
+"""The common part of all tree policies that grow from a drafter."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from quickbeam.trees.perturbed import proposals
 
 
 class DraftedPolicy(TreePolicy):
-    """Grows from one drafter: its likeliest tokens, with the noise of their places, as
-    deterministic proposals. With the residual rule (`SamplingParams.coupling`), and if the policy
-    supports it (`draws`), tokens drawn from the drafter's distributions instead."""
+    """A tree policy that grows from one drafter.
+
+    Its children are deterministic proposals: the drafter's likeliest tokens, given the noise of
+    their places. With the residual rule (`SamplingParams.coupling`) they are drawn from the
+    drafter's distributions instead, if the policy supports that (`draws`).
+    """
 
     draws = True
 
@@ -23,7 +26,7 @@ class DraftedPolicy(TreePolicy):
         self.sources = (drafter,)
 
     def situation(self, context: Context) -> int:
-        return 3  # a drafter is right about 3 times in 4, wherever it is
+        return 3  # a drafter is right about 3 times in 4, whatever the text
 
     def ask(
         self,
@@ -33,8 +36,12 @@ class DraftedPolicy(TreePolicy):
         count: int,
         least: Sequence[float] | None = None,
     ) -> Generator[DraftRequest, Laws | None, list[Draws]]:
-        """The children that each of `nodes` may get: any number of draws, or `count` of the
-        likeliest; `least`: for each node, the probability down to which they are wanted."""
+        """Return the children that each of `nodes` may get.
+
+        If children are drawn, there are any number of draws. Otherwise these are the `count`
+        likeliest tokens. `least`: for each node, the probability down to which its tokens are
+        wanted.
+        """
         laws = yield DraftRequest(context, tree, nodes)
         assert laws is not None
         if context.draws and self.draws:
@@ -45,8 +52,10 @@ class DraftedPolicy(TreePolicy):
         )
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
-        """Fill slot i of `node`; the new node, or `None` where the distribution gives no further
-        token."""
+        """Fill slot i of `node` and return the new node.
+
+        Returns `None` if the distribution gives no further token.
+        """
         draw = draws.draw(i)
         if draw is None:
             return None

@@ -16,28 +16,30 @@ from quickbeam.trees.best_first import Candidate, Search, keep_worthwhile, open_
 from quickbeam.trees.drafted import DraftedPolicy
 from quickbeam.trees.draws import Draws
 
-# the largest probability of a law that was not asked for yet: a guess (0.67 at temperature 0.6 on
-# our own questions, 0.33 at 1)
+# Stands for the largest probability of a distribution that the drafter was not asked for yet. It is
+# a guess: on our own questions that probability is 0.67 at temperature 0.6, and 0.33 at 1.
 PEAK = 0.6
-# nodes, each at the price of the next, that asking for one adds to a tree, or about so many: chosen
-# on our own questions
+# About how many nodes a tree gains by asking about one node, each at the marginal cost of the next
+# node. Chosen on our own questions.
 FINDS = 2
 
 
 class Slot(NamedTuple):
-    cost: float  # minus its worth: the best sort first
+    cost: float  # minus its worth, so that the best sort first
     missed: float  # minus the probability that it is reached
     node: int
-    place: int  # which child
+    place: int  # which child of the node
 
 
 class Slots:
-    """The open slots of a growing `tree`, in a heap; `fill` grows the tree. Filling a slot opens
-    its sibling's and its child's.
+    """The open slots of a growing `tree`, in a heap. `fill` grows the tree.
 
-    A slot is worth the probability that it is reached, times the estimated acceptance rate of its
-    token (`chances`), as far as that is known before the token is drawn: that keeps sampling exact.
-    `policy` asks its drafter. `drawn`: for each node, the rank and the probability of its draw.
+    Filling a slot opens the slot of its next sibling and that of its first child. A slot is worth
+    the probability that it is reached, times the estimated acceptance rate of its token
+    (`chances`). Only what is known before the token is drawn may enter that estimate: this keeps
+    sampling exact.
+
+    `policy` asks its drafter. `drawn` holds the rank and the probability of each node's draw.
     """
 
     def __init__(
@@ -49,16 +51,17 @@ class Slots:
         self._budget, self._max_depth = budget, max_depth
         self._heap: list[Slot] = []
         self._draws: dict[int, Draws] = {}
-        self._seen: set[int] = set()  # nodes whose laws have had their turn
+        # nodes whose first slot was already revalued by their distribution
+        self._seen: set[int] = set()
 
     def fill(self) -> Generator[DraftRequest, Laws | None, TokenTree]:
-        """Fill slots to the budget."""
+        """Fill slots until the budget is used up."""
         self._open(0)
         while self._heap and len(self.tree) < self._budget:
             _, _, node, _ = slot = self._heap[0]
             if node not in self._draws:
                 yield from self._ask()
-            # its law is there: now it is known what its first draw is worth
+            # the node's distribution has arrived, so the worth of its first slot is known now
             elif node not in self._seen:
                 self._seen.add(node)
                 heapreplace(self._heap, self._slot(-slot.missed, node, 0))
@@ -67,15 +70,17 @@ class Slots:
         return self.tree
 
     def _open(self, node: int) -> None:
-        """The first slot of a new node."""
+        """Open the first slot of a new node, unless the node is at the largest depth."""
         if self.tree.depth[node] == self._max_depth:
             return
         reached, first = self.tree.value[node], self._chances.slot(0, PEAK)
         heappush(self._heap, Slot(-reached * first, -reached, node, 0))
 
     def _ask(self) -> Generator[DraftRequest, Laws | None, None]:
-        """Ask for the nodes whose first draws are among the best of the heap, as many as there are
-        nodes left to add."""
+        """Ask about the nodes whose first slots are among the best of the heap.
+
+        As many slots are considered as there are nodes left to add.
+        """
         free = self._budget - len(self.tree)
         best = [slot.node for slot in sorted(self._heap)[:free] if slot.node not in self._draws]
         due = list(dict.fromkeys(self._askable(node) for node in best))
@@ -84,19 +89,21 @@ class Slots:
             self._draws[node] = draws
 
     def _askable(self, node: int) -> int:
-        """The topmost node on the way to `node` that was not asked for: the drafter goes from
-        parent to child."""
+        """Return the topmost node on the way to `node` that the drafter was not asked about.
+
+        The drafter must be asked about a parent before its children.
+        """
         while node and self.tree.parent[node] not in self._draws:
             node = self.tree.parent[node]
         return node
 
     def _fill_draw(self, slot: Slot) -> None:
-        """Fill the slot of a draw."""
+        """Fill the slot with its draw, and open the two slots that follow from it."""
         draws = self._draws[slot.node]
         new = self._policy.add(self.tree, slot.node, draws, slot.place)
         if new is None:
             return
-        if draws.forced:  # nothing is learned of it
+        if draws.forced:  # nothing is learned from a forced token
             return self._open(new)
         probability = draws.chance(slot.place)
         chance = self._chances.child(slot.place, probability)
@@ -106,24 +113,24 @@ class Slots:
         self._open(new)
 
     def _slot(self, reached: float, node: int, place: int) -> Slot:
-        """That of a draw of `node`, which is reached with probability `reached`."""
+        """Return the slot of a draw of `node` that is reached with probability `reached`."""
         draws = self._draws[node]
         chance = 1.0 if draws.forced else self._chances.slot(place, draws.peak(place))
         return Slot(-reached * chance, -reached, node, place)
 
 
 class Promises:
-    """How many tokens are accepted for each one that trees expect: drafters are not calibrated.
+    """How many tokens are accepted for each one that trees expect. Drafters are not calibrated.
 
     A tree expects the sum of its nodes' estimated probabilities. `asked` is the summed probability
-    of being reached of the nodes that the drafter was called for. Both are compared with the tokens
-    that were accepted, in fading sums.
+    of being reached, over the nodes that the drafter was called for. Both are compared with the
+    accepted tokens, as fading sums.
     """
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
-    TRUST = 4.0  # trees that the first guess counts for
-    # tokens that never fade: where nothing was promised for long, or nothing came, the quotient
-    # stays a number
+    TRUST = 4.0  # how many trees the first guess counts for
+    # Tokens that are added to both sums and never fade. The quotient stays a positive number even
+    # if nothing was promised or accepted for long.
     LEAST = 1e-3
 
     def __init__(self) -> None:
@@ -136,12 +143,15 @@ class Promises:
 
     @property
     def gain(self) -> float:
-        """Accepted tokens for each node that is reached and was asked for."""
+        """Accepted tokens for each node that is reached and was asked about."""
         return self._accepted / self._asked
 
     def observe(self, accepted: int, promised: float, asked: float) -> None:
-        """Record a tree that expected `promised` tokens, with calls for nodes of summed probability
-        `asked`."""
+        """Record a verified tree.
+
+        `accepted` tokens were accepted of `promised` expected ones. `asked` is the summed
+        probability of being reached of the nodes that the drafter was called for.
+        """
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted
         self._promised = keep * self._promised + promised
@@ -149,41 +159,44 @@ class Promises:
 
 
 class DySpec(DraftedPolicy):
-    """Best-first search (App. D.1): the tree is the likeliest paths, by the product of estimated
-    acceptance rates. Where children are drawn (`--coupling residual`), Alg. 1: a heap of open
-    slots, the best of which is filled (`Slots`). Nodes stand in order of worth.
+    """DySpec's tree by best-first search (App. D.1), or by slots where children are drawn (Alg. 1).
+
+    The search's tree is the likeliest paths, by the product of estimated acceptance rates. Where
+    children are drawn (`--coupling residual`), Alg. 1 keeps a heap of open slots and fills the best
+    of them (`Slots`). Nodes are in order of worth.
 
     DySpec assumes that acceptance probability equals draft probability (`acceptance.Printed`). For
-    drawn children that makes trees too wide: a rare draw is accepted often, by min(1, p / q), and
-    its sibling, tried after a rejection, seldom. The defaults, `acceptance.Measured` for draws and
-    `acceptance.Likeliest` in the search, go by what was accepted. Slots are chosen by what is known
-    before their tokens are drawn: that keeps sampling exact.
+    drawn children that makes trees too wide. A rare draw is accepted often, by min(1, p / q), and
+    its sibling, tried after a rejection, seldom. The defaults follow what was accepted instead:
+    `acceptance.Measured` for draws, `acceptance.Likeliest` in the search. Slots are chosen by what
+    is known before their tokens are drawn: that keeps sampling exact.
 
-    The paper calls the drafter once for each node. Here it is asked for several nodes at once,
-    about as often as the tree is deep. A distribution that arrives early changes nothing of the
-    tree, since it is not looked at before its turn.
+    The paper calls the drafter once for each node. Here one call asks about several nodes, and
+    there are about as many calls as the tree is deep. A distribution that arrives early changes
+    nothing of the tree, since it is not looked at before its turn.
 
-    - Alg. 1: when the best slot belongs to a node without a distribution, the drafter is asked for
-      the nodes whose first slots are among the best of the heap, as many as there are nodes left to
-      add. Until a node has its distribution, its first slot counts with the usual largest
-      probability, `PEAK`.
-    - Best-first: of the likeliest paths found so far, as many as fit the budget, the drafter is
-      asked for those that have no distribution yet, have `HOPE` of a child among them, and are at
-      least `FRACTION` as likely as the best of these, until there is none. So few of the likeliest
-      paths are missed: those below a path that barely got in.
+    - Alg. 1: when the best slot belongs to a node without a distribution, the drafter is asked
+      about the nodes whose first slots are among the best of the heap. As many slots are considered
+      as there are nodes left to add. Until a node has its distribution, its first slot counts with
+      the usual largest probability, `PEAK`.
+    - Best-first: each call considers the likeliest paths found so far, as many as fit the budget.
+      It asks about those paths that have no distribution yet, that could still add a child with
+      `HOPE` of their own probability, and that are at least `FRACTION` as likely as the best of
+      these. Calls end when no such path is left. Few of the likeliest paths are missed: those below
+      a path that barely got in.
 
-    The paper's budget is a number of nodes. With `Context.prices` the tree of the search ends where
-    the next likeliest path is expected to give fewer tokens than the marginal cost of a node, and
-    no call is made for nodes that are expected to give fewer than a call costs (`Promises` corrects
-    the expectation).
+    The paper's budget is a number of nodes. With `Context.prices` the search's tree also ends where
+    the next likeliest path is expected to give fewer tokens than the marginal cost of a node. No
+    call is made for nodes that are expected to give fewer tokens than a call costs. `Promises`
+    corrects these expectations.
     """
 
     priced = True
 
     def __init__(self, drafter: Drafter, chances: Chances | None = None) -> None:
         super().__init__(drafter)
-        self.chances = chances or Measured()  # of draws
-        self.likeliest = chances or Likeliest()  # of deterministic children
+        self.chances = chances or Measured()  # estimates for drawn children
+        self.likeliest = chances or Likeliest()  # estimates for deterministic proposals
         self.promises = Promises()
 
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
@@ -211,14 +224,15 @@ class DySpec(DraftedPolicy):
             if not (yield from search.expand(due, gain=gain)):
                 break
             worth = sum(search.worth(one) for one in due)
-            asked, trial = asked + worth, trial and not worth  # what is forced takes no call
+            # forced tokens took no call, so the trial is still to come
+            asked, trial = asked + worth, trial and not worth
             keep_worthwhile(search, prices, truth)
             due = open_ends(search, size, max_depth)
         return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
 
     def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
-        """Expected tokens from asking about `due`, less the marginal cost of the nodes that it
-        adds."""
+        """Return the tokens expected from asking about `due`, less the marginal cost of the nodes
+        it adds."""
         gain, price = self.promises.gain, FINDS * self.promises.truth * -search.worst
         return sum(max(0.0, search.worth(one) * gain - price) for one in due)
 
@@ -228,22 +242,24 @@ class DySpec(DraftedPolicy):
     def _learn(
         self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0
     ) -> None:
-        """From a tree of deterministic children."""
+        """Learn from a verified tree of deterministic proposals."""
         said = search.said()
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
                 if child in said:
                     self.likeliest.observe(*said[child], child == accepted)
         if asked:
-            # by what was verified of it
+            # only the part of the tree that was verified counts
             promised = sum(
                 tree.value[node] for node in self._asked_for(search, tree, range(1, len(tree)))
             )
             self.promises.observe(len(self._asked_for(search, tree, path[1:])), promised, asked)
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
-        """From a tree of drawn children; verification never reached the siblings after the accepted
-        one."""
+        """Learn from a verified tree of drawn children.
+
+        Verification never reached the siblings after the accepted one, so they don't count.
+        """
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
                 if child in slots.drawn:
@@ -252,5 +268,5 @@ class DySpec(DraftedPolicy):
                     break
 
     def _asked_for(self, search: Search, tree: TokenTree, nodes: Sequence[int]) -> list[int]:
-        """Those of these nodes that came of asking the drafter."""
+        """Return those of `nodes` that the drafter proposed."""
         return [node for node in nodes if tree.source[node] == self.drafter.name]

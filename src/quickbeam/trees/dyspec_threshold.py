@@ -1,5 +1,7 @@
-"""DySpec's threshold tree (2410.11744, Alg. 2): layer by layer, every slot that is likely enough to
-be reached."""
+"""DySpec's threshold tree (2410.11744, Alg. 2).
+
+Layer by layer, it fills every slot that is likely enough to be reached.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,13 @@ from quickbeam.trees.wide import ROUNDING
 
 
 class Threshold(DraftedPolicy):
-    """Fill all slots worth `threshold` or more (`None`: 1 / budget), layer by layer, with one call
-    of the drafter a layer.
+    """Fill all slots worth `threshold` or more, layer by layer, with one call of the drafter a
+    layer.
 
-    A drawn slot is worth the probability that it is reached, a deterministic child the product of
-    probabilities down to its own token. Where the budget ends within a layer, its best slots are
-    filled and drawing stops. Nodes stand layer by layer, in order of worth.
+    `threshold=None` takes 1 / budget. A drawn slot is worth the probability that it is reached. A
+    deterministic proposal is worth the product of probabilities down to its own token. If the
+    budget ends within a layer, the best slots of the layer are filled and drawing stops. Nodes come
+    layer by layer, in order of worth.
 
     Raises `InvalidInput` for a threshold outside (0, 1].
     """
@@ -56,8 +59,10 @@ class Threshold(DraftedPolicy):
 
 
 def worths(draws: Draws, reached: float, least: float, most: int) -> list[float]:
-    """The worths from `least` up, `most` at most, of the slots of a node that is reached with
-    probability `reached`."""
+    """Return the worths of a node's slots that are `least` or more, `most` at most.
+
+    `reached` is the probability that the node is reached.
+    """
     found: list[float] = []
     for i in count():
         worth = reached * draws.worth(i)

@@ -1,5 +1,7 @@
-"""EAGLE-2's tree (2406.16858, §4): expand the likeliest nodes of each layer, then keep the
-likeliest of all."""
+"""EAGLE-2's tree (2406.16858, §4).
+
+It expands the likeliest nodes of each layer, then keeps the likeliest nodes of all layers.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from quickbeam.trees.drafted import DraftedPolicy
 
 
 class Eagle2(DraftedPolicy):
-    """Expansion: each node of a layer has its likeliest tokens as candidates, and the `width`
-    candidates whose paths are likeliest are the next layer, `depth` layers at most. Reranking: the
+    """Expand layer by layer, then rerank.
+
+    Expansion: the candidates after each node of a layer are its likeliest tokens. The `width`
+    candidates whose paths are likeliest make the next layer, `depth` layers at most. Reranking: the
     tree is the likeliest candidates of all layers.
 
-    What is kept depends on the tokens themselves, so they are deterministic proposals, never draws.
-    10 and 7 are the defaults of EAGLE-2's code. A candidate that reranking has no place for any
-    more is not expanded. Nodes stand in order of worth.
+    Which candidates are kept depends on the tokens themselves. So they are deterministic proposals,
+    never draws. The defaults 10 and 7 are those of EAGLE-2's code. A candidate that reranking would
+    drop already is not expanded. Nodes are in order of worth.
 
     Raises `InvalidInput` for a width or a depth below 1.
     """

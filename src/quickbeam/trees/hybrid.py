@@ -1,5 +1,7 @@
-"""One tree from n-grams of the text and from a drafter. Both compete in one search, scored by past
-acceptance."""
+"""One tree from n-grams of the text and from a drafter.
+
+Both sources compete in one search, by estimated acceptance rates.
+"""
 
 from __future__ import annotations
 
@@ -12,22 +14,27 @@ from quickbeam.trees.best_first import Candidate, Search
 from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.wide import Row
 
-LONGEST = 16  # tokens of a continuation at most
-# where a tree may have more nodes, a pass is so dear that calls of the drafter are little beside
-# it: then
+LONGEST = 16  # the most tokens of a continuation
+# If a tree may have more nodes than this, a pass is so expensive that calls of the drafter cost
+# little beside it. The continuation of the root may then have `FARTHER` tokens, and the drafter is
+# asked along it too.
 WIDE = 128
-FARTHER = 128  # the text's own continuation is longer, and the drafter is asked along it
-LONG = 8  # tokens of repetition that make another situation: much comes true, without a call
-SURE = 2  # tokens that a guessed path must have in common with the text to be continued from it
+FARTHER = 128
+# A repetition of at least this many tokens is a situation of its own: many tokens are accepted
+# without a call.
+LONG = 8
+SURE = 2  # the fewest matching tokens for a guessed path to be continued from the text
 
 
 class Repeats:
-    """Acceptance rates of n-gram continuations, by the number of tokens that the text has been
-    repeating itself for: at first a guess, 0.25 to 0.9 as in `Expected.prior`, then corrected by
-    what was accepted."""
+    """Acceptance rates of n-gram continuations, by how many tokens the text has been repeating
+    itself.
+
+    They begin with a guess, 0.25 to 0.9 as in `Expected.prior`. Observed acceptance corrects it.
+    """
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
-    TRUST = 8.0  # observations that these count for
+    TRUST = 8.0  # how many observations the guess counts for
     MEMORY = 256  # observations of a class after which one has lost most of its weight
 
     def __init__(self) -> None:
@@ -35,7 +42,11 @@ class Repeats:
         self._count = [self.TRUST] * len(self.USUAL)
 
     def chance(self, length: int) -> float:
-        """The probability that the next token is the one that followed the earlier occurrence."""
+        """Return the probability that the next token is the one that followed the earlier
+        occurrence.
+
+        `length`: for how many tokens the text has been repeating itself.
+        """
         i = self._class(length)
         return min(0.99, self._right[i] / self._count[i])
 
@@ -51,9 +62,10 @@ class Repeats:
 class HybridSearch(Search):
     """A search that includes n-gram continuations: paths that cost no call of the drafter.
 
-    Where the drafter is asked about a node that has a continuation, the two proposals of one token
-    are one child with probability 1 - (1 - q)(1 - a), q being the drafter's acceptance rate and a
-    the continuation's; the drafter's other tokens share the rest.
+    If the drafter is asked about a node that has a continuation, both may propose the same token.
+    They are then one child, accepted with probability 1 - (1 - q)(1 - a). Here q is the acceptance
+    rate of the drafter's proposal, a that of the continuation. The drafter's other tokens share the
+    rest.
     """
 
     def __init__(
@@ -68,10 +80,11 @@ class HybridSearch(Search):
         super().__init__(policy, context, size, policy.likeliest)
         if context.prices is not None:
             self.floor = context.prices.node(1) / policy.promises.truth
-        # by number of a continuation's candidate: tokens of repetition before it
+        # by the number of a continuation's candidate: tokens of repetition before it
         self.lengths: dict[int, int] = {}
-        self.chances: dict[int, float] = {}  # by number of its parent: that it is right
-        # by number of the parent: the candidate and those that continue it
+        # by the number of its parent: the probability that it is right
+        self.chances: dict[int, float] = {}
+        # by the number of its parent: the candidate and those that continue it
         self._chains: dict[int, list[Candidate]] = {}
         self._ngram, self._repeats, self._max_depth, self.wide = (
             ngram,
@@ -79,7 +92,7 @@ class HybridSearch(Search):
             max_depth,
             size > WIDE,
         )
-        # by number: candidates whose continuation was looked for, or that are one
+        # numbers of candidates whose continuation was looked for, or that belong to one
         self._matched = {0}
         if match := ngram.match(self._tail(self.root)):
             longest = FARTHER if self.wide else LONGEST
@@ -111,8 +124,8 @@ class HybridSearch(Search):
 
     @property
     def repeating(self) -> dict[int, int]:
-        """For each node of the finished tree that continues the text: for how many tokens the text
-        repeats itself before it."""
+        """For each node of the finished tree that continues the text: the tokens of repetition
+        before it."""
         return {
             self.place[number]: length
             for number, length in self.lengths.items()
@@ -141,20 +154,23 @@ class HybridSearch(Search):
         super().take(one, row, worst, (1 - both) / (1 - said), known)
 
     def _tail(self, one: Candidate) -> tuple[int, ...]:
-        """The last tokens of the text that ends with `one`, as many as an n-gram has."""
+        """Return the last tokens of the text that ends with `one`, as many as the longest n-gram
+        has."""
         most = self._ngram.max_n
         return (*self._context.ids[-most:], *one.path)[-most:]
 
     def _continued(self, one: Candidate) -> list[Candidate]:
-        """The continuation below `one`, where it is still among the best."""
+        """Return the continuation below `one`, or nothing if it is no longer among the best."""
         chain = self._chains.get(one.number, [])
         return (
             chain if chain and any(found.number == chain[0].number for found in self.best) else []
         )
 
     def _continue(self, one: Candidate, tokens: Sequence[int], length: int) -> None:
-        """Lay `tokens` below `one`, which ends `length` tokens of repetition, as far as they may
-        get in."""
+        """Enter `tokens` as a path below `one`, up to the first that can't get in.
+
+        `length`: how many tokens of repetition end with `one`.
+        """
         worst, chain, above = self.worst, list[Candidate](), one
         for i, token in enumerate(
             self._context.within(one.path, tokens[: self._max_depth - one.depth])
@@ -175,9 +191,12 @@ class HybridSearch(Search):
 
 
 class Hybrid(DySpec):
-    """`DySpec`'s search with n-gram continuations of the text as further paths (the source of
-    prompt lookup and LogitSpec 2507.01449, §3; merging by calibrated value is ours). They cost
-    nodes but no call: where the text repeats itself for long, the drafter is not asked at all."""
+    """`DySpec`'s search, with n-gram continuations of the text as further paths.
+
+    N-grams are the source of prompt lookup and of LogitSpec (2507.01449, §3). Merging them by
+    calibrated value is ours. Continuations cost nodes but no call. Where the text repeats itself
+    for long, the drafter is not asked at all.
+    """
 
     draws = False
 
@@ -211,8 +230,10 @@ class Hybrid(DySpec):
 def _observe(
     repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]
 ) -> None:
-    """Record whether the nodes that continue the text were accepted. `lengths`: for how long it
-    repeated itself before each."""
+    """Record whether the nodes that continue the text were accepted.
+
+    `lengths`: for each such node, the tokens of repetition before it.
+    """
     for node, following in zip(path, [*path[1:], None], strict=True):
         for child in tree.children[node].values():
             if child in lengths:

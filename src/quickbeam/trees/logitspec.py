@@ -1,5 +1,7 @@
-"""LogitSpec's tree: a chain from the text so far, and short branches from what the last logits
-guess comes after the root."""
+"""LogitSpec's tree: a chain from the text so far, and short branches from the last logits.
+
+Each branch begins with a guess of the token after the root.
+"""
 
 from __future__ import annotations
 
@@ -14,36 +16,37 @@ from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Undrafted
 from quickbeam.trees.prompt_lookup import graft, promise
 
-CHAIN = 20  # tokens of the chain at most
-GUESSES = 64  # how far down the last logits are read
-LEAD = 3  # tokens of the chain per matched token that go before any guess
+CHAIN = 20  # the most tokens of the chain
+GUESSES = 64  # how many of the best last logits are guesses
+LEAD = 3  # tokens of the chain that go before any guess, per matched token
 OTHERS = 3  # other continuations of the text's end that are drafted beside the chain
-OTHER = 4  # tokens of such a branch per matched token
+OTHER = 4  # tokens of such a continuation, per matched token
 
 
 def branch_length(rank: int) -> int:
-    """Tokens of the branch that starts with the guess of this rank, the guess included."""
+    """Return how many tokens the branch of the guess of this rank has, the guess included."""
     return 4 if rank <= 8 else 3 if rank <= 32 else 1
 
 
 class LogitSpec(Undrafted):
-    """The rule of LogitSpec (2507.01449, as its code has it), with its drafts merged into a trie.
+    """The rule of LogitSpec (2507.01449, as in its code), with its drafts merged into a trie.
 
     - The chain: up to 20 tokens that followed the longest match ending in the root.
-    - Beside it up to 3 shorter ones, from earlier or shorter matches that another token followed.
-      (Ours: the paper keeps the newest.)
-    - A branch for each of the 64 best last logits but the root, in order of rank: the token as a
-      guess of the one after the root, then what followed the longest match ending in (root, guess),
-      or in the guess alone; 4, 3 or 1 tokens in all, by rank.
+    - Beside it up to 3 shorter continuations, from earlier or shorter matches that another token
+      followed. (These are ours: the paper keeps only the newest match.)
+    - A branch for each of the 64 best last logits except the root, in order of rank. It begins with
+      that token, as a guess of the one after the root. Then comes what followed the longest match
+      ending in (root, guess), or in the guess alone. A branch has 4, 3 or 1 tokens in all, by rank.
 
-    The paper spends 64 nodes, chain first. With fewer, the chain would leave little to the guesses;
-    so it goes first for 3 tokens per matched token only, a longer match being right more often,
-    then its shorter companions, and then it gets as many tokens as each branch adds. The order does
-    not depend on the budget: a smaller tree is the beginning of a larger one. Merged nodes cost
-    nothing, and what they save goes to further guesses.
+    The paper spends 64 nodes, and the chain goes first. With fewer nodes the chain would leave
+    little to the guesses. So here the chain at first gets only 3 tokens for each matched token,
+    since a longer match is right more often. Then come its shorter companions. After that each
+    branch is followed by as many further tokens of the chain as the branch added. The order does
+    not depend on the budget: a smaller tree is the beginning of a larger one. Nodes that two drafts
+    share are added once, and the nodes saved go to further guesses.
 
-    Either source may be `None`: without n-grams the guesses stand alone, without logits the chain
-    does. Nodes carry no value. Raises `InvalidInput` when both are.
+    Either source may be `None`: without n-grams there are only guesses, without logits only the
+    chain and its companions. Nodes carry no value. Raises `InvalidInput` if both are `None`.
     """
 
     def __init__(self, ngram: Ngram | None, last_logits: LastLogits | None) -> None:
@@ -75,8 +78,8 @@ class LogitSpec(Undrafted):
                 other = context.within((), index.continuation(match, OTHER * match.length))
                 graft(tree, 0, other, Ngram.name, budget, max_depth)
 
-        # Each guess adds a node, unless it is the root or the chain begins with it: two more than
-        # the budget's free nodes are enough.
+        # Each guess adds a node, unless it is the root or the chain begins with it. So two guesses
+        # more than there are free nodes are enough.
         guesses = (
             self.last_logits.ranked(context, min(GUESSES, budget + 1)) if self.last_logits else ()
         )

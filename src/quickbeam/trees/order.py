@@ -1,7 +1,10 @@
-"""In which order a tree's tokens lie in memory: what attention kernels pay for is blocks of the
-mask that aren't empty (DySpec, App. C).
+"""The order in which a tree's tokens lie in memory.
 
-An order is a permutation: `order[position]` is the node stored there, parents before children.
+An attention kernel pays for those blocks of the mask that are not empty (DySpec, App. C). Their
+number depends on the order.
+
+An order is a permutation: `order[position]` is the node stored there, and parents come before
+children.
 """
 
 from __future__ import annotations
@@ -14,15 +17,19 @@ from quickbeam.tree import TokenTree
 
 
 def depth_first(tree: TokenTree) -> list[int]:
-    """Each node directly before its first child, children in the order of proposal. Earlier
-    siblings usually have the larger subtrees, which makes this nearly as good as heavy paths for
-    trees drafted in order of worth."""
+    """Return the order in which each node stands directly before its first child.
+
+    Children keep the order of proposal. Earlier siblings usually have the larger subtrees. So for
+    trees drafted in order of worth this is nearly as good as heavy paths.
+    """
     return _walk([list(children.values()) for children in tree.children])
 
 
 def heavy_path(tree: TokenTree) -> list[int]:
-    """Depth-first, children in the order of their subtrees' sizes, the largest first: a heavy-path
-    decomposition, each path contiguous."""
+    """Return the depth-first order in which children with larger subtrees come first.
+
+    This is a heavy-path decomposition: each path is contiguous.
+    """
     size = [1] * len(tree)
     for node in range(len(tree) - 1, 0, -1):
         size[tree.parent[node]] += size[node]
@@ -40,10 +47,11 @@ def _walk(children: list[list[int]]) -> list[int]:
 
 
 def mask_blocks(tree: TokenTree, order: Sequence[int] | None = None, size: int = 32) -> int:
-    """How many blocks of `size` by `size` entries of the tree's attention mask `[n, n]` aren't
-    empty, its tokens stored in `order`.
+    """Return how many blocks of `size` by `size` entries of the tree's attention mask are not
+    empty.
 
-    `None` leaves them in the order they were drafted in.
+    The mask is `[n, n]`, with the tokens stored in `order`. `None` keeps the order in which they
+    were drafted.
     """
     visible = tree.visible()
     if order is not None:

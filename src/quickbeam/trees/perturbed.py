@@ -1,16 +1,17 @@
 """A drafter's children where the noise of their place is known (coupled sampling, `noise.py`).
 
-At temperature 0 a drafter's distribution q, at temperature 1, says how likely each token is the
-target's best: as if the target's logits were the drafter's l plus a Gumbel number of scale 1, whose
-argmax is distributed as q. At temperature T the target emits the argmax of logits / T + g. With the
-same error in the logits that is the argmax of l + T * g + a Gumbel number, which token x is with
+Let q be a drafter's distribution at temperature 1, and l its logits. For an answer at temperature
+0, q(x) estimates how likely token x is the target's best. That is exact if the target's logits are
+l plus independent Gumbel numbers of scale 1, since the argmax of that sum is distributed as q. At
+temperature T the target emits the argmax of logits / T + g, where g is the noise of the place. With
+the same error in the logits, this is the argmax of l + T * g + a Gumbel number. It is token x with
 probability
 
     q(x) * exp(T * g(x)) / sum over y of q(y) * exp(T * g(y)).
 
-So one rule serves every temperature: the children are the likeliest of q, perturbed by the noise
-and made a distribution again; at temperature 0 that is q itself. How likely such a child is in fact
-is learned alike (`acceptance.Likeliest`).
+So one rule serves every temperature: the children are the likeliest tokens of q, perturbed by the
+noise and normalised. At temperature 0 that is q itself. How often such children are really accepted
+is learned by one rule too (`acceptance.Likeliest`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from quickbeam.noise import Array, Noise, Places, Wanted
 from quickbeam.params import SamplingParams
 from quickbeam.trees.wide import Row, likeliest
 
-FAINT = 1e-5  # of the likeliest token
-MARGIN = 0.5  # of what the filters leave by the drafter: the target may see it otherwise
+FAINT = 1e-5  # share of the likeliest token's probability below which tokens don't count
+# The filters' bound, found on the drafter's distribution, is multiplied by this, because the
+# target's distribution may differ.
+MARGIN = 0.5
 
 
 def proposals(
@@ -36,9 +39,12 @@ def proposals(
     count: int,
     least: Sequence[float] | None = None,
 ) -> list[Row]:
-    """The `count` likeliest children after nodes of these depths, the likeliest first: by `laws`,
-    and by the noise of their places where there is any. `least`: for each node, what a probability
-    must be above for the token to count. A forced token has all of it."""
+    """Return the `count` likeliest children after nodes of these depths, the likeliest first.
+
+    They are chosen by `laws`, and by the noise of their places where there is any. `least`: for
+    each node, what a child's probability must exceed for the child to count. A forced token has
+    probability 1.
+    """
     if context.noise is None:
         rows = likeliest(laws.values, count, least)
     else:
@@ -58,9 +64,12 @@ def proposals(
 
 
 def ruled_out_below(q: Array, filters: SamplingParams) -> float:
-    """The probability, at temperature 1, of the least likely token that top-k, top-p and min-p
-    leave of `q` `[vocab]`, about: tokens less likely than `FAINT` times the likeliest don't
-    count."""
+    """Return about how likely the least likely token is that top-k, top-p and min-p leave of `q`
+    `[vocab]`.
+
+    The probability is that of `q`, at temperature 1. Tokens less likely than `FAINT` times the
+    likeliest don't count.
+    """
     likely = np.sort(q[q > FAINT * q.max()].astype(np.float64))[::-1]
     if not len(likely):
         return 0.0
@@ -74,6 +83,7 @@ def ruled_out_below(q: Array, filters: SamplingParams) -> float:
 def perturbed_plain(
     q: torch.Tensor, noise: Noise, position: int, temperature: float
 ) -> torch.Tensor:
-    """All of the perturbed distribution of `q` `[vocab]`, the reference."""
+    """Return the whole perturbed distribution `[vocab]` of `q` `[vocab]`: the reference for
+    tests."""
     every = noise.of(np.arange(len(q)), np.full(len(q), position))
     return (q.double().log() + temperature * torch.from_numpy(every)).softmax(0)

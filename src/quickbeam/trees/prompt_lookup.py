@@ -13,10 +13,10 @@ from quickbeam.trees.base import Undrafted
 def graft(
     tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int
 ) -> int:
-    """Lay tokens below `node` as a path and return its last node.
+    """Add tokens below `node` as a path and return the path's last node.
 
-    Nodes that hold the same tokens already are shared, whoever proposed them; the path ends early
-    where the budget or the depth does.
+    Nodes that already hold the same tokens are shared, whoever proposed them. The path ends early
+    when the budget is used up or the largest depth is reached.
     """
     for token in tokens:
         child = tree.child(node, token)
@@ -29,19 +29,21 @@ def graft(
 
 
 def promise(context: Context) -> int:
-    """For how many tokens the text has been repeating itself at its end, as a
-    `TreePolicy.situation`: none, 1, 2, 4 or 8 and more."""
+    """Return how long the text has been repeating itself at its end, as a `TreePolicy.situation`.
+
+    0 stands for no repetition, 1 to 4 for at least 1, 2, 4 and 8 tokens.
+    """
     index: NgramIndex | None = context.states.get(Ngram.name)
     match = index.match(context.ids[-index.max_n :]) if index else None
     return min(index.extent(match).bit_length(), 4) if index and match else 0
 
 
 class PromptLookup(Undrafted):
-    """What followed the newest earlier occurrence of the longest n-gram that ends in the root,
-    `length` tokens at most.
+    """Drafts what followed the newest earlier occurrence of the longest n-gram that ends in the
+    root.
 
-    10 tokens is what prompt lookup drafts elsewhere too (transformers' `num_output_tokens`). Nodes
-    carry no value.
+    It drafts `length` tokens at most. 10 is what prompt lookup drafts elsewhere too (transformers'
+    `num_output_tokens`). Nodes carry no value.
     """
 
     def __init__(self, ngram: Ngram, length: int = 10) -> None:

@@ -1,5 +1,7 @@
-"""Sequoia's tree (2402.12374, §3.1): the best static shape for how often an i-th child is accepted,
-found by dynamic programming."""
+"""Sequoia's tree (2402.12374, §3.1): the best static shape, found by dynamic programming.
+
+The shape is the best for given acceptance rates of a first child, a second child and so on.
+"""
 
 from __future__ import annotations
 
@@ -16,29 +18,32 @@ from quickbeam.trees.drafted import DraftedPolicy
 
 Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
 
-# How often the i-th child is accepted where nothing was measured: the first 6 times in 10; the
-# chance that all of the first k are rejected then falls as a power of k, as Sequoia's analysis
-# assumes.
+# Acceptance rates of the i-th child if nothing was measured. The first is accepted 6 times in 10.
+# The probability that all of the first k are rejected then falls as a power of k, as Sequoia's
+# analysis assumes.
 GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
 
 
 class Shapes:
-    """The best shapes of up to `nodes` nodes for `acceptance`: the probability that a reached
-    node's i-th child is accepted.
+    """The best shapes of up to `nodes` nodes, by dynamic programming.
 
-    A node is reached with the product of these along its path, and F, the sum over all nodes, is
-    the number of tokens a step emits. A tree of depth at most d whose root has b children is one
-    with b - 1, joined by a b-th child's tree of depth at most d - 1:
+    `acceptance` is the probability that a reached node's i-th child is accepted. A node is reached
+    with the product of these along its path. F is the sum of that over all nodes: the number of
+    tokens a step emits.
 
-        T(n, d, b) = max over m of T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1,
-        b')
+    A tree of depth at most d whose root has b children is made of two: such a tree with b - 1
+    children, and the b-th child's tree of depth at most d - 1. So the best F with n nodes is
+
+        T(n, d, b) = max over m of
+            T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1, b')
     """
 
     def __init__(self, acceptance: Sequence[float], nodes: int) -> None:
-        # by depth, then by nodes, the root included: F of the best tree
+        # F of the best tree, by depth, then by nodes, the root included
         self._best = [np.ones(nodes + 1)]
-        self._width = [np.zeros(nodes + 1, dtype=int)]  # children of its root
-        # by depth, child and nodes shared among the first children: what the last of them gets
+        self._width = [np.zeros(nodes + 1, dtype=int)]  # how many children that tree's root has
+        # by depth, by child, by nodes shared among the children up to this one: the nodes this one
+        # gets
         self._share: list[list[np.ndarray]] = [[]]
         size = np.arange(nodes + 1)
         rest = size[:, None] - size[None, :]
@@ -59,14 +64,14 @@ class Shapes:
                 break
 
     def tokens(self, nodes: int, depth: int) -> float:
-        """F of the best tree of at most `nodes` nodes and `depth`."""
+        """Return F of the best tree of at most `nodes` nodes and at most `depth`."""
         return float(self._best[min(depth, len(self._best) - 1)][nodes])
 
     def shape(self, nodes: int, depth: int) -> Shape:
-        """That tree."""
+        """Return the shape of the best tree of at most `nodes` nodes and at most `depth`."""
         children: Shape = [[]]
-        room = [(nodes, min(depth, len(self._best) - 1))]  # of each node's subtree
-        for node, (size, deep) in enumerate(room):  # grows along
+        room = [(nodes, min(depth, len(self._best) - 1))]  # nodes and depth of each node's subtree
+        for node, (size, deep) in enumerate(room):  # `room` grows in this loop
             left, shares = size - 1, []
             for b in range(self._width[deep][size], 0, -1):
                 shares.append(int(self._share[deep][b - 1][left]))
@@ -79,19 +84,19 @@ class Shapes:
 
 
 class Sequoia(DraftedPolicy):
-    """Fill the best shape of the budget, layer by layer, whatever the laws say: one call of the
-    drafter a layer.
+    """Fill the best shape of the budget, layer by layer, whatever the drafter's distributions say.
 
-    `acceptance` is the probability that a reached node's i-th child is accepted, measured
-    beforehand as the paper does. Without it, a generic one is corrected by what verification
-    accepts, and the shape found anew each time as much again was seen. So the shape depends on
-    earlier answers; the distribution of the output doesn't.
+    There is one call of the drafter a layer. `acceptance` is the probability that a reached node's
+    i-th child is accepted, measured beforehand as in the paper. Without it, a generic vector is
+    corrected by what verification accepts. The shape is computed again each time the number of
+    observations has doubled. So the shape depends on earlier answers; the distribution of the
+    output does not.
 
     Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
     """
 
     nested = False
-    TRUST = 16  # nodes that the generic vector counts for against those observed
+    TRUST = 16  # how many observed nodes the generic vector counts for
 
     def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
         if acceptance is not None and not (
@@ -106,7 +111,8 @@ class Sequoia(DraftedPolicy):
         self._learns = acceptance is None
         self._accepted = [self.TRUST * chance for chance in self.acceptance]
         self._tried = [float(self.TRUST)] * len(self.acceptance)
-        self._due = 2 * self.TRUST  # tried first children at which the shape is found anew
+        # number of tried first children at which the shape is computed again
+        self._due = 2 * self.TRUST
         self._shapes: Shapes | None = None
         self._nodes = 0
 
@@ -114,7 +120,7 @@ class Sequoia(DraftedPolicy):
         if self._shapes is None or budget > self._nodes:
             self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
         shape = self._shapes.shape(budget, max_depth)
-        # place: the nodes of the shape that are there
+        # place: the tree's node for each filled node of the shape
         tree, place = TokenTree(context.ids[-1]), {0: 0}
         layer = [0]
         while parents := [spot for spot in layer if spot in place and shape[spot]]:
@@ -133,7 +139,7 @@ class Sequoia(DraftedPolicy):
         return Grown(tree, self._verified)
 
     def _verified(self, tree: TokenTree, path: Sequence[int]) -> None:
-        """Count which children were tried, and which accepted."""
+        """Count which children were tried and which were accepted."""
         if not self._learns:
             return
         for node, accepted in zip_longest(path, path[1:]):

@@ -10,12 +10,13 @@ from quickbeam.trees.drafted import DraftedPolicy
 
 
 class Branches(DraftedPolicy):
-    """`count` branches that part at the root and grow a token each with every call of the drafter,
-    until the budget is spent.
+    """`count` branches that part at the root and grow by a token each with every call of the
+    drafter.
 
-    One branch is plain speculative decoding (2211.17192, 2302.01318); several are SpecInfer
-    (2305.09781) as DySpec and Sequoia compare with it. First tokens are drawn without replacement,
-    so that no two branches are the same. Nodes stand layer by layer.
+    They grow until the budget is used up. One branch is plain speculative decoding (2211.17192,
+    2302.01318). Several are SpecInfer (2305.09781), in the form that DySpec and Sequoia compare
+    with. First tokens are drawn without replacement, so that no two branches are the same. Nodes
+    come layer by layer.
 
     Raises `InvalidInput` for a count below 1.
     """

@@ -1,7 +1,7 @@
 """Reading rows as wide as a vocabulary: their most probable tokens, and draws from them.
 
-The fast ways look at a row once, mostly in chunks of `CHUNK` tokens, and then into a few places
-only. They need the rows on a CPU; the plain ways are for other devices, and the reference.
+The fast ways read a row once, mostly in chunks of `CHUNK` tokens, and then look into a few places
+only. They need the rows on a CPU. The plain ways serve other devices and are the reference.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ import numpy.typing as npt
 import torch
 
 CHUNK = 64
-ROUNDING = 1 - 1e-6  # what to take a bound times, so that float32 doesn't round it up
-# the first left 16 tokens or more of 47 in 48 laws after roots, on two of our own questions
+ROUNDING = 1 - 1e-6  # a factor for bounds, so that float32 can't round them up
+# Bars that `likeliest` tries. On two of our own questions, the first one left 16 tokens or more in
+# 47 of 48 distributions after roots.
 BARS = (1e-5, 1e-7, 0.0)
-MANY = 4  # times as many tokens as are wanted, and a partition is faster than sorting them
+# with more than this many times the wanted tokens, a partition is faster than sorting them
+MANY = 4
 Array = npt.NDArray[Any]
 Row = tuple[list[int], list[float]]  # tokens, and their probabilities
 Stream = Iterator[tuple[int, float]]  # tokens one by one, with their probabilities
@@ -28,10 +30,10 @@ Stream = Iterator[tuple[int, float]]  # tokens one by one, with their probabilit
 def likeliest_plain(
     laws: torch.Tensor, count: int, least: Sequence[float] | None = None
 ) -> list[Row]:
-    """The `count` most probable tokens of each of `[m, vocab]` laws, the most probable first,
-    without those that have no probability.
+    """Return the `count` most probable tokens of each of `[m, vocab]` distributions.
 
-    `least`: for each law, what a probability must be above for the token to count.
+    The most probable comes first. Tokens without probability are left out. `least`: for each
+    distribution, what a token's probability must exceed for the token to count.
     """
     top = laws.topk(min(count, laws.shape[-1]))
     rows = []
@@ -44,11 +46,11 @@ def likeliest_plain(
 
 
 def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
-    """`likeliest_plain`, faster on a CPU, and in a tie the lowest id first. `least` counts as
-    rounded to float32.
+    """Do what `likeliest_plain` does, faster on a CPU. In a tie the lowest id comes first.
 
-    Reads a row for what is above a bar, and sorts the little that is. Where `least` gives no bar
-    that is high enough, the first of `BARS` does that leaves `count` tokens.
+    `least` counts as rounded to float32. A row is read once for the values above a bar, and only
+    those few are sorted. If `least` gives no bar that is high enough, the first of `BARS` that
+    leaves `count` tokens is used.
     """
     if laws.device.type != "cpu":
         return likeliest_plain(laws, count, least)
@@ -74,16 +76,21 @@ def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = No
 
 
 def peaks(laws: torch.Tensor, count: int) -> list[list[float]]:
-    """The `count` largest values of each of `[m, vocab]` laws, about: of those that share a chunk
-    the largest counts."""
+    """Return about the `count` largest values of each of `[m, vocab]` distributions.
+
+    Of values that share a chunk, only the largest counts.
+    """
     maxima = _maxima(laws, count)
     return (laws if maxima is None else maxima).topk(min(count, laws.shape[-1])).values.tolist()
 
 
 def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
-    """`[m, chunks]`: the largest value of each chunk, `None` where there are too few tokens for
-    twice `count` chunks. A chunk takes every C-th token, C the number of chunks, so that all maxima
-    are found side by side; tokens left over at the end are in none."""
+    """Return the largest value of each chunk, `[m, chunks]`.
+
+    `None` if there are too few tokens for twice `count` chunks. A chunk takes every C-th token, C
+    being the number of chunks, so that all maxima are found side by side. Tokens left over at the
+    end are in no chunk.
+    """
     size, vocab = laws.shape
     depth = min(CHUNK, vocab // (2 * count))
     if depth < 2:
@@ -93,10 +100,10 @@ def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
 
 
 def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
-    """`count` independent draws from each of `[m, vocab]` laws.
+    """Return `count` independent draws from each of `[m, vocab]` distributions.
 
-    Laws need not be normalised; draws from one that is all zero have no probability. The generator
-    is on the CPU, laws may be elsewhere.
+    The distributions need not be normalised. Draws from one that is all zero have probability 0.
+    The generator is on the CPU; the distributions may be elsewhere.
     """
     mass = laws.cumsum(-1, dtype=torch.float64)
     uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(
@@ -105,7 +112,7 @@ def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> l
     hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(
         max=laws.shape[-1] - 1
     )
-    # one transfer from the device
+    # tokens and values together: one transfer from the device
     both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()
     return [
         zip(map(int, tokens), values, strict=True) for tokens, values in zip(*both, strict=True)
@@ -113,14 +120,16 @@ def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> l
 
 
 def distinct(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
-    """Draws without replacement from each of `[m, vocab]` laws, `count` at most: in law the
-    distinct tokens of `independent`, which this gives (repeats and all) where laws are not on a CPU
-    or small.
+    """Return draws without replacement from each of `[m, vocab]` distributions, `count` at most.
 
-    Each draw is made when it is asked for. Its uniform number is laid on what is left of the law,
-    token by token: it finds its chunk by the chunks' sums, and its token by running sums within.
-    The sums are float32's: their rounding moves a token's probability by as little as that of the
-    law itself does.
+    They are distributed as the distinct tokens of `independent`. If the distributions are not on a
+    CPU, or have fewer than 2 * `CHUNK` tokens, the draws of `independent` itself are returned,
+    repeats included.
+
+    Each draw is made when it is asked for. Its uniform number is a position on the running sum of
+    the tokens not drawn yet. The sums of the chunks give its chunk, and running sums within the
+    chunk give its token. The sums are float32: their rounding changes a token's probability as
+    little as the rounding of the distribution itself does.
     """
     size, vocab = laws.shape
     if laws.device.type != "cpu" or vocab < 2 * CHUNK:
@@ -135,10 +144,13 @@ def distinct(laws: torch.Tensor, count: int, generator: torch.Generator) -> list
 
 
 def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> Stream:
-    """What these numbers draw from one law, by the `sums` of its chunks and their running
-    `mass`."""
+    """Yield what these uniform numbers draw from one distribution.
+
+    `sums` are the sums of its chunks, `mass` their running sum.
+    """
     left, last = float(mass[-1]), len(mass) - 1
-    # where on the whole law's running sum a token begins, and how much of it the token has
+    # for each drawn token: where it begins on the running sum of the whole distribution, and its
+    # value
     drawn: list[tuple[float, float]] = []
     tokens = set[int]()
     for number in uniforms:
@@ -151,10 +163,10 @@ def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> St
         inside = law[chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
         before = float(mass[chunk]) - float(sums[chunk])
         running = [0.0, *accumulate(inside[:-1])]
-        # the last token of a chunk has what is left of it
+        # the last token of a chunk has all that is left of the chunk
         place = max(0, bisect_right(running, goal - before) - 1)
         token, value = chunk * CHUNK + place, inside[place]
-        if value > 0 and token not in tokens:  # by rounding alone
+        if value > 0 and token not in tokens:  # only rounding can make this false
             tokens.add(token)
             insort(drawn, (before + running[place], value))
             left -= value
@@ -162,7 +174,8 @@ def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> St
 
 
 def _sums(laws: torch.Tensor) -> torch.Tensor:
-    """`[m, chunks]`: the sum of each `CHUNK` tokens in a row, the last chunk holding the rest."""
+    """Return the sum of each `CHUNK` consecutive tokens, `[m, chunks]`. The last chunk has the
+    rest."""
     size, vocab = laws.shape
     whole = vocab // CHUNK * CHUNK
     if whole == vocab:

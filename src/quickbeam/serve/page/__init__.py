@@ -1,5 +1,7 @@
-"""The page that the server shows at `/`: one HTML file, and the Content-Security-Policy that lets
-it run and nothing else."""
+"""The page that the server shows at `/`: one HTML file and its Content-Security-Policy.
+
+The policy lets the page run as it is in the file, and lets nothing else run.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,17 @@ from functools import cache
 from hashlib import sha256
 from importlib.resources import files
 
-INLINE = r"<{0}>(.*?)</{0}>"  # the file's style and script elements carry no attributes
+INLINE = r"<{0}>(.*?)</{0}>"  # style and script elements of the file have no attributes
 
 
 @cache
 def page() -> tuple[bytes, str]:
-    """The HTML, in UTF-8, and the value of its Content-Security-Policy header. Scripts and styles
-    run only as they are in the file (by their hashes); connections go to this server only; nothing
-    else is loaded, and no other site may frame the page."""
+    """Return the HTML, in UTF-8, and the value of its Content-Security-Policy header.
+
+    The policy admits scripts and styles by their hashes, so they run only as they are in the file.
+    The page may connect to this server only. Nothing else is loaded but `data:` images, and no site
+    may frame the page.
+    """
     html = files(__name__).joinpath("index.html").read_text(encoding="utf-8")
     rules = {
         "default-src": "'none'",
@@ -32,7 +37,7 @@ def page() -> tuple[bytes, str]:
 
 
 def _hashes(element: str, html: str) -> str:
-    """The CSP sources of what all elements of this kind hold."""
+    """Return CSP sources (hashes) for the contents of all elements of this kind."""
     contents = re.findall(INLINE.format(element), html, re.DOTALL)
     return " ".join(
         f"'sha256-{b64encode(sha256(content.encode()).digest()).decode()}'" for content in contents

@@ -1,10 +1,11 @@
-"""Native kernels for a few rows on a CPU: bfloat16 products that read their weights once, and all
-that stands between them.
+"""Native kernels for a few rows on a CPU.
 
-C++ (`simd.h`, `product.h`, `tiles.h`, `attention.h`, `program.cpp`) with a plain C interface,
-compiled by `build` for each instruction set and loaded by `library`. `program` puts operations
-together into passes; `reference` says in PyTorch what each of them computes.
+They are products that read their weights once, and all operations between them. They are written in
+C++ (`program.cpp` and its headers) with a plain C interface. `build` compiles them for each
+instruction set, and `library` loads them. `program` puts operations together into passes.
+`reference` says in PyTorch what each operation computes.
 
 Every sum has one order, whatever the number of rows, the tree, the pages, the batch and the number
-of threads, so a row's bits depend on what it sees alone. Nothing here knows a model.
+of threads. So the bits of a row's result depend only on what the row sees. Nothing here knows a
+model.
 """

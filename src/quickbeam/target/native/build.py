@@ -1,13 +1,15 @@
-"""Compiles the kernels: one shared library an instruction set, named after a hash of all that went
-into it.
+"""Compiles the kernels to one shared library per instruction set.
 
+A library is named after a hash of everything that went into it.
 `python -m quickbeam.target.native.build` compiles what this machine runs, `… build avx2` what is
-named, `… build --all` every set. The libraries are kept in the cache folder; a wheel may bring its
-own. They need neither PyTorch's headers nor its version: they have a C interface, and their OpenMP
-symbols are found in the runtime that PyTorch has loaded, whose threads they share.
+named, `… build --all` every set. The libraries are kept in the cache folder. A wheel may bring its
+own.
 
-Imports the standard library alone: the build of a wheel loads this file by itself
-(`hatch_build.py`).
+The libraries have a C interface, so they depend neither on PyTorch's headers nor on its version.
+Their OpenMP symbols are found in the runtime that PyTorch has loaded, so they share its threads.
+
+Importing this file imports the standard library alone, because the build of a wheel loads it by
+itself (`hatch_build.py`).
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).parent
-SHIPPED = HERE / "lib"  # what a wheel carries
+SHIPPED = HERE / "lib"  # libraries that a wheel brings
 FLAGS = (
     "-std=c++17",
     "-O3",
@@ -36,7 +38,7 @@ FLAGS = (
 )
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 _VNNI = ("-DQB_VNNI", "-mavx512vnni")  # products of bytes
-SETS: dict[str, tuple[str, ...]] = {  # best first; how to compile each
+SETS: dict[str, tuple[str, ...]] = {  # flags to compile each set with, the best set first
     "amx": ("-DQB_AMX", *_ZMM, *_VNNI, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512bf16": ("-DQB_AVX512BF16", *_ZMM, *_VNNI, "-mavx512bf16"),
     "avx512vnni": ("-DQB_AVX512", *_ZMM, *_VNNI),
@@ -44,10 +46,10 @@ SETS: dict[str, tuple[str, ...]] = {  # best first; how to compile each
     "avx2": ("-DQB_AVX2", "-mavx2", "-mfma", "-mf16c"),
     "plain": (),
 }
-# AMX's way with its instructions in plain C++: for tests on machines without AMX
+# the AMX kernels with AMX's instructions in plain C++, for tests on machines without AMX
 EMULATED = "amx-emulated"
 _AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
-NEEDS = {  # flags in /proc/cpuinfo
+NEEDS = {  # flags in /proc/cpuinfo that each set needs
     "amx": {"amx_tile", "amx_bf16", "avx512_bf16", "avx512_vnni", *_AVX512},
     "avx512bf16": {"avx512_bf16", "avx512_vnni", *_AVX512},
     EMULATED: {"avx512_bf16", "avx512_vnni", *_AVX512},
@@ -59,16 +61,16 @@ NEEDS = {  # flags in /proc/cpuinfo
 
 
 class CannotBuild(Exception):
-    """Why there is no library, in words."""
+    """There is no library. The message says why."""
 
 
 def has_kernels() -> bool:
-    """Whether the platform is one that kernels are built for."""
+    """Whether kernels are built for this platform (Linux on x86-64)."""
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
 def runs(name: str) -> bool:
-    """Whether this machine has the instructions of a set."""
+    """Whether this machine has the instructions of a set. False on a platform without kernels."""
     if not has_kernels():
         return False
     try:
@@ -81,8 +83,10 @@ def runs(name: str) -> bool:
 
 
 def machine_sets() -> list[str]:
-    """Instruction sets that this machine runs, best first; none where the platform is not one that
-    kernels are built for."""
+    """Return the instruction sets that this machine runs, the best first.
+
+    There are none on a platform without kernels.
+    """
     return [name for name in SETS if runs(name)]
 
 
@@ -99,7 +103,7 @@ def flags_of(name: str) -> tuple[str, ...]:
 
 
 def digest(name: str, extra: Sequence[str] = ()) -> str:
-    """Of the sources and how they are compiled."""
+    """Return a hash of the sources and of how they are compiled, 16 hex digits."""
     found = hashlib.sha256(" ".join([*FLAGS, *flags_of(name), *extra]).encode())
     for path in sources():
         found.update(path.read_bytes())
@@ -107,13 +111,18 @@ def digest(name: str, extra: Sequence[str] = ()) -> str:
 
 
 def file_name(name: str) -> str:
-    """Of an instruction set's library. It holds the digest, so that a library never stands in for
-    newer sources."""
+    """Return the file name of an instruction set's library.
+
+    It contains the digest, so that a library is never used with newer sources.
+    """
     return f"{name}-{digest(name)}.so"
 
 
 def cached(name: str) -> Path:
-    """Where the library of an instruction set is, or would be: in the wheel, else in the cache."""
+    """Return where the library of an instruction set is, or would be.
+
+    That is in the wheel if it brings the library, else in the cache folder.
+    """
     from quickbeam.hub import cache_folder
 
     file = file_name(name)
@@ -121,8 +130,11 @@ def cached(name: str) -> Path:
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler's command: the one that CXX names, else the first that is there. None where
-    there is none."""
+    """Return the C++ compiler's command, or None if there is none.
+
+    It is the command in the variable CXX. Without CXX it is the first of g++, c++ and clang++ that
+    is there.
+    """
     if chosen := os.environ.get("CXX", "").split():
         return chosen if shutil.which(chosen[0]) else None
     return next(([found] for found in ("g++", "c++", "clang++") if shutil.which(found)), None)
@@ -135,15 +147,18 @@ def no_compiler() -> CannotBuild:
 
 
 def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
-    """Compile the kernels for an instruction set. Raises `CannotBuild` where there is no compiler,
-    or it fails."""
+    """Compile the kernels for an instruction set to `path`.
+
+    `extra`: further flags. Raises `CannotBuild` if there is no compiler or if it fails, `OSError`
+    if `path` can't be written.
+    """
     command = compiler()
     if command is None:
         raise no_compiler()
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as work:
         part, result = Path(work) / "kernels.o", Path(work) / "kernels.so"
-        # Linked without -fopenmp: a second OpenMP runtime would bring threads of its own.
+        # Linked without -fopenmp: a second OpenMP runtime would bring its own threads.
         for step in (
             [
                 *command,
@@ -171,8 +186,10 @@ def compile_to(path: Path, name: str, extra: Sequence[str] = ()) -> None:
 
 
 def build(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
-    """The library of an instruction set, compiled where it is not there yet. Raises
-    `CannotBuild`."""
+    """Return the library of an instruction set, compiled if it is not there yet.
+
+    `progress` is called before it compiles. Raises `CannotBuild`.
+    """
     path = cached(name)
     if path.is_file():
         return path
@@ -187,8 +204,10 @@ def build(name: str, progress: Callable[[str], None] = lambda _: None) -> Path:
 def build_all(
     names: Sequence[str], make: Callable[[str], Path] = build
 ) -> dict[str, Path | CannotBuild]:
-    """The libraries of several instruction sets, or why there is none, compiled side by side on all
-    cores."""
+    """Build the libraries of several instruction sets in parallel, on all cores.
+
+    Returns by name the path of each library, or the reason why there is none.
+    """
 
     def attempt(name: str) -> Path | CannotBuild:
         try:
@@ -201,8 +220,11 @@ def build_all(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Build, and say in a few lines what is where. The exit code: 2 for a name that is not known, 1
-    where what was named can't be built."""
+    """Build libraries, and print in a few lines where they are. Returns the exit code.
+
+    It is 2 for an unknown name, 1 if sets were asked for (by name or `--all`) and one can't be
+    built, else 0.
+    """
     known = [*SETS, EMULATED]
     if unknown := [name for name in arguments if name not in (*known, "--all")]:
         print(

@@ -1,9 +1,10 @@
-"""Which kernels a process asks for, by its environment, and what it will get. Imports no PyTorch,
-compiles and loads nothing.
+"""Which kernels a process asks for through its environment, and which it will get.
 
-`QUICKBEAM_KERNELS`: `auto` (the default: native kernels where they can be had), `native` (an error
-where they can't), `eager` (PyTorch's). `QUICKBEAM_ISA`: an instruction set of `build.SETS` instead
-of the machine's best.
+This module does not import PyTorch, and it compiles and loads nothing.
+
+`QUICKBEAM_KERNELS` is `auto` (the default: native kernels if they are available, else PyTorch's),
+`native` (an error if they are not available) or `eager` (PyTorch's). `QUICKBEAM_ISA` names an
+instruction set of `build` to use instead of the machine's best.
 """
 
 from __future__ import annotations
@@ -18,19 +19,22 @@ WAYS = ("auto", "native", "eager")
 
 
 class Wish(NamedTuple):
-    """What the environment says. `isa`: empty for the machine's best."""
+    """What the environment asks for.
+
+    `way`: one of `WAYS`. `isa`: an instruction set; empty for the machine's best.
+    """
 
     way: str
     isa: str
 
     @property
     def must(self) -> bool:
-        """Native kernels or an error."""
+        """Whether native kernels are asked for, by name or by an instruction set."""
         return self.way == "native" or bool(self.isa)
 
 
 def wish() -> Wish:
-    """Raises `InvalidInput` for words that are not known."""
+    """Read what the environment asks for. Raises `InvalidInput` for unknown values."""
     way, isa = os.environ.get("QUICKBEAM_KERNELS") or "auto", os.environ.get("QUICKBEAM_ISA") or ""
     if way not in WAYS:
         raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
@@ -41,8 +45,10 @@ def wish() -> Wish:
 
 
 def candidates(wish: Wish) -> tuple[list[str], str]:
-    """Instruction sets to try, best first, and why there is none where the list is empty. Raises
-    `InvalidInput` for one that this machine doesn't run."""
+    """Return the instruction sets to try, the best first, and the reason if there is none.
+
+    Raises `InvalidInput` if the wish names a set that this machine doesn't run.
+    """
     if wish.way == "eager":
         return [], "QUICKBEAM_KERNELS=eager"
     sets = build.machine_sets()
@@ -56,7 +62,10 @@ def candidates(wish: Wish) -> tuple[list[str], str]:
 
 
 def refuse(wish: Wish, reason: str) -> None:
-    """Raises `InvalidInput` where nothing but native kernels would do."""
+    """Raise `InvalidInput` if the wish asks for native kernels, which are not available.
+
+    `reason`: why they are not.
+    """
     if wish.must and wish.way != "eager":
         raise InvalidInput(
             f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
@@ -65,8 +74,10 @@ def refuse(wish: Wish, reason: str) -> None:
 
 
 def outlook() -> str:
-    """In words: the kernels that a model on a CPU will use, or why there are none. Raises
-    `InvalidInput` for a wish that can't be met."""
+    """Say in words which kernels a model on a CPU will use, or why there are none.
+
+    Raises `InvalidInput` for a wish that can't be met.
+    """
     asked = wish()
     names, reason = candidates(asked)
     for name in names:

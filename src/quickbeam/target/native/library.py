@@ -1,5 +1,7 @@
-"""The compiled kernels as Python sees them: their structures, and those that this process uses
-(`choice`)."""
+"""The compiled kernels as Python sees them: their structures and functions.
+
+The environment decides which library this process uses (see `choice`).
+"""
 
 from __future__ import annotations
 
@@ -20,11 +22,11 @@ logger = logging.getLogger(__name__)
 VERSION = 6
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
-FORMATS = ("bfloat16", "int8", "int4")  # of weights, by their number in an operation
+FORMATS = ("bfloat16", "int8", "int4")  # of weights; an operation names one by its index
 
 
 class Op(Structure):
-    """`Op` of program.cpp."""
+    """The structure `Op` of program.cpp."""
 
     _fields_ = (
         *(
@@ -67,13 +69,13 @@ class Op(Structure):
 
 
 class Span(Structure):
-    """`Span` of attention.h."""
+    """The structure `Span` of attention.h."""
 
     _fields_ = (("row", c_int64), ("rows", c_int64), ("pages", c_void_p))
 
 
 class Batch(Structure):
-    """`Batch` of attention.h."""
+    """The structure `Batch` of attention.h."""
 
     _fields_ = (
         *((name, c_int64) for name in ("rows", "spans", "wanted")),
@@ -96,13 +98,13 @@ class Batch(Structure):
 
 
 class Call(Structure):
-    """`Call` of program.cpp."""
+    """The structure `Call` of program.cpp."""
 
     _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
 
 
 class Luck(Structure):
-    """`Luck` of noise.h."""
+    """The structure `Luck` of noise.h."""
 
     _fields_ = (
         ("peak", c_void_p),
@@ -115,14 +117,17 @@ class Luck(Structure):
 
 
 class Place(Structure):
-    """`Place` of noise.h."""
+    """The structure `Place` of noise.h."""
 
     _fields_ = (("luck", Luck), ("least", c_double), ("floor", c_double))
 
 
 class Kernels:
-    """The functions of one library. `name`: its instruction set. Raises `build.CannotBuild` for one
-    that does not fit or can't be used."""
+    """The functions of one library. `name`: its instruction set.
+
+    Raises `build.CannotBuild` if the library can't be loaded, if it was made for another version,
+    or if the system does not let this process use the instruction set.
+    """
 
     def __init__(self, name: str, path: Path) -> None:
         self.name = name
@@ -192,8 +197,10 @@ class Kernels:
 
 @functools.cache
 def load(name: str) -> Kernels:
-    """The kernels of an instruction set, compiled where they are not there yet. Raises
-    `build.CannotBuild`."""
+    """Return the kernels of an instruction set, compiled first if they are not there yet.
+
+    Raises `build.CannotBuild`.
+    """
     return Kernels(name, build.build(name, logger.info))
 
 
@@ -211,8 +218,10 @@ def _choose(wish: Wish) -> tuple[Kernels | None, str]:
 
 
 def prepare(progress: Callable[[str], None]) -> None:
-    """Compile what `kernels` is going to load, unless it is there; `progress` hears of it. Raises
-    `InvalidInput` for a wish that can't be met."""
+    """Compile the library that `kernels` loads, unless it is there, and load it.
+
+    `progress` is called before it compiles. Raises `InvalidInput` for a wish that can't be met.
+    """
     for name in choice.candidates(choice.wish())[0]:
         try:
             build.build(name, progress)
@@ -223,14 +232,18 @@ def prepare(progress: Callable[[str], None]) -> None:
 
 
 def kernels() -> Kernels | None:
-    """What this process uses on a CPU, by its environment; None for PyTorch's own operators. Raises
-    `InvalidInput` for a wish that can't be met."""
+    """Return the kernels that this process uses on a CPU; None stands for PyTorch's own operators.
+
+    The environment decides (see `choice`). Raises `InvalidInput` for a wish that can't be met.
+    """
     return _choose(choice.wish())[0]
 
 
 def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
-    """In words: the kernels that a model uses there, or why it uses PyTorch's. Raises as `kernels`
-    does."""
+    """Say in words which kernels a model uses on a device, or why it uses PyTorch's.
+
+    Raises as `kernels` does.
+    """
     if device != "cpu" or dtype != "bfloat16":
         return f"PyTorch's ({dtype} on {device})"
     found, reason = _choose(choice.wish())

@@ -1,4 +1,7 @@
-"""The long loops of `noise.py` by the compiled kernels. They give what its plain ways do."""
+"""The long loops of `quickbeam/noise.py`, run by the compiled kernels.
+
+Their results are those of its NumPy loops.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from quickbeam.target.native.library import Kernels, Luck, Place
 
 
 class NativeLoops(Loops):
-    """`Loops` by `kernels`."""
+    """`Loops` that `kernels` run."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

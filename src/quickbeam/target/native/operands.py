@@ -1,4 +1,4 @@
-"""What the kernels' operations run on: packed weights, and the rows of a call."""
+"""What the kernels' operations work on: packed weights, and the rows of a call."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 
-BLOCK = 16  # outputs a block of a packed weight
+BLOCK = 16  # outputs in a block of a packed weight
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token. Dimensions of keys are even."""
+    """The shape of what one layer keeps of a token. `key_dim` is even."""
 
     kv_heads: int
     key_dim: int
@@ -25,17 +25,20 @@ class KVShape(NamedTuple):
 
     @property
     def numbers(self) -> int:
-        """In a page, a token."""
+        """How many numbers a token takes in a page. Values are padded to whole blocks."""
         return self.kv_heads * (self.key_dim + -(-self.value_dim // BLOCK) * BLOCK)
 
 
 class Packed:
-    """A weight `[outputs, inputs]` in the kernels' layout, `[blocks][inputs / 2][16][2]` bfloat16,
-    and its bias in float32.
+    """A weight `[outputs, inputs]` in the kernels' layout, and its bias in float32.
 
-    `gated`: two weights of the same shape, blocks of 16 outputs in turn: gates, then what they let
-    through. `place`: where to put it, a piece of a larger tensor of `size` numbers; its own where
-    None. `filled`: it holds the weight already. Raises `ValueError` for an odd number of inputs.
+    The layout is `[blocks][inputs / 2][16][2]` bfloat16. `weights`: one, or several that are
+    stacked one below the other.
+
+    `gated`: `weights` are two of the same shape, the gates and what the gates multiply. Blocks of
+    16 outputs of the two alternate, gates first. `place`: the memory to use, a piece of a larger
+    tensor with `size` numbers; None allocates it. `filled`: `place` holds the packed weight
+    already. Raises `ValueError` for an odd number of inputs.
     """
 
     def __init__(
@@ -81,7 +84,7 @@ class Packed:
 
     @staticmethod
     def size(weights: Sequence[torch.Tensor], gated: bool = False) -> int:
-        """Numbers that these take."""
+        """Return how many numbers these weights take when packed."""
         rows = (
             [len(weight) for weight in weights]
             if gated
@@ -90,7 +93,7 @@ class Packed:
         return sum(-(-n // BLOCK) * BLOCK for n in rows) * weights[0].shape[1]
 
     def rows(self) -> torch.Tensor:
-        """`[outputs, inputs]` bfloat16, as it came; not for gated ones."""
+        """Return the weight as it came, `[outputs, inputs]` bfloat16. Not for gated weights."""
         weight = torch.empty(self.outputs, self.inputs, dtype=torch.bfloat16)
         self._kernels.unpack(
             self.data.data_ptr(), self.outputs, self.inputs, self.inputs * BLOCK, weight.data_ptr()
@@ -99,15 +102,21 @@ class Packed:
 
 
 def gated_bias(bias: torch.Tensor, rows: int, blocks: int) -> torch.Tensor:
-    """By block, as gated weights are."""
+    """Order the bias of a gated weight by blocks, as the weight is.
+
+    `bias`: `[2 * rows]`, the gates' first. Returns `[blocks / 2, 2, 16]` float32, padded with
+    zeros.
+    """
     both = torch.zeros(2, blocks * BLOCK // 2)
     both[:, :rows] = bias.detach().float().view(2, rows)
     return both.view(2, -1, BLOCK).transpose(0, 1).contiguous()
 
 
 class PackedPart(NamedTuple):
-    """Some blocks of a packed weight that comes with each call (`Program.set`). `column`: the first
-    of its outputs."""
+    """Some blocks of a packed weight, whose address each call sets (`Program.set`).
+
+    `column`: the number of their first output.
+    """
 
     inputs: int
     outputs: int
@@ -121,10 +130,10 @@ class PackedPart(NamedTuple):
 class Rows:
     """The rows of one call: tokens of several sequences side by side.
 
-    `tokens`, `positions`, `orders`, `prefix`: by row, see attention.h; `paths`: by row, the orders
-    of the draft tree that it sees, itself last; none for a row that sees the orders below its
-    prefix alone. `spans`: (rows, address of the page table) of each sequence. `wanted`: the rows
-    that a head is asked about.
+    `tokens`, `positions`, `orders`, `prefix`: one number per row, see attention.h. `paths`: for
+    each row the orders of the draft tree's nodes that it sees, itself last. An empty path is that
+    of a row that sees only the orders below its prefix. `spans`: for each sequence its number of
+    rows and the address of its page table. `wanted`: the rows for which the head is computed.
     """
 
     def __init__(
@@ -166,7 +175,7 @@ class Rows:
 
 
 class RowList:
-    """Rows of a call in the making, sequence by sequence."""
+    """Collects the rows of a call, sequence by sequence."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -187,8 +196,10 @@ class RowList:
         paths: Sequence[Sequence[int]],
         wanted: Sequence[int] | range,
     ) -> None:
-        """Rows of the sequence whose pages are listed at `table`; the rest as in `Rows`, `wanted`
-        counted from its first row."""
+        """Add rows of the sequence whose page table is at the address `table`.
+
+        The other arguments are as in `Rows`; `wanted` counts from the sequence's first row.
+        """
         first = len(self.tokens)
         self.tokens += tokens
         self.positions += positions
@@ -199,7 +210,7 @@ class RowList:
         self.wanted += [first + row for row in wanted]
 
     def rows(self) -> Rows:
-        """All of them."""
+        """Return all rows that were added."""
         return Rows(
             self.tokens,
             self.positions,
@@ -213,5 +224,5 @@ class RowList:
 
 @functools.lru_cache(maxsize=256)
 def plain_rows(n: int) -> Rows:
-    """Rows of no sequence, for operations that look at numbers alone."""
+    """Return `n` rows of no sequence, for operations that use no tokens, positions or pages."""
     return Rows([0] * n, [0] * n)

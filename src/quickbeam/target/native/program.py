@@ -1,5 +1,7 @@
-"""Passes put together from the kernels' operations. `reference.py` says what each operation
-computes, `operands.py` what they run on."""
+"""Passes that are put together from the kernels' operations.
+
+`reference.py` says what each operation computes, `operands.py` what it works on.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,10 @@ from quickbeam.target.native.quantised import AnyPacked
 
 @dataclass(frozen=True)
 class Buffer:
-    """Rows of `width` numbers, float32 or bfloat16, by the number that operations know it by."""
+    """Rows of `width` numbers, float32 or bfloat16.
+
+    `index`: the number by which operations name the buffer.
+    """
 
     index: int
     width: int
@@ -26,8 +31,13 @@ class Buffer:
 
 
 class Program:
-    """A list of operations, run in one call. Buffers made here grow to the rows of a call; `given`
-    ones are named by the caller each time."""
+    """A list of operations that run in one call.
+
+    Buffers made by `buffer` belong to the program and grow to the rows of a call. For buffers made
+    by `given`, the caller passes tensors in each call. The methods named after an operation append
+    it to the list. In them, `of` is the first column of the source and `column` the first column of
+    the target.
+    """
 
     def __init__(self, kernels: Kernels) -> None:
         self.kernels = kernels
@@ -37,16 +47,16 @@ class Program:
         self._owned: list[torch.Tensor | None] = []
         self._names: dict[str, int] = {}
         self._capacity = 0
-        self._keep: list[Any] = []  # what operations point to
+        self._keep: list[Any] = []  # what operations hold addresses of
 
     def buffer(self, width: int, float32: bool = False) -> Buffer:
-        """Rows that live from operation to operation."""
+        """Make a buffer of rows that operations pass on to later ones."""
         self._widths.append((width, torch.float32 if float32 else torch.bfloat16))
         self._owned.append(None)
         return Buffer(len(self._owned) - 1, width, float32)
 
     def given(self, name: str, width: int, float32: bool = False) -> Buffer:
-        """Rows that each call brings along, by this name."""
+        """Make a buffer whose rows each call brings along under this name."""
         self._widths.append(None)
         self._owned.append(None)
         self._names[name] = len(self._owned) - 1
@@ -79,8 +89,10 @@ class Program:
     def embed(
         self, weight: torch.Tensor, target: Buffer, column: int = 0, scale: float = 1.0
     ) -> None:
-        """Rows of `weight` (`[vocab, d]` bfloat16) of the tokens; `scale` where the target is
-        float32."""
+        """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16) to the target.
+
+        A float32 target gets them times `scale`; a bfloat16 one gets them as they are.
+        """
         self._add(
             library.EMBED,
             None,
@@ -103,8 +115,10 @@ class Program:
         column: int = 0,
         gather: bool = False,
     ) -> None:
-        """RMS norm of columns `of` on of the source, to columns `column` on of the target; of the
-        wanted rows with `gather`."""
+        """RMS norm of `width` columns of the source (all if None), with `weight` `[width]` or none.
+
+        `gather`: only of the wanted rows.
+        """
         if weight is not None:
             weight = weight.detach().to(torch.bfloat16).contiguous()
         self._add(
@@ -131,9 +145,14 @@ class Program:
         gathered: bool = False,
         best: Buffer | None = None,
     ) -> None:
-        """A product, and what comes after it: `STORE`, `ADD` (to a float32 target), `GATED` (silu
-        of the gate times the rest), `ACTIVATE` (silu) or `BEST` (stored, and the place of each
-        row's largest in `best`, int64)."""
+        """A product with a weight, and an epilogue.
+
+        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (silu of the gate times the
+        rest), `ACTIVATE` (silu) or `BEST` (the result is stored, and the column of each row's
+        largest number goes to `best`, int64). `gathered`: the source holds only the wanted rows, in
+        their order. Raises `ValueError` if the weight is gated and the epilogue is not `GATED`, or
+        the other way round.
+        """
         self._keep.append(packed)
         self._add(
             library.LINEAR,
@@ -154,8 +173,11 @@ class Program:
             raise ValueError("gated weights and the epilogue GATED go together")
 
     def chosen(self, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
-        """A product with the blocks of outputs that the call names, side by side in the target
-        (`set` its `target_stride` first). Outputs of the weight are a multiple of `BLOCK`."""
+        """A product with only those blocks of outputs that the call names (`blocks` of `run`).
+
+        Their results stand side by side in the target, whose `target_stride` has to be `set` first.
+        The weight's outputs are a multiple of `BLOCK`.
+        """
         self._keep.append(packed)
         self._add(
             library.CHOSEN,
@@ -178,8 +200,12 @@ class Program:
         norms: Sequence[torch.Tensor] | None = None,
         epsilon: float = 0.0,
     ) -> None:
-        """Queries, keys and values side by side: norms of queries and keys where there are any,
-        rotary angles, keys and values to their pages."""
+        """Take apart queries, keys and values that stand side by side in the source.
+
+        Queries and keys are normed if there are `norms`, and rotary angles are applied to them.
+        Queries go to `query`, keys and values to their pages. `offset`: of the layer in a page, in
+        numbers.
+        """
         query_norm, key_norm = (
             (None, None)
             if norms is None
@@ -210,8 +236,11 @@ class Program:
         offset: int,
         strides: Mapping[str, int],
     ) -> None:
-        """The same for bfloat16 heads that come apart and turned; `strides`: `query_stride`,
-        `key_stride`, `key_head`, `value_stride`, `value_head` in numbers."""
+        """The same as `heads` for queries, keys and values that come separately.
+
+        They are bfloat16, with rotary angles applied already. `strides`: `query_stride`,
+        `key_stride`, `key_head`, `value_stride` and `value_head`, in numbers.
+        """
         self._add(
             library.SPLIT,
             query,
@@ -238,7 +267,11 @@ class Program:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        """Attention of every row over what it sees, after `heads` or `split` of the same layer."""
+        """Attention of every row over what it sees.
+
+        It follows `heads` or `split` of the same layer. `window`: how many of the last tokens
+        count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
+        """
         if sinks is not None:
             sinks = sinks.detach().float().contiguous()
         self._add(
@@ -266,7 +299,10 @@ class Program:
         column: int = 0,
         add: bool = False,
     ) -> None:
-        """Columns of the source to columns of the target, added to what is there with `add`."""
+        """Copy `width` columns of the source (all if None) to the target.
+
+        `add`: add them to what the target holds.
+        """
         self._add(
             library.COPY,
             source,
@@ -284,8 +320,11 @@ class Program:
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: Any = None,
     ) -> None:
-        """`angles`: cosine and sine by position, `[positions, half]` float32 each; `blocks`: int64
-        numpy array for `chosen`."""
+        """Run all operations.
+
+        `given`: a tensor for each buffer of that kind, by name. `angles`: cosine and sine by
+        position, `[positions, half]` float32 each. `blocks`: int64 numpy array for `chosen`.
+        """
         self.prepare(rows, given, angles, blocks)(0, len(self._ops))
 
     def prepare(
@@ -295,8 +334,11 @@ class Program:
         angles: tuple[torch.Tensor, torch.Tensor] | None = None,
         blocks: Any = None,
     ) -> Callable[[int, int], None]:
-        """What `run` does, some operations at a time: the result takes the first of them and the
-        one after the last."""
+        """Prepare a run whose operations are called some at a time.
+
+        The arguments are those of `run`. Returns a function that takes the first of the operations
+        to run and the one after the last.
+        """
         if self._table is None or rows.rows > self._capacity:
             self._prepare(rows.rows)
         for name, tensor in (given or {}).items():
@@ -318,17 +360,20 @@ class Program:
 
     @property
     def operations(self) -> int:
-        """How many there are."""
+        """How many operations there are."""
         return len(self._ops)
 
     def places(self, kinds: Collection[int]) -> dict[int, int]:
-        """By the number of an operation of these kinds: its number in their `subset`."""
+        """Return, for the number of each operation of these kinds, its number in their `subset`."""
         kept = [i for i, op in enumerate(self._ops) if op.kind in kinds]
         return {operation: place for place, operation in enumerate(kept)}
 
     def subset(self, kinds: Collection[int]) -> Program:
-        """The operations of these kinds alone, on the same weights and on buffers of their own:
-        what comes out means nothing, but it takes the time that they take."""
+        """Return a program of only the operations of these kinds.
+
+        It has the same weights and buffers of its own. Its results mean nothing, but it takes the
+        time that these operations take.
+        """
         part = Program(self.kernels)
         part._ops = [Op.from_buffer_copy(op) for op in self._ops if op.kind in kinds]
         part._widths, part._owned = list(self._widths), [None] * len(self._owned)
@@ -336,8 +381,10 @@ class Program:
         return part
 
     def set(self, operation: int, **fields: int) -> None:
-        """Change an operation's fields for the next calls: strides that depend on the number of
-        rows."""
+        """Change an operation's fields for the next calls.
+
+        An example is strides that depend on the number of rows.
+        """
         for name, value in fields.items():
             setattr(self._ops[operation], name, value)
             if self._table is not None:

@@ -1,5 +1,7 @@
-"""Weights of 8 or 4 bits in the kernels' layout (`quantised.h`), and one way to pack weights of any
-kind."""
+"""Weights of 8 or 4 bits in the kernels' layout (`quantised.h`).
+
+`Packer` packs weights of any format.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ NOT_FINITE = (
 
 
 class QuantisedPacked:
-    """A weight `[outputs, inputs]` in blocks of 8 or 4 bits (`quantised.h`), and its bias in
-    float32. `name`: `int8` or `int4`. The rest as of `Packed`; `place` counts bytes. `filled`: the
-    place holds them already. Raises `InvalidInput` for weights that are not finite."""
+    """A weight `[outputs, inputs]` in blocks of 8 or 4 bits, and its bias in float32.
+
+    `quantised.h` describes the blocks. `name`: `int8` or `int4`. The other arguments are those of
+    `Packed`, but `place` counts bytes. Raises `InvalidInput` for weights that are not finite.
+    """
 
     def __init__(
         self,
@@ -69,7 +73,7 @@ class QuantisedPacked:
     def size(
         kernels: Kernels, weights: Sequence[torch.Tensor], name: str, gated: bool = False
     ) -> int:
-        """Bytes that these take."""
+        """Return how many bytes these weights take when packed."""
         rows = (
             [len(weight) for weight in weights]
             if gated
@@ -79,9 +83,12 @@ class QuantisedPacked:
         return sum(-(-n // BLOCK) for n in rows) * block
 
     def parts(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """What the blocks hold, output by output as they lie: whole numbers `[blocks * 16, groups,
-        32]` int8; their scales, float32 `[blocks * 16]` of `int8`, float16 `[blocks * 16, groups]`
-        of `int4`; of `int4`, what is added to the scaled ones."""
+        """Return values, scales and lowest values by output, in the order of the blocks.
+
+        Values are whole numbers, `[blocks * 16, groups, 32]` int8. Scales are float32
+        `[blocks * 16]` for `int8`, float16 `[blocks * 16, groups]` for `int4`. Lowest values are
+        added to the scaled values of `int4`, in the shape of its scales; they are None for `int8`.
+        """
         groups, blocks = -(-self.inputs // GROUP), self.data.view(self.blocks, self._block)
         if self.name == INT8:
             values = blocks[:, : groups * 512].reshape(self.blocks, groups, 8, BLOCK, 4).int() - 128
@@ -99,7 +106,10 @@ class QuantisedPacked:
         return _by_output(values), scales, lows
 
     def rows(self) -> torch.Tensor:
-        """`[outputs, inputs]` bfloat16 that it stands for; not for gated ones."""
+        """Return the weight that the blocks stand for, `[outputs, inputs]` bfloat16.
+
+        Not for gated weights.
+        """
         values, scales, lows = self.parts()
         dense = values * scales.float().view(len(values), -1, 1)
         if lows is not None:
@@ -108,7 +118,7 @@ class QuantisedPacked:
 
 
 def _by_output(values: torch.Tensor) -> torch.Tensor:
-    """`[blocks, groups, fours, 16, 4]` to `[blocks * 16, groups, 32]`."""
+    """Reorder `[blocks, groups, fours, 16, 4]` to `[blocks * 16, groups, 32]` int8."""
     blocks, groups = values.shape[:2]
     return values.permute(0, 3, 1, 2, 4).reshape(blocks * BLOCK, groups, GROUP).to(torch.int8)
 
@@ -117,18 +127,18 @@ AnyPacked = Packed | QuantisedPacked
 
 
 class Packer(NamedTuple):
-    """How a model's weights are packed: `name` of `library.FORMATS`."""
+    """Packs a model's weights in one format. `name`: of `library.FORMATS`."""
 
     kernels: Kernels
     name: str
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the memory that packed weights take."""
+        """The dtype of the memory that packed weights take."""
         return torch.bfloat16 if self.name == BFLOAT16 else torch.uint8
 
     def size(self, weights: Sequence[torch.Tensor], gated: bool = False) -> int:
-        """How much of it they take."""
+        """Return how many numbers of that dtype these weights take."""
         if self.name == BFLOAT16:
             return Packed.size(weights, gated)
         return QuantisedPacked.size(self.kernels, weights, self.name, gated)
@@ -141,7 +151,10 @@ class Packer(NamedTuple):
         place: torch.Tensor | None = None,
         filled: bool = False,
     ) -> AnyPacked:
-        """As `Packed`."""
+        """Pack a weight. The arguments are those of `Packed`.
+
+        Raises as `Packed` and `QuantisedPacked` do.
+        """
         if self.name == BFLOAT16:
             return Packed(self.kernels, weights, bias, gated=gated, place=place, filled=filled)
         return QuantisedPacked(

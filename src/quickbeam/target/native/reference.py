@@ -1,9 +1,8 @@
-"""Plain PyTorch versions of the kernels' operations: what each of them computes, in float64 and
-without rounding.
+"""Plain PyTorch versions of the kernels' operations, in float64 and without rounding.
 
-The kernels read bfloat16 or float32, sum in float32 and round what they store. Here n counts rows,
-and `seen` is by row the orders of the tokens that it attends to. Tests hold the kernels to these
-functions; nothing else calls them.
+They show what each operation computes. The kernels read bfloat16 or float32, sum in float32, and
+round what they store. Here n is the number of rows, and `seen` lists for each row the orders of the
+tokens that it attends to. Tests compare the kernels with these functions; nothing else calls them.
 """
 
 from __future__ import annotations
@@ -15,26 +14,26 @@ import torch.nn.functional as F
 
 
 def embed(weight: torch.Tensor, tokens: Sequence[int], scale: float = 1.0) -> torch.Tensor:
-    """Rows of `weight` `[vocab, d]`, scaled: `[n, d]`."""
+    """EMBED: the tokens' rows of `weight` `[vocab, d]`, scaled, `[n, d]`."""
     return weight.double()[list(tokens)] * scale
 
 
 def norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
-    """RMS norm over the last dimension: `[..., d]`, with `weight` `[d]` or none."""
+    """NORM: RMS norm over the last dimension of `[..., d]`, with `weight` `[d]` or none."""
     x = x.double()
     x = x / (x.square().mean(-1, keepdim=True) + epsilon).sqrt()
     return x if weight is None else x * weight.double()
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """STORE: `[n, inputs]` by `[outputs, inputs]` to `[n, outputs]`, and `bias` `[outputs]`."""
+    """STORE: `[n, inputs]` by `[outputs, inputs]` to `[n, outputs]`, plus `bias` `[outputs]`."""
     return F.linear(x.double(), weight.double(), None if bias is None else bias.double())
 
 
 def add(
     before: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """ADD: the product added to what the target held, `[n, outputs]`."""
+    """ADD: the product, added to what the target held, `[n, outputs]`."""
     return before.double() + linear(x, weight, bias)
 
 
@@ -48,15 +47,19 @@ def activate(
 def gated(
     x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """GATED: silu of one product times another, `[n, outputs]`. `gate`, `up`: `[outputs, inputs]`;
-    `bias`: `[2 * outputs]`, the gate's first."""
+    """GATED: silu of one product times another product, `[n, outputs]`.
+
+    `gate`, `up`: `[outputs, inputs]`. `bias`: `[2 * outputs]`, the gate's first.
+    """
     first, second = (None, None) if bias is None else bias.chunk(2)
     return activate(x, gate, first) * linear(x, up, second)
 
 
 def best(logits: torch.Tensor) -> torch.Tensor:
-    """BEST: the place of each row's largest logit, the first of equal ones; -1 where a logit is NaN
-    or the largest is infinite. `[n, outputs]` to `[n]` int64."""
+    """BEST: the column of each row's largest logit, the first of equal ones.
+
+    `[n, outputs]` to `[n]` int64. It is -1 if a logit is NaN or the largest is infinite.
+    """
     top = logits.amax(-1, keepdim=True)  # NaN where any logit is
     first = (logits == top).int().argmax(-1)
     return torch.where(top[..., 0].isfinite(), first, -1)
@@ -69,20 +72,24 @@ def chosen(
     blocks: Sequence[int],
     size: int,
 ) -> torch.Tensor:
-    """CHOSEN: the product with blocks of `size` outputs of the weight, side by side in the order
-    they are named: `[n, len(blocks) * size]`."""
+    """CHOSEN: the product with some blocks of `size` outputs of the weight.
+
+    The results stand side by side in the order of `blocks`, `[n, len(blocks) * size]`.
+    """
     outputs = [block * size + i for block in blocks for i in range(size)]
     return linear(x, weight[outputs], None if bias is None else bias[outputs])
 
 
 def copy(source: torch.Tensor, before: torch.Tensor | None = None) -> torch.Tensor:
-    """COPY: `source`, added to what the target held (`before`) where that is wanted."""
+    """COPY: `source`, added to what the target held (`before`) if that is given."""
     return source.double() if before is None else before.double() + source.double()
 
 
 def rotate(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
-    """Rotary angles: the first half of each head turns with the second. `x`: `[n, heads, dim]`;
-    `cosine`, `sine`: `[n, dim / 2]`."""
+    """Apply rotary angles: the first half of each head turns with the second.
+
+    `x`: `[n, heads, dim]`. `cosine`, `sine`: `[n, dim / 2]`.
+    """
     first, second = x.double().chunk(2, -1)
     cosine, sine = cosine.double()[:, None], sine.double()[:, None]
     return torch.cat([first * cosine - second * sine, second * cosine + first * sine], -1)
@@ -97,11 +104,11 @@ def heads(
     norms: tuple[torch.Tensor, torch.Tensor] | None = None,
     epsilon: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """HEADS: queries, keys and values, side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`,
-    each `[n, heads or kv_heads, dim]`.
+    """HEADS: queries, keys and values, taken apart and turned.
 
-    Queries and keys are normed first, where there are `norms` (`[dim]` each), then turned by the
-    angles of their row (`[n, dim / 2]`).
+    They stand side by side in `x` `[n, (heads + 2 * kv_heads) * dim]`. Each is returned as
+    `[n, heads or kv_heads, dim]`. Queries and keys are first normed, if there are `norms` (`[dim]`
+    each), then turned by the angles of their row (`[n, dim / 2]`).
     """
     each = x.double().view(len(x), heads + 2 * kv_heads, -1)
     query, key, value = (
@@ -115,14 +122,16 @@ def heads(
 
 
 def sort_queries(query: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """How HEADS and SPLIT leave queries for ATTEND: `[n, heads, dim]` to `[kv_heads, n, heads /
-    kv_heads, dim]`."""
+    """Return queries as HEADS and SPLIT leave them for ATTEND.
+
+    `[n, heads, dim]` becomes `[kv_heads, n, heads / kv_heads, dim]`.
+    """
     n, heads, dim = query.shape
     return query.reshape(n, kv_heads, heads // kv_heads, dim).transpose(0, 1).contiguous()
 
 
 def visible(prefix: int, path: Sequence[int]) -> list[int]:
-    """Orders that a row sees: those below its prefix, then its path."""
+    """Return the orders that a row sees: those below its prefix, then its path."""
     return [*range(prefix), *path]
 
 
@@ -134,11 +143,11 @@ def weights(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What one row takes of each token that it sees, `[heads, tokens]`. `query`: `[heads, dim]`;
-    `keys`: `[heads, tokens, dim]`.
+    """Return the attention weights of one row for the tokens that it sees, `[heads, tokens]`.
 
-    `window`: only that many last tokens count. `softcap`: scores are bent to stay between -softcap
-    and softcap. `sinks`: `[heads]`, a score of nothing, which takes its share.
+    `query`: `[heads, dim]`. `keys`: `[heads, tokens, dim]`. `window`: only that many of the last
+    tokens count. `softcap`: scores are bent to stay between -softcap and softcap. `sinks`:
+    `[heads]`, a score that takes its share of the softmax without a token.
     """
     scores = torch.einsum("hd,htd->ht", query.double(), keys.double()) * scaling
     if softcap:
@@ -160,8 +169,10 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """ATTEND over one sequence: `[n, heads, value_dim]`. `query`: `[n, heads, key_dim]`; `keys`,
-    `values`: by order, `[kv_heads, tokens, dim]`."""
+    """ATTEND over one sequence, `[n, heads, value_dim]`.
+
+    `query`: `[n, heads, key_dim]`. `keys`, `values`: by order, `[kv_heads, tokens, dim]`.
+    """
     group = query.shape[1] // len(keys)
     rows = []
     for row, orders in zip(query, seen, strict=True):
@@ -174,8 +185,11 @@ def attend(
 def split(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """SPLIT: what HEADS gives, of heads that come apart and turned. `query`: `[n, heads * dim]`, as
-    rows; `key` and `value`: `[kv_heads, n, dim]`, as transformers has them."""
+    """SPLIT: what HEADS gives, for queries, keys and values that come separately.
+
+    Rotary angles are applied already. `query`: `[n, heads * dim]`, one row per token. `key`,
+    `value`: `[kv_heads, n, dim]`, as in transformers.
+    """
     kv_heads, dim = len(key), key.shape[2]
     return (
         sort_queries(query.reshape(len(query), -1, dim), kv_heads),
