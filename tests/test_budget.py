@@ -136,6 +136,37 @@ def test_a_followed_cost_comes_to_what_passes_take() -> None:
     assert cost.seconds(8) < 3.3
 
 
+def test_a_followed_cost_comes_to_the_slope_between_measured_widths() -> None:
+    """A wrong guess of what a row adds is put right by passes whose widths no table has."""
+    cost = CostModel({16: 20.0, 24: 21.0, 32: 36.0}, per_sequence=0.25)
+    for i in range(1000):
+        rows = 16 + i % 9
+        cost.observe(rows, rows + 4.0, sequences=5)
+    assert [cost.alone(n, 5) for n in (16, 20, 24)] == pytest.approx([20.0, 24.0, 28.0], rel=0.01)
+    assert cost.alone(32) == 36.0
+
+
+def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow moments of the machine while it is measured, the first one above all, are left out: a
+    narrow pass can't take longer than a wide one, or what stands before it would cost nothing."""
+    model, asked = Model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
+
+    def timed(
+        model: Model, tree: TokenTree, context: int, repeats: int, sequences: int = 1
+    ) -> float:
+        asked.append((len(tree), context, sequences))
+        if len(asked) == 1:
+            return 60.0
+        slow = 3.0 if (len(tree), context, sequences) in ((1, 0, 1), (4, 0, 1)) else 0.0
+        return slow + (8 + len(tree) + 0.001 * context) * (1 + 0.5 * (sequences - 1))
+
+    monkeypatch.setattr("quickbeam.engine.cost._time", timed)
+    cost = CostModel.measure(model, 16)
+    assert asked[0] == asked[1] == (1, 0, 1)
+    assert [cost.alone(n) for n in (1, 2, 4, 8, 12, 16)] == [10.0, 10.0, 15.0, 16.0, 20.0, 24.0]
+    assert cost.reading(8, 1000) == pytest.approx(1.0)
+
+
 # --- prices of nodes ------------------------------------------------------------------------------
 
 

@@ -148,6 +148,18 @@ def test_a_prompt_is_given_in_order_and_once() -> None:
     close(target.take_hidden(), plain_states(model, PREFIX, (2,))[-1:])
 
 
+def test_watching_anew_ends_the_watch_before() -> None:
+    model = tiny("gpt2")
+    target = Target(copy.deepcopy(model))
+    target.model.watch((1, 2))
+    features = target.model._features
+    assert features is not None
+    target.model.watch((2,))
+    target.prefill(PREFIX)
+    close(target.take_hidden(), plain_states(model, PREFIX, (2,)))
+    assert not features._caught
+
+
 def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
     model = tiny("llama")
     target = Target(copy.deepcopy(model))

@@ -34,6 +34,7 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Draft
+from quickbeam.target.kv_store import KVStore
 from quickbeam.target.model import Model
 from quickbeam.target.pages import PagedStore
 from quickbeam.tree import TokenTree
@@ -232,6 +233,30 @@ def run(engine: Engine, *sequences: SequenceState) -> None:
         engine.step()
 
 
+def test_chunks_may_be_dropped_while_they_are_adopted(world, monkeypatch):
+    """Room for the copies of a text may come from the very chunks that are copied."""
+    here = world("gpt-neox", "float32")
+    prompt, params = tuple(i % 90 + 3 for i in range(140)), SamplingParams(max_tokens=9)
+    engine, adopt, dropped = here.engine(), KVStore.adopt, list[int]()
+
+    def adopting(self, chunks, tokens):
+        if self.pool is here.model.pool:
+            dropped.append(0)
+            while engine.prefixes.evict():
+                dropped[-1] += 1
+        adopt(self, chunks, tokens)
+
+    monkeypatch.setattr(KVStore, "adopt", adopting)
+    for _ in range(2):
+        policy = here.policies()["dyspec"]
+        one = engine.add(request(here.model, policy, params, prompt, budget=8))
+        run(engine, one)
+        assert one.error is None and one.output.token_ids == here.alone(prompt, 9)
+    assert dropped == [4]
+    engine.close()
+    assert here.model.pool.used == here.drafter.pool.used == 0
+
+
 def test_sequences_are_set_back_and_go_on(world):
     here = world("llama", "native")
     prompts = [tuple((i * 7 + k) % 90 + 3 for k in range(100)) for i in range(4)]
@@ -243,6 +268,8 @@ def test_sequences_are_set_back_and_go_on(world):
     run(engine, *ones)
     assert sum(one.statistics.set_back for one in ones) > 0
     assert ones[0].statistics.set_back == 0  # whoever came first is never set back
+    # nothing of a first prompt was known, whatever the cache holds of answers later
+    assert not any(one.statistics.cached_tokens for one in ones)
     assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
     engine.close()
     assert here.model.pool.used == 0

@@ -6,7 +6,9 @@ pytest tests/test_memory.py
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -16,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from typer.testing import CliRunner
 
 from models import tiny
@@ -266,6 +269,22 @@ def test_a_forked_process_reads_for_itself(folder: Callable[[str], str]) -> None
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     disk.reset()
     assert torch.equal(disk.prefill(ids(30)), expected)
+
+
+def test_a_checkpoint_that_lacks_a_file_is_an_error_that_names_it(
+    folder: Callable[[str], str], tmp_path: Path
+) -> None:
+    shutil.copytree(folder("qwen2"), tmp_path / "model")
+    shard = tmp_path / "model" / "model.safetensors"
+    with safe_open(shard, "pt") as file:
+        names = {name: "part.safetensors" for name in file.keys()}  # noqa: SIM118
+    shard.unlink()
+    index = tmp_path / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(
+        QuickbeamError, match=r"part\.safetensors.*can't be read.*download it again"
+    ):
+        on_disk(str(tmp_path / "model"), limits(folder("qwen2"))[0])
 
 
 @pytest.mark.parametrize("what", ["cut", "changed", "failing"])

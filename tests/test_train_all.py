@@ -6,6 +6,7 @@ pytest tests/test_train_all.py
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -65,6 +66,12 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(
     (tmp_path / "nothing").mkdir()
     refused = CliRunner().invoke(
         app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "nothing")]
+    )
+    assert refused.exit_code == 2 and "is not a drafter" in " ".join(refused.output.split())
+    shutil.copytree(out, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no tensors")
+    refused = CliRunner().invoke(
+        app, [*arguments, "--out", str(tmp_path / "more"), "--start", str(tmp_path / "broken")]
     )
     assert refused.exit_code == 2 and "is not a drafter" in " ".join(refused.output.split())
     further = [*arguments, "--out", str(tmp_path / "more"), "--start", str(out), "--quote", "0.3"]

@@ -268,9 +268,9 @@ class EagleDrafter(Drafter):
         router = shortlist.shared.native_router if shortlist is not None else None
         rows, last = listed.rows(), max(listed.positions)
         out, feature, scores = native.run(hidden, committed, rows, last, router)
-        began, first = perf_counter(), 0
+        first = 0
         for work in works:
-            count = len(work.asked)
+            began, count = perf_counter(), len(work.asked)
             if count and work.state.shortlist is not None:
                 above = next(reversed(work.state.routed.values()), None)
                 depths, shared = list(work.asked.values()), work.state.shortlist.shared
@@ -281,7 +281,7 @@ class EagleDrafter(Drafter):
                     else shared.kept(above)
                 )
                 work.state.routed.update(dict.fromkeys(work.asked, routed))
-                work.state.counted.seconds += (perf_counter() - began) / len(works)
+                work.state.counted.seconds += perf_counter() - began
             first += count
         sizes = [len(work.tokens) for work in works]
         return zip(out.split_with_sizes(sizes), feature.split_with_sizes(sizes), strict=True)

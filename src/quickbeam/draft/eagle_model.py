@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import LlamaConfig
@@ -287,7 +288,7 @@ class EagleHead(nn.Module):
             record["layers"] = tuple(record["layers"])
             network = EagleHead(EagleConfig(**record), embedding, head)
             state = load_file(folder / "model.safetensors")
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise InvalidInput(
                 f"{folder} is not a drafter that `quickbeam train drafter` wrote: {error}"
             ) from error

@@ -68,23 +68,31 @@ class CostModel:
         """
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
-        per_token: dict[int, float] = {}
+        behind: dict[int, float] = {}
         began = time.perf_counter()
+        # not counted: the first passes of all may be slow, and every cost is compared with theirs
+        _time(model, TokenTree(0), 0, repeats)
         for width in (w for w in WIDTHS if w <= limit):
             tree = _bushy(model, width)
             seconds[width] = _time(model, tree, 0, repeats)
             if width in FAR_WIDTHS:
-                per_token[width] = max(0.0, _time(model, tree, far, repeats) - seconds[width]) / far
+                behind[width] = _time(model, tree, far, repeats)
             if time.perf_counter() - began > PATIENCE and len(seconds) > 1:
                 break
+        least = math.inf
+        for width in reversed(seconds):  # a pass never takes longer than a wider one
+            least = seconds[width] = min(least, seconds[width])
+        per_token = {
+            width: max(0.0, after - seconds[width]) / far for width, after in behind.items()
+        }
         found = cls(seconds, per_token)
         if time.perf_counter() - began <= PATIENCE:
-            near, behind = (
+            near, after = (
                 _time(model, TokenTree(0), context, repeats, MANY) for context in (0, far)
             )
             found._per_sequence = max(0.0, near - found.alone(MANY)) / (MANY - 1)
             if per_token[1] > 0:
-                found._beside = min(1.0, max(0.0, behind - near) / (MANY * far * per_token[1]))
+                found._beside = min(1.0, max(0.0, after - near) / (MANY * far * per_token[1]))
         return found
 
     @classmethod
@@ -133,11 +141,18 @@ class CostModel:
         """Record that a pass over trees of `sequences` sequences took `seconds`.
 
         `reading` of these seconds are expected for the tokens before the trees. A single slow pass
-        (the machine was busy) changes little.
+        (the machine was busy) changes little. Between two measured widths, the nearer one takes
+        more of the correction, so that passes of different widths also correct the slope between
+        them, which is what a node costs.
         """
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
-        for width in set(_bracket(self._seconds, rows)[:2]):
-            self._seconds[width] *= 1 + self.RATE * (ratio - 1)
+        low, high, part = _bracket(self._seconds, rows)
+        shares = {low: 1 - part, high: part} if part else {low: 1.0}
+        # the interpolated time changes by RATE of the difference, however it is divided
+        whole = sum(share * self._seconds[width] for width, share in shares.items())
+        moved = sum(share**2 * self._seconds[width] for width, share in shares.items())
+        for width, share in shares.items():
+            self._seconds[width] *= 1 + self.RATE * (ratio - 1) * share * whole / moved
 
 
 class CallCost:

@@ -159,7 +159,8 @@ class Scheduler:
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks or sequence.cache is None:
             return
-        sequence.cache.adopt([chunk.held for chunk in chunks], prefixes.size)
+        # looked up first, since making room for the sequence may drop chunks that it adopts
+        held = [chunk.held for chunk in chunks]
         if state is not None and drafter is prefixes.drafter:
             known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
             heard = [
@@ -169,8 +170,10 @@ class Scheduler:
             hidden = [rows for rows in heard if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
+        sequence.cache.adopt(held, prefixes.size)
         sequence.chunks = list(chunks)
-        sequence.statistics.cached_tokens = len(chunks) * prefixes.size
+        if not sequence.statistics.set_back:  # after one, the chunks may hold its answer
+            sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
     def set_back(self, sequence: SequenceState) -> None:
         """Free everything of an active sequence but its text, and let it wait for its turn

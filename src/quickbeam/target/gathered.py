@@ -287,8 +287,6 @@ def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -
         keys[s, :total] = store.rows(np.arange(total))
         key_place[s, :start] = np.arange(start)
         seen[s, :n, :start] = True
-        if not start:
-            seen[s, :n, 0] = True  # the sequence's first token, which all rows see
     numbers = [at, keys, place, key_place, np.concatenate(flat)]
     every = _to(np.concatenate([part.ravel() for part in numbers]), device)
     pieces = every.split_with_sizes([part.size for part in numbers])

@@ -154,9 +154,18 @@ class Features:
             )
         self._caught: dict[int, torch.Tensor] = {}
         self._layers = tuple(layers)
-        for layer in set(layers):
-            module = model.base_model if layer > count else lists[0][layer - 1]
-            module.register_forward_hook(partial(self._catch, layer))
+        self._hooks = [
+            (model.base_model if layer > count else lists[0][layer - 1]).register_forward_hook(
+                partial(self._catch, layer)
+            )
+            for layer in set(layers)
+        ]
+
+    def close(self) -> None:
+        """Watch no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._caught.clear()
 
     def _catch(self, layer: int, module: nn.Module, args: Any, out: Any) -> None:
         self._caught[layer] = out if isinstance(out, torch.Tensor) else out[0]

@@ -478,6 +478,8 @@ class Model:
         elif self._lean is not None:
             self._lean.watched = tuple(layers)
         else:
+            if self._features is not None:
+                self._features.close()
             self._features = Features(self._model, layers)
 
     def _hidden(self) -> torch.Tensor | None:

@@ -6,7 +6,8 @@ The model's modules are on PyTorch's meta device. The tensors are read by name a
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,9 @@ class Tensors:
         return name in self._places
 
     def shape(self, name: str) -> list[int]:
-        with self._open(name) as file:
+        """Return a tensor's shape. Raises `QuickbeamError` naming the file where it can't be
+        read."""
+        with self._reading(name) as file:
             return list(file.get_slice(self._stored(name)).get_shape())
 
     def rows(self, name: str, first: int = 0, last: int | None = None) -> torch.Tensor:
@@ -104,9 +107,14 @@ class Tensors:
         The numbers are those that loading the model gives. Raises `QuickbeamError` naming the file
         where it can't be read.
         """
+        with self._reading(name) as file:
+            return file.get_slice(self._stored(name))[first:last].to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _reading(self, name: str) -> Iterator[Any]:
         try:
             with self._open(name) as file:
-                return file.get_slice(self._stored(name))[first:last].to(torch.bfloat16, copy=True)  # type: ignore[no-any-return]
+                yield file
         except (OSError, SafetensorError) as error:
             raise QuickbeamError(
                 f"{self._places[name]}: {name} can't be read ({error}): download it again"
