@@ -342,7 +342,7 @@ def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(
     assert record["settings"]["questions file"] == "{questions} was read"
     sha256 = "73cb3858a687a8494ca3323053016282f3dad39d42cf62ca4e79dda2aac7d9ac"
     assert record[KEY]["blanks"] == {"questions": {"file": "q.jsonl", "sha256": sha256}}
-    assert "`quickbeam bench --questions {questions} --methods ar`" in place.read(
+    assert "`quickbeam bench --questions QUESTIONS --methods ar`" in place.read(
         "docs/figures.md"
     ) and "by hand" not in place.read("docs/figures.md")
     assert (

@@ -227,6 +227,8 @@ def test_heads_command() -> None:
         ["--shapes", "2048"],
         ["--shapes", "10x10"],
         ["--rows", "0"],
+        ["--rows", "1.5,4"],
         ["--shares", "200"],
     ):
-        assert CliRunner().invoke(app, ["bench", "heads", *options]).exit_code == 2
+        refused = CliRunner().invoke(app, ["bench", "heads", *options])
+        assert refused.exit_code == 2 and options[0] in refused.stderr

@@ -238,6 +238,13 @@ def test_the_disk_is_read_and_nothing_is_left_there(monkeypatch, tmp_path):
     ]
     (tmp_path / "file").touch()
     assert machine.read_speed(tmp_path / "file" / "below") is None
+
+    def unreadable(path, seconds):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(machine, "_read", unreadable)
+        assert machine.read_speed(folder) is None
     for speed, status in ((None, NOTE), (0.05, NOTE), (2.0, OK)):
         monkeypatch.setattr(models, "read_speed", lambda folder, speed=speed: speed)
         says(models.check_disk(), status)

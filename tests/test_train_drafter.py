@@ -192,6 +192,14 @@ def test_nothing_held_out_is_trained_on(shards: Shards) -> None:
     assert held and not set(train) & set(held) and sorted(train + held) == list(range(60))
 
 
+def test_a_single_conversation_is_too_little(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path / "text")
+    writer.add(conversations(1)[0])
+    writer.flush()
+    with pytest.raises(InvalidInput, match=r"a single conversation.*--tokens"):
+        trainer(Shards(tmp_path / "text"), tmp_path / "out")
+
+
 def test_a_second_run_goes_on_where_the_first_was_interrupted(
     shards: Shards, tmp_path: Path
 ) -> None:

@@ -312,7 +312,11 @@ def test_bench_weights_writes_its_record(toy_folder: str, tmp_path: Path) -> Non
     assert sizes[0] > sizes[1] > sizes[2] > 0
 
 
-def test_bench_weights_refuses_what_it_does_not_know() -> None:
-    for given, said in (("int8,int8", "name each kind once"), ("int3", "unknown weights 'int3'")):
-        found = CliRunner().invoke(app, ["bench", "weights", "--weights", given])
+def test_bench_weights_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    for given, said in (
+        (["--weights", "int8,int8"], "name each kind once"),
+        (["--weights", "int3"], "unknown weights 'int3'"),
+        (["--weights", "int3", "--json", str(tmp_path)], "is a folder"),
+    ):
+        found = CliRunner().invoke(app, ["bench", "weights", *given])
         assert found.exit_code == 2 and said in found.stderr

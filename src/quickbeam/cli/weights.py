@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from quickbeam.bench.report import check_output
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout, strict_json
+from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.passes import numbers
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def bench_weights(
     )
     if len(set(names)) < len(names):
         raise InvalidInput(f"--weights {weights!r}: name each kind once")
+    if json_file is not None:
+        check_output("--json", json_file)
     with progress_bar(f"loading {model or DEFAULT}") as told, redirect_stderr(StringIO()):
         from quickbeam.bench import weights as measured
         from quickbeam.bench.environment import environment
@@ -113,6 +116,10 @@ def bench_weights(
                 llm, prompts, SamplingParams(max_tokens=max_tokens, temperature=0), rows[name]
             )
     over = measured.compare(rows)
+    stdout().print(_table(rows, over))
+    for name, llm in llms.items():
+        if llm.model.streamed is not None:
+            stdout().print(f"{name}: {llm.model.streamed.in_words}")
     if json_file is not None:
         record: dict[str, Any] = {
             "environment": environment("cpu", "bfloat16"),
@@ -132,14 +139,7 @@ def bench_weights(
             "weights": {name: row.to_json() for name, row in rows.items()},
             "over_first": over,
         }
-        try:
-            json_file.write_text(strict_json(record) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise QuickbeamError(f"--json {json_file}: not written ({error.strerror})") from error
-    stdout().print(_table(rows, over))
-    for name, llm in llms.items():
-        if llm.model.streamed is not None:
-            stdout().print(f"{name}: {llm.model.streamed.in_words}")
+        save_record(json_file, record)
 
 
 def _table(rows: dict[str, Row], over: dict[str, dict[str, Any]]) -> Table:

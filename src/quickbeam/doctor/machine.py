@@ -187,15 +187,15 @@ def read_speed(folder: Path, seconds: float = 0.8) -> float | None:
     that is small. If the system can be told to drop the file from its cache, this is the disk's
     speed, otherwise the cache's.
     """
-    files = (
-        [(path.stat().st_size, path) for path in folder.rglob("*") if path.is_file()]
-        if folder.is_dir()
-        else []
-    )
-    size, path = max(files, default=(0, folder), key=lambda one: one[0])
-    if size >= SCRATCH:
-        return _read(path, seconds)
     try:
+        files = (
+            [(path.stat().st_size, path) for path in folder.rglob("*") if path.is_file()]
+            if folder.is_dir()
+            else []
+        )
+        size, path = max(files, default=(0, folder), key=lambda one: one[0])
+        if size >= SCRATCH:
+            return _read(path, seconds)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".speed-") as scratch:
             scratch.write(os.urandom(BLOCK) * (SCRATCH // BLOCK))

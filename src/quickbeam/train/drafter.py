@@ -292,7 +292,15 @@ def hold_out(
 
 
 def split(shards: Shards) -> tuple[list[int], list[int]]:
-    """Return the numbers of the conversations to train on, and of those that are held out."""
+    """Return the numbers of the conversations to train on, and of those that are held out.
+
+    Both are at least one. Raises `InvalidInput` for fewer than two conversations.
+    """
+    if len(shards) < 2:
+        raise InvalidInput(
+            "the text is a single conversation, which can't be both trained on and held out: run "
+            "`quickbeam train drafter` with more --tokens, a smaller --length, or more --prompts"
+        )
     held = [i for i in range(len(shards)) if i % HELD_OUT == HELD_OUT - 1] or [len(shards) - 1]
     return sorted(set(range(len(shards))) - set(held)), held
 
