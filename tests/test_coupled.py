@@ -22,7 +22,7 @@ from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import QuickbeamError
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
-from quickbeam.sampling import Sampler
+from quickbeam.sampling import Sampler, most_probable
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.hybrid import Hybrid
@@ -300,8 +300,12 @@ def test_all_nodes_at_once_emit_what_each_does(
         ]
         assert sampler.emitted_all(logits, noise, positions) == expected
     logits[7, vocab // 2] = math.nan
+    expected[7] = -1  # nobody may come to that node
+    assert sampler.emitted_all(logits, noise, positions) == expected
+    found = most_probable(logits, refuse=False)
+    assert found.pop(7) == -1 and found == most_probable(logits[torch.arange(60) != 7])
     with pytest.raises(QuickbeamError, match="NaN"):
-        sampler.emitted_all(logits, noise, positions)
+        most_probable(logits)
 
 
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:

@@ -17,9 +17,7 @@ from cases import examples
 from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
 from quickbeam.draft import eagle
-from quickbeam.draft.base import SHARPNESS
 from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.noise import Noise
 from quickbeam.target.model import Model
 from quickbeam.train.shards import Conversation
 from quickbeam.train.unroll import collate, unroll
@@ -188,17 +186,6 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
     )
     tree.add(0, 5, "x")
     assert torch.equal(text.laws(tree, [1]), torch.zeros(1, VOCAB))
-
-
-def test_distributions_are_sharper_where_the_noise_of_their_place_is_known(
-    pairs: dict[str, Pair],
-) -> None:
-    plain = pairs["attention"].begin([1], 2).laws(TokenTree(2), [0])
-    text = pairs["attention"].begin([1], 2, 0.6)
-    text.context.noise = Noise(1, 0, VOCAB)
-    known = text.laws(TokenTree(2), [0])
-    assert torch.allclose(known, (plain.log() * SHARPNESS).softmax(-1), atol=1e-5)
-    assert SHARPNESS > 1 and not torch.allclose(known, plain, atol=1e-3)
 
 
 def test_bfloat16_does_not_round_the_rotary_angles() -> None:

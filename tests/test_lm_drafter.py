@@ -98,6 +98,24 @@ def expected(
     ).softmax(-1)
 
 
+def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter, _ = pairs["llama"]
+    context, alone, tree = begin(drafter, [5, 6, 7]), begin(drafter, [5, 6, 7]), TokenTree(7)
+    tree.add(0, 3, "x")
+
+    def failing(batch: Batch) -> list[Passed]:
+        raise RuntimeError("broken")
+
+    for nodes in ([0], [1]):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
+            patch.setattr(drafter.model, "forward", failing)
+            laws_of(drafter, context, tree, nodes)
+        again = laws_of(drafter, context, tree, nodes)
+        assert torch.equal(again, laws_of(drafter, alone, tree, nodes))
+    for one in (context, alone):
+        state_of(one).release()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @examples(12)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))

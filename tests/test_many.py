@@ -476,6 +476,146 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
     assert here.model.pool.used == 0
 
 
+def test_an_interrupt_while_one_is_set_back_loses_none(world, monkeypatch):
+    here = world("llama", "native")
+    engine, broken = here.engine(pages=7, share=False), list[SequenceState]()
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    ones = [
+        engine.add(request(here.model, NoDraft(), params, [3 + i] * 100, budget=1))
+        for i in range(4)
+    ]
+    release = SequenceState.release
+
+    def interrupted(self):
+        release(self)
+        if not self.over and not broken:
+            broken.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(SequenceState, "release", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(engine, *ones)
+    assert broken and all(one.over or one in list(engine.scheduler.waiting) for one in ones)
+    engine.close()
+    assert all(one.over for one in ones) and here.model.pool.used == 0
+
+
+def test_an_observer_can_not_begin_a_step_within_a_step(world):
+    """The other answers of the outer step would be given twice, from old logits."""
+    here = world("llama", "native")
+    engine, params = here.engine(), SamplingParams(max_tokens=12, ignore_eos=True)
+    prompts = [(5, 6, 7), (5, 6, 8)]
+    one, other = (
+        engine.add(request(here.model, NoDraft(), params, prompt, budget=1, observer=observer))
+        for prompt, observer in zip(prompts, (lambda _: engine.step(), None), strict=True)
+    )
+    run(engine, one, other)
+    assert isinstance(one.error, QuickbeamError) and "under way" in str(one.error)
+    assert other.output.token_ids == here.alone(prompts[1], 12)
+    engine.close()
+
+
+def test_a_limit_that_is_lowered_ends_nobody_who_needs_no_page(world):
+    here = world("llama", "native")
+    engine, params = here.engine(pages=3), SamplingParams(max_tokens=30, ignore_eos=True)
+    one = engine.add(request(here.model, NoDraft(), params, (5, 6, 7), budget=1))
+    for _ in range(3):
+        engine.step()
+    here.model.pool.limit = 0  # as where a drafter is loaded
+    run(engine, one)
+    assert one.error is None and one.output.token_ids == here.alone((5, 6, 7), 30)
+    engine.close()
+
+
+def test_a_beginning_that_there_is_no_room_to_copy_is_read_anew():
+    """Its chunks are dropped for the copy, and the rest of the room is taken."""
+    model = Model(tiny("llama", torch.float32, seed=3), chunk=128)
+    prompts = [tuple(3 + i * 7 % 90 for i in range(count)) for count in (256, 262)]
+    params = [SamplingParams(max_tokens=count, ignore_eos=True) for count in (60, 10)]
+    alone = [
+        answer(model, NoDraft(), asked, prompt, engine=Engine(model, share=False), budget=1)
+        for prompt, asked in zip(prompts, params, strict=True)
+    ]
+    engine = Engine(model, pages=9)
+    first = engine.add(request(model, NoDraft(), params[0], prompts[0], budget=1))
+    while len(first.output.token_ids) < 3:
+        engine.step()
+    assert model.pool.free == 0
+    second = engine.add(request(model, NoDraft(), params[1], prompts[1], budget=1))
+    run(engine, first, second)
+    assert first.error is second.error is None
+    assert [one.output.token_ids for one in (first, second)] == [
+        one.output.token_ids for one in alone
+    ]
+    engine.close()
+    assert model.pool.used == 0
+
+
+def test_chunks_that_nobody_holds_are_dropped_with_those_behind_them(world):
+    """A drafter that needs hidden states reads a text anew that the cache has without them. What it
+    adds lies behind the chunks that are there, which hold pages of their own."""
+    here = world("llama", "native")
+    engine = here.engine(pages=8)
+    size, page = engine.prefixes.size, here.model.pool.page
+    prompt = tuple(3 + i * 7 % 90 for i in range(5 * max(size, page) + 1))
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    run(engine, engine.add(request(here.model, NoDraft(), params, prompt[:-page], budget=1)))
+    params = SamplingParams(max_tokens=8 * page - len(prompt) - 1, ignore_eos=True)
+    one = engine.add(request(here.model, here.policies()["dyspec"], params, prompt, budget=8))
+    run(engine, one)
+    assert one.error is None
+    assert one.output.token_ids == here.alone(prompt, params.max_tokens)
+    engine.close()
+    assert here.model.pool.used == here.drafter.pool.used == 0
+
+
+def test_a_smaller_model_reads_a_long_prompt_step_by_step_with_the_target(world):
+    here = world("llama", "native")
+    engine = here.engine(share=False)
+    beside = engine.add(
+        request(here.model, NoDraft(), SamplingParams(max_tokens=60, ignore_eos=True), [5, 6, 7])
+    )
+    engine.step()
+    prompt, params = tuple(3 + i * 7 % 90 for i in range(400)), SamplingParams(max_tokens=9)
+    one = engine.add(request(here.model, here.policies()["small"], params, prompt, budget=4))
+    behind = []
+    while not one.started:
+        engine.step()
+        if one.draft_state is not None:
+            assert one.draft_state.cache.length <= one.read
+            behind.append(one.read - one.draft_state.cache.length)
+    assert len(behind) > 3 and max(behind) < 100  # it does read along
+    run(engine, one, beside)
+    assert one.output.token_ids == here.alone(prompt, 9)
+    engine.close()
+
+
+def test_one_that_fails_while_it_drafts_holds_nothing_when_room_is_made(world, monkeypatch):
+    here = world("llama", "native")
+    engine, params = here.engine(), SamplingParams(max_tokens=12, ignore_eos=True)
+    policies = [here.policies()["pld"], here.policies()["pld"]]
+    ones = [
+        engine.add(request(here.model, policy, params, (5, 6, 7 + i), budget=4))
+        for i, policy in enumerate(policies)
+    ]
+    engine.step()
+    seen, room = [], engine._with_room
+
+    def looked(ready):
+        seen.append([one.over for one in engine.scheduler.active])
+        return room(ready)
+
+    def broken(*_):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(engine, "_with_room", looked)
+    monkeypatch.setattr(policies[1], "grow", broken)
+    run(engine, *ones)
+    assert str(ones[1].error) == "broken" and ones[0].error is None
+    assert seen and not any(over for step in seen for over in step)
+    engine.close()
+
+
 def test_sampled_answers_with_a_seed_are_those_given_alone(world):
     """With every policy."""
     here = world("llama", "native")

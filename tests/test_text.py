@@ -554,3 +554,36 @@ def test_text_after_an_included_stop_string_is_cut() -> None:
         output = Output(tokenizer, SamplingParams(stop=stop, include_stop_str_in_output=True))
         assert output.append(dog)
         assert output.text == output.take() == text
+
+
+def test_a_stop_string_is_never_in_the_text_that_others_see() -> None:
+    """Another thread may look at any time."""
+    tokenizer, seen = byte_level(), []
+
+    class Watched(Output):
+        def __setattr__(self, name: str, value: object) -> None:
+            if name == "text":
+                seen.append(value)
+            super().__setattr__(name, value)
+
+    output = Watched(tokenizer, SamplingParams(stop="dog", max_tokens=50))
+    for token in encode(tokenizer, "the dog the"):
+        if output.append(token):
+            break
+    assert output.finish_reason == "stop" and len(seen) > 2
+    assert not any("dog" in text for text in seen)
+
+
+def test_a_long_stop_string_is_looked_at_as_far_as_there_is_text() -> None:
+    tokenizer, looked = byte_level(), []
+
+    class Long(str):
+        def __getitem__(self, key):
+            looked.append(key)
+            return super().__getitem__(key)
+
+    output = Output(tokenizer, SamplingParams(stop="x" * 100_000, max_tokens=50))
+    output._stop = (Long("x" * 100_000),)
+    for token in encode(tokenizer, "dog"):
+        output.append(token)
+    assert output.take() == output.text and len(looked) <= len(output.text)

@@ -236,7 +236,7 @@ class Sampler:
 
         One transfer from the logits' device serves all rows. Of each row it brings over only the
         chunks that are likeliest to hold the token. Use it only with parameters that neither adjust
-        logits nor filter. Raises `QuickbeamError` for NaN logits.
+        logits nor filter. The token of a row that is not finite is -1.
         """
         scale = 1 / max(self.params.temperature, 1e-30)
         n, vocab = logits.shape
@@ -254,7 +254,9 @@ class Sampler:
         found = torch.cat((order.values[:, -1:], best.double(), held), 1).cpu().numpy()
         tokens = list[int]()
         for row, position in zip(found, positions, strict=True):
-            _require_finite(bool(np.isfinite(row[1 + taken :]).any()) and not np.isnan(row).any())
+            if np.isnan(row).any() or not np.isfinite(row[1 + taken :]).any():
+                tokens.append(-1)
+                continue
             names = (row[1 : 1 + taken, None].astype(np.int64) * CHUNK + np.arange(CHUNK)).ravel()
             sums = row[1 + taken :] * scale + noise.of(names, np.full(len(names), position))
             if taken < chunks and row[0] > sums.max():
@@ -326,11 +328,11 @@ def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
     return torch.zeros_like(law).index_copy_(0, kept, law[kept])
 
 
-def most_probable(logits: torch.Tensor) -> list[int]:
+def most_probable(logits: torch.Tensor, refuse: bool = True) -> list[int]:
     """Return the argmax of each row of `[n, vocab]` logits.
 
-    In a tie the lowest id wins, whatever the number of rows. Raises `QuickbeamError` for NaN or
-    infinite maxima.
+    In a tie the lowest id wins, whatever the number of rows. For NaN or infinite maxima it raises
+    `QuickbeamError`, or without `refuse` returns -1 in their rows.
     """
     # NumPy's argmax is vectorised, ten times faster than torch's here
     if logits.device.type == "cpu":
@@ -339,8 +341,9 @@ def most_probable(logits: torch.Tensor) -> list[int]:
         peaks = logits.gather(-1, best[:, None])
     else:
         peaks, best = logits.max(-1)
-    _require_finite(bool(peaks.isfinite().all()))
-    tokens: list[int] = best.tolist()
+    if refuse:
+        _require_finite(bool(peaks.isfinite().all()))
+    tokens: list[int] = best.masked_fill(~peaks.reshape(best.shape).isfinite(), -1).tolist()
     return tokens
 
 

@@ -23,14 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 DEPTHS = 6  # depths of a tree that `HeadUse` counts separately
-# How much sharper drafters' distributions are made where the noise of a place is known. A drafter
-# is unsure of the target's distribution, so its own is flatter than any that the target may have,
-# and the noise would decide between tokens that the target itself is sure of. On our own questions,
-# trees of 8 nodes gave 2.18 tokens a step at temperature 1 with sharpness 1, 2.25 with 1.25, 2.19
-# with 1.6 and 2.09 with 2; at temperature 0.6, 2.44, 2.46, 2.44 and 2.40 (`quickbeam bench trees
-# --trees greedy --budgets 8 --temperatures 0.6,1 --draws 6 --limit 16 --max-tokens 49 --every 4`).
-# A model of 0.5 billion parameters that drafts for one of 1.5 gains less: 4.05 and 4.11 with 1.25.
-SHARPNESS = 1.25
 GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
 
 
@@ -70,12 +62,9 @@ class Context:
     def draft_temperature(self) -> float:
         """The temperature of the drafters' distributions.
 
-        It is the request's where children are drawn, and 1 for greedy answers. Where the noise of a
-        place is known, the noise applies the request's temperature (`trees/perturbed.py`), and the
-        drafter's distribution is made sharper by `SHARPNESS`.
+        It is the request's where children are drawn. Otherwise it is 1: the noise, if there is any,
+        applies the request's temperature (`trees/perturbed.py`).
         """
-        if self.noise is not None:
-            return 1 / SHARPNESS
         return self.temperature if self.draws else 1.0
 
     def within(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
@@ -307,11 +296,12 @@ class Drafter(Source):
                 "method without a drafter"
             )
 
-    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         """Let states read committed tokens ahead of the next tree.
 
         Only states with at least `least` unread tokens do. They read as far as the text that
-        follows those tokens is known.
+        follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
+        reads a long prompt step by step with the target, and no other answer waits for it.
         """
 
     @abstractmethod

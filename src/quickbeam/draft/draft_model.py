@@ -102,11 +102,12 @@ class LMDrafter(Drafter):
         return LMState(self.model.pool.new(), ids)
 
     @torch.inference_mode()
-    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         for state in states:
             assert isinstance(state, LMState)
-            if len(state.ids) - 1 - state.cache.length >= max(least, GAP):
-                self._read(state)
+            last = len(state.ids) - 1 if end is None else min(end, len(state.ids) - 1)
+            if last - state.cache.length >= max(least, GAP):
+                self._read(state, last)
 
     @torch.inference_mode()
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
@@ -124,7 +125,7 @@ class LMDrafter(Drafter):
             if state.shadow is None or request.tree is not state.tree:
                 raise ValueError("a new tree: ask for its root first")
             for node in request.nodes:
-                if node == 0:
+                if node == 0 or node in state.place:  # known where a failed call is made again
                     continue
                 if (parent := state.place.get(request.tree.parent[node])) is None:
                     raise ValueError(
@@ -162,18 +163,18 @@ class LMDrafter(Drafter):
             path = [node for node in path if node < state.done]
             cache.commit(path)
         if len(ids) - cache.length > GAP:
-            self._read(state)
+            self._read(state, len(ids) - 1)
         shadow = TokenTree(ids[cache.length])
         for token in ids[cache.length + 1 :]:
             shadow.add(len(shadow) - 1, token, self.name)
         return shadow, {0: len(shadow) - 1}
 
-    def _read(self, state: LMState) -> None:
-        """Run all committed tokens but the last, without logits, and forget the shadow."""
+    def _read(self, state: LMState, last: int) -> None:
+        """Run the first `last` committed tokens, without logits, and forget the shadow."""
         state.shadow = state.tree = None
-        while state.cache.length < len(state.ids) - 1:
+        while state.cache.length < last:
             begin = state.cache.length
-            end = min(len(state.ids) - 1, (begin // self.model.chunk + 1) * self.model.chunk)
+            end = min(last, (begin // self.model.chunk + 1) * self.model.chunk)
             self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=False)]))
             state.cache.commit(range(end - begin))
 

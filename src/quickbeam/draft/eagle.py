@@ -100,7 +100,8 @@ class EagleDrafter(Drafter):
         )
 
     @torch.inference_mode()
-    def read(self, states: Sequence[DrafterState], least: int = 1) -> None:
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+        # `end` bounds the hidden states that were heard, so it needs no look here
         due = [
             state
             for state in states

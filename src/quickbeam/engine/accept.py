@@ -82,11 +82,14 @@ def _verdict(
             and not sampler.params.adjusts_logits
             and not sampler.params.filters
         ):
+            every = sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth])
             return verify_equal(
                 tree,
-                sampler.emitted_all(
-                    logits, noise, [position + depth for depth in tree.depth]
-                ).__getitem__,
+                lambda node: (
+                    every[node]
+                    if every[node] >= 0
+                    else sampler.emitted(logits[node], noise, position + tree.depth[node])
+                ),
             )
         return verify_equal(
             tree,
@@ -95,12 +98,14 @@ def _verdict(
             ),
         )
     if not sampler.params.adjusts_logits:
-        # the kernels already found the most probable tokens; -1 stands for logits that are not
-        # finite
-        if (known := passed.best) is not None:
+        # The kernels already found the most probable tokens; off the CPU one transfer serves the
+        # whole tree. -1 stands for logits that are not finite: an error only where verification
+        # comes to the node.
+        known = passed.best
+        if known is None and logits.device.type != "cpu":
+            known = most_probable(logits, refuse=False)
+        if known is not None:
             return verify_equal(
                 tree, lambda node: known[node] if known[node] >= 0 else sampler.best(logits[node])
             )
-        if logits.device.type != "cpu":  # one transfer for the whole tree
-            return verify_equal(tree, most_probable(logits).__getitem__)
     return verify_equal(tree, lambda node: sampler.best(logits[node], below_root(node)))

@@ -22,7 +22,7 @@ from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.engine.turns import Turns
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.noise import PLAIN
 from quickbeam.target.batch import Batch, Draft, Part, Passed
 from quickbeam.target.kv_cache import NoRoom, SequenceCache
@@ -77,6 +77,7 @@ class Engine:
             model.pool.spare = self.prefixes.evict
         self._budget: Budget | None = None
         self._nodes: dict[Hashable, int] = {}  # by sequence: nodes of its last tree
+        self._stepping = False  # whether a step is under way
         self.prompt_rows = 0  # how many rows of prompts the last step read
 
     @property
@@ -141,19 +142,21 @@ class Engine:
 
     def _sort(self) -> None:
         """Hand sequences that arrived to the scheduler, and end cancelled ones."""
+        # looked at first and removed last, so that an interrupt in between loses none
         while self._arrived:
-            sequence = self._arrived.popleft()
-            if sequence.over:  # cancelled before it was taken up
-                continue
-            drafter = sequence.drafter
-            if self.prefixes is not None and self.prefixes.drafter is None:
-                self.prefixes.drafter = drafter
-            self.scheduler.add(sequence)
+            sequence = self._arrived[0]
+            if not sequence.over:  # not cancelled before it was taken up
+                drafter = sequence.drafter
+                if self.prefixes is not None and self.prefixes.drafter is None:
+                    self.prefixes.drafter = drafter
+                self.scheduler.add(sequence)
+            self._arrived.popleft()
         while self._cancelled:
-            sequence = self._cancelled.popleft()
+            sequence = self._cancelled[0]
             if not sequence.over:
                 sequence.end("interrupted")
                 self._leave(sequence)
+            self._cancelled.popleft()
 
     def close(self) -> None:
         """End all sequences and forget all texts."""
@@ -205,9 +208,16 @@ class Engine:
         """Run one step of all sequences.
 
         However it ends, by an interrupt too, the outputs hold all that was emitted. An interrupt
-        ends all sequences that were under way.
+        ends all sequences that were under way. Raises `QuickbeamError` inside a step, which an
+        observer could otherwise begin.
         """
         with self.lock:
+            if self._stepping:
+                raise QuickbeamError(
+                    "a step of this model is under way: an observer can't ask the same model for "
+                    "more; keep what it is told, and ask after the answer"
+                )
+            self._stepping = True
             try:
                 self._step()
             except BaseException as error:
@@ -215,6 +225,8 @@ class Engine:
                     sequence.end("interrupted", error if isinstance(error, Exception) else None)
                     self._leave(sequence)
                 raise
+            finally:
+                self._stepping = False
 
     def _step(self) -> None:
         began = time.perf_counter()
@@ -226,6 +238,7 @@ class Engine:
         self.prompt_rows = sum(one.part.rows for one in reading)
         load = self._load(running, self.prompt_rows)
         growing = Grower(self.model, lambda: self.budget, load).grow(running)
+        self._let_go()  # those that failed: their pages are free before anyone is set back
         drafted = time.perf_counter()
         ready = [
             Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing
@@ -308,7 +321,8 @@ class Engine:
             )
             while missing > (pool.free or 0) and pool.spare():
                 pass
-            if missing <= (pool.free or 0):
+            # `free` is negative where the limit was lowered meanwhile
+            if missing <= max(0, pool.free or 0):
                 return ready
             wide = [
                 i for i, one in enumerate(ready) if one.growing is not None and one.part.rows > 1
@@ -456,10 +470,8 @@ class Engine:
             state, drafter = sequence.draft_state, sequence.drafter
             try:
                 if state is not None and drafter is not None:
-                    drafter.read(
-                        [state],
-                        1 if one.growing is None and self._reads_along(sequence) else UNHEARD,
-                    )
+                    along = one.growing is None and self._reads_along(sequence)
+                    drafter.read([state], 1 if along else UNHEARD, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue

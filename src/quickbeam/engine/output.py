@@ -160,25 +160,31 @@ class Output:
 
         The earliest stop string counts; of two that begin at the same place, the shorter one.
         """
-        before = len(self.text)
-        self.text += piece
-        if len(self.token_ids) <= self._min_tokens:
-            return False
+        # another thread may look at the text at any time, so it never holds what is cut off
+        before, text = len(self.text), self.text + piece
         found = [
             (start, len(stop))
             for stop in self._stop
-            if (start := self.text.find(stop, max(0, before - len(stop) + 1))) >= 0
+            if len(self.token_ids) > self._min_tokens
+            and (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0
         ]
         if found:
             start, length = min(found)
-            self.text = self.text[: start + length if self._include_stop else start]
+            text = text[: start + length if self._include_stop else start]
+        self.text = text
         return bool(found)
 
     def _held(self) -> int:
         """Return the length of the longest end of the text that a stop string could still cut."""
         if self._include_stop:
             return 0
+        text = self.text
         return max(
-            (n for stop in self._stop for n in range(1, len(stop)) if self.text.endswith(stop[:n])),
+            (
+                n
+                for stop in self._stop
+                for n in range(1, min(len(stop), len(text) + 1))
+                if text.endswith(stop[:n])
+            ),
             default=0,
         )

@@ -125,13 +125,18 @@ class PrefixCache:
                     chunks[at].hidden = state.heard(at, self.size)
         self._touch(chunks)
 
-    def idle_pages(self, enough: int) -> int:
-        """Return how many pages could be freed by dropping chunks, counted up to `enough`."""
+    def idle_pages(self, enough: int, kept: Sequence[Chunk] = ()) -> int:
+        """Return how many pages could be freed by dropping chunks other than `kept`.
+
+        It counts up to `enough`.
+        """
         pages, size = 0, -(-self.size // self._pool.page)
+        without = set(kept)
         for chunk in self._order:
             if pages >= enough:
                 break
-            pages += size * self._pool.idle(chunk.held)
+            if chunk not in without:
+                pages += size * self._pool.idle(chunk.held)
         return pages
 
     def idle(self) -> int:
@@ -146,12 +151,28 @@ class PrefixCache:
 
     def evict(self) -> bool:
         """Drop the least recently used chunk that nothing else holds. Returns whether there was
-        one."""
+        one.
+
+        Chunks behind it, which a sequence may still hold, are only forgotten with it where there is
+        no other.
+        """
+        inner: Chunk | None = None
         for chunk in self._order:
-            if not chunk.children and self._pool.idle(chunk.held):
+            if not self._pool.idle(chunk.held):
+                continue
+            if not chunk.children:
                 self._drop(chunk)
                 return True
-        return False
+            inner = inner or chunk
+        if inner is None:
+            return False
+        below = [inner]
+        for chunk in below:  # grows meanwhile
+            below += chunk.children.values()
+        for chunk in reversed(below):
+            if chunk in self._order:
+                self._drop(chunk)
+        return True
 
     def clear(self) -> None:
         """Drop all chunks."""

@@ -11,7 +11,7 @@ from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.target.batch import Chain, Draft, Part
-from quickbeam.target.kv_cache import Pool
+from quickbeam.target.kv_cache import NoRoom, Pool
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 
@@ -90,10 +90,10 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over, and free what it holds."""
+        sequence.release()  # first, so that it can be done again after an interrupt
         if sequence in self.active:
             self.active.remove(sequence)
         self.waiting.remove(sequence)
-        sequence.release()
 
     def admit(self) -> None:
         """Make waiting sequences active, in order, as long as there is room."""
@@ -121,16 +121,20 @@ class Scheduler:
         if self.pool.limit is None:
             return True
         page = self.pool.page
-        known = (
-            len(self.prefixes.find(sequence.ids, sequence.drafter)) * self.prefixes.size
-            if self.prefixes is not None
-            else 0
-        )
+        found = [] if self.prefixes is None else self.prefixes.find(sequence.ids, sequence.drafter)
+        if self.prefixes is not None and self.pool.shares:
+            known = len(found) * self.prefixes.size
+        else:
+            known = 0  # it will hold a copy
         needed = -(-(len(sequence.ids) - known + TREE) // page)
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
         ) + len(self.active)
-        idle = 0 if self.prefixes is None else self.prefixes.idle_pages(needed + promised)
+        idle = 0
+        if self.prefixes is not None:
+            # shared chunks that it is going to hold can't be dropped for it
+            kept = found if self.pool.shares else []
+            idle = self.prefixes.idle_pages(needed + promised, kept)
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _soon_known(self, sequence: SequenceState) -> bool:
@@ -170,7 +174,12 @@ class Scheduler:
             hidden = [rows for rows in heard if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
-        sequence.cache.adopt(held, prefixes.size)
+        try:
+            sequence.cache.adopt(held, prefixes.size)
+        except NoRoom:  # for a copy beside what the cache holds: read it anew instead
+            sequence.release()
+            sequence.begin(self.pool.new())
+            return
         sequence.chunks = list(chunks)
         if not sequence.statistics.set_back:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
@@ -178,10 +187,10 @@ class Scheduler:
     def set_back(self, sequence: SequenceState) -> None:
         """Free everything of an active sequence but its text, and let it wait for its turn
         again."""
-        self.active.remove(sequence)
         sequence.release()
         sequence.statistics.set_back += 1
-        self.add(sequence)
+        self.add(sequence)  # before it leaves the others, so that an interrupt does not lose it
+        self.active.remove(sequence)
 
     def to_read(self) -> list[tuple[SequenceState, Part]]:
         """Return the sequences whose text is read in this step, each with the part that is read."""

@@ -106,6 +106,7 @@ class Pool(ABC):
 
     page: int
     page_bytes: int
+    shares = True  # whether sequences that adopt a chunk use its memory; otherwise they copy it
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit, self.used = limit, 0
@@ -288,7 +289,7 @@ class PagedSequence(SequenceCache):
         return other
 
     def release(self) -> None:
-        for page in self._pages:
-            self.pages_of.leave(page)
-        self._pages, self.length = [], 0
+        while self._pages:  # one by one, so that an interrupt leaves those that are still held
+            self.pages_of.leave(self._pages.pop())
+        self.length = 0
         self.bind()

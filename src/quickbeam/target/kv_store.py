@@ -18,6 +18,7 @@ class KVPool(Pool):
     """
 
     page = 64
+    shares = False
 
     def __init__(
         self,

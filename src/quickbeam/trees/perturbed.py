@@ -12,9 +12,6 @@ probability
 So one rule serves every temperature: the children are the likeliest tokens of q, perturbed by the
 noise and normalised. At temperature 0 that is q itself. How often such children are really accepted
 is learned by one rule too (`acceptance.Likeliest`).
-
-Above temperature 0, q is first made sharper (`draft.base.SHARPNESS`), because drafters are less
-sure than the target is.
 """
 
 from __future__ import annotations
