@@ -325,6 +325,13 @@ def test_words_of_a_tokenizer_of_transformers() -> None:
     assert bad_word_ids(PreTrainedTokenizerFast(tokenizer_object=backend), ["a"]) == [[0], [2]]
 
 
+def test_a_word_of_too_many_tokens_is_named() -> None:
+    tokenizer = Pieces(["a", " "])
+    assert bad_word_ids(tokenizer, ["a" * 255]) == [[0] * 255]
+    with pytest.raises(InvalidInput, match=r"bad_words: 'aaaa.* has 257 tokens: .* at most 256"):
+        bad_word_ids(tokenizer, ["a" * 256])  # and a space before it
+
+
 def test_a_word_without_tokens_is_named() -> None:
     class Empty:
         def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

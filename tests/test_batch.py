@@ -84,6 +84,45 @@ def test_short_lines_and_seeds() -> None:
     assert again.body["seed"] != short.body["seed"] and 0 <= short.body["seed"] < 2**32
 
 
+def test_each_prompt_of_a_line_gets_a_seed() -> None:
+    def fields(**line: Any) -> dict[str, Any]:
+        return parse(1, json.dumps(line).encode()).body
+
+    seeds = fields(prompt=["abc"] * 3)["seeds"]
+    assert len(set(seeds)) == 3 and all(0 <= seed < 2**32 for seed in seeds)
+    assert fields(prompt=["abc"] * 3)["seeds"] == seeds != fields(prompt=["abd"] * 3)["seeds"]
+    assert len(fields(prompt=[[1, 2], [1, 2]])["seeds"]) == 2
+    for one in ("abc", ["abc"], [1, 2, 3], [[1, 2]], [], 5):
+        assert "seed" in fields(prompt=one) and "seeds" not in fields(prompt=one)
+    assert fields(prompt=["a", "b"], seed=7) == {"prompt": ["a", "b"], "seed": 7}
+    assert fields(prompt=["a", "b"], seeds=[1, 2]) == {"prompt": ["a", "b"], "seeds": [1, 2]}
+    assert "seed" in fields(messages=[], **{"custom_id": "x"})
+
+
+def test_equal_prompts_of_a_line_are_drawn_apart(toy_folder: str) -> None:
+    pytest.importorskip("fastapi")
+    from quickbeam.batch.answers import answering
+
+    line = parse(1, b'{"prompt": ["abc", "abc", "abc"], "max_tokens": 20}')
+    alone = {"prompt": "abc", "max_tokens": 20}
+
+    async def main() -> None:
+        async with answering(LLM(toy_folder, "ar")) as answer:
+
+            async def choices(body: dict[str, Any]) -> list[tuple[str, int]]:
+                reply = await answer(COMPLETIONS, body)
+                assert reply.status == 200, reply.body
+                return [(one["text"], one["seed"]) for one in reply.body["choices"]]
+
+            found = await choices(line.body)
+            assert len({text for text, _ in found}) == 3
+            assert await choices(line.body) == found
+            for text, seed in found:
+                assert await choices({**alone, "seed": seed}) == [(text, seed)]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("line", "why"), [
     ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
     ('{"custom_id": ""}', "custom_id"),

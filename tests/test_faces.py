@@ -391,6 +391,33 @@ def test_closing_ends_what_is_waited_for(toy_folder):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("end", ["closed", "thread has ended"])
+def test_a_request_that_begins_meanwhile_is_told(toy_folder, end):
+    async def main() -> None:
+        llm, waits, go = AsyncLLM(toy_folder, "ar"), threading.Event(), threading.Event()
+        begin = llm.llm.stream
+
+        def late(*given, **options):
+            waits.set()
+            go.wait()
+            return begin(*given, **options)
+
+        llm.llm.stream = late
+        asked = asyncio.create_task(llm.generate("hello", PARAMS))
+        await asyncio.to_thread(waits.wait)
+        if end == "closed":
+            await asyncio.to_thread(llm.close)
+        else:
+            llm._broken = True
+        go.set()
+        with pytest.raises(QuickbeamError, match=end):
+            await asyncio.wait_for(asked, 5)
+        assert not llm.llm.engine.busy
+        llm.close()
+
+    asyncio.run(main())
+
+
 def test_turns_are_taken_in_order():
     turns, order, go = Turns(), list[int](), threading.Event()
 

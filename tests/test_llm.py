@@ -178,6 +178,7 @@ def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
         ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
         ({"device": "tpu9"}, "device 'tpu9' can't be used"),
         ({"exact": True, "dtype": "float32"}, "bfloat16 on a CPU"),
+        ({"budget": 513}, "at most 512 nodes"),
     ],
 )
 def test_what_cannot_be_used_is_named(toy_folder: str, options: dict, words: str) -> None:
@@ -192,6 +193,10 @@ def test_bad_requests_are_named(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> No
         llm.generate("a", budget=-1)
     with pytest.raises(InvalidInput, match="budget='auto': must be a number of nodes"):
         llm.generate("a", budget="auto")  # type: ignore[call-overload]
+    with pytest.raises(InvalidInput, match="budget=1000000: a tree has at most 512 nodes"):
+        llm.generate("a", budget=10**6)
+    with pytest.raises(InvalidInput, match="outside the model's vocabulary"):
+        llm.generate([2**70], SamplingParams(presence_penalty=1.0))
     with pytest.raises(InvalidInput, match="unknown method"):
         llm.generate("a", method="x")
     with pytest.raises(

@@ -371,6 +371,8 @@ def test_logprobs_are_of_the_raw_law() -> None:
         ("repetition_penalty", 0),
         ("repetition_penalty", math.inf),
         ("presence_penalty", math.nan),
+        ("presence_penalty", 1e39),
+        ("frequency_penalty", -1e39),
         ("frequency_penalty", math.inf),
         ("logit_bias", {1: math.nan}),
         ("logit_bias", {1: math.inf}),

@@ -82,6 +82,8 @@ def test_more_than_may_wait_are_turned_away():
     assert 1 <= busy.value.retry_after <= LONGEST_WAIT
     with one.enter(1, 1), pytest.raises(Busy):
         one.enter(1, 1)
+    with pytest.raises(InvalidInput, match=r"6 answers in one request: .* at most 5"):
+        one.enter(1, 6)
     one.enter(1, 1)
 
 
@@ -160,10 +162,10 @@ def test_a_full_server_tells_when_to_come_back(llm):
                 refused = await client.post("/v1/completions", json=asked)
                 assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
                 assert refused.json()["error"]["type"] == "rate_limit_error"
-                three = await client.post(
-                    "/v1/completions", json=asked | {"n": 9, "temperature": 1}
-                )
-                assert three.status_code == 429
+                more = asked | {"n": 3, "temperature": 1}
+                assert (await client.post("/v1/completions", json=more)).status_code == 429
+                never = await client.post("/v1/completions", json=more | {"n": 9})
+                assert never.status_code == 400 and "takes at most 3" in never.text
                 brake.release()
                 for post in posts:
                     response = await post

@@ -403,6 +403,11 @@ REFUSED = {
     "a template": ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs"),
     "an old engine's word": ({"best_of": 2}, "best_of"),
     "a budget": ({"speculation": {"budget": -1}}, "speculation.budget"),
+    "a huge budget": ({"speculation": {"budget": 513}}, "speculation.budget"),
+    "messages of a template": ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    "self of a template": ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+    "a penalty that no logit bears": ({"presence_penalty": 1e39}, "presence_penalty"),
+    "a bad word that is a book": ({"bad_words": ["abcdefgh" * 100]}, "bad_words"),
 }
 
 

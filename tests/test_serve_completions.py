@@ -99,6 +99,17 @@ def test_the_same_prompt_twice_is_drawn_twice(runner):
         )
 
 
+def test_each_prompt_may_have_its_own_seed(runner):
+    asked = body(prompt=PROMPTS, seeds=[3, 2**64 - 1], temperature=1.0, n=2)
+    found = good(ask(runner, PATH, asked))["choices"]
+    assert [one["seed"] for one in found] == [3, 3, 2**64 - 1, 2**64 - 1]
+    for prompt, mine in zip(PROMPTS, (found[:2], found[2:]), strict=True):
+        alone = good(
+            ask(runner, PATH, body(prompt=prompt, seed=mine[0]["seed"], temperature=1.0, n=2))
+        )
+        assert [one["text"] for one in alone["choices"]] == [one["text"] for one in mine]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo_puts_the_prompt_in_front(runner, llm, stream):
     for prompt in (PROMPTS[0], llm.tokenizer(PROMPTS[0])["input_ids"]):
@@ -179,6 +190,10 @@ REFUSED = {
     "mixed prompts": ({"prompt": ["a", 1]}, "prompt[1]"),
     "negative ids": ({"prompt": [-1]}, None),
     "ids beyond the vocabulary": ({"prompt": [100000]}, None),
+    "ids beyond all numbers": ({"prompt": [2**70], "presence_penalty": 1}, None),
+    "seeds of other prompts": ({"seeds": [1, 2]}, "seeds"),
+    "seed and seeds": ({"seeds": [1], "seed": 1}, "seeds"),
+    "a seed that is too long": ({"seeds": [2**64]}, "seeds[0]"),
     "logprobs of a chat": ({"logprobs": True}, "logprobs"),
     "a bias beyond the vocabulary": ({"logit_bias": {"100000": 1}}, "logit_bias"),
     "a word without tokens": ({"bad_words": [""]}, "bad_words"),

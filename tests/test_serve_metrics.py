@@ -247,11 +247,11 @@ def test_the_dashboard_asks_for_metrics_that_there_are(llm):
             for stream in await begun(runner, job(llm)):
                 async for _ in stream:
                     pass
-            runner.gate.places = -1000
+            runner.gate.inside += 1000
             assert (
                 await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello"})
             ).status_code == 429
-            runner.gate.places = 1
+            runner.gate.inside -= 1000
             await until(lambda: idle(runner))
             return set(await read(client))
 

@@ -31,6 +31,7 @@ from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
 from running import LONG, begun, braked, idle, job, served, until
+from serving import ScriptedRunner
 
 ROOT = Path(__file__).parents[1]
 BODY = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
@@ -57,10 +58,13 @@ class Listening(NamedTuple):
 
 @asynccontextmanager
 async def listening(
-    llm: LLM, load: Callable[[], LLM] | None = None, **settings: Any
+    llm: LLM,
+    load: Callable[[], LLM] | None = None,
+    kind: type[Runner] = Runner,
+    **settings: Any,
 ) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
     """With a client. The model may be used again afterwards."""
-    runner = Runner(ServeSettings(served_name="tiny", **settings))
+    runner = kind(ServeSettings(served_name="tiny", **settings))
     server, listener = Server(runner), listen("127.0.0.1", 0)
     address = url(listener)
     serving = asyncio.create_task(
@@ -90,6 +94,12 @@ def text_of(chunks: list[str]) -> str:
     )
 
 
+def refused(runner: Runner) -> float | None:
+    """How many requests were refused as unavailable."""
+    labels = {"model_name": runner.name, "reason": "unavailable"}
+    return runner.metrics.registry.get_sample_value("quickbeam:refused_requests_total", labels)
+
+
 def test_it_listens_while_it_loads(llm):
     go = threading.Event()
 
@@ -109,6 +119,8 @@ def test_it_listens_while_it_loads(llm):
                 == (await client.get("/")).status_code
                 == 200
             )
+            # the request for an answer, and not the question what models there are
+            assert refused(one.runner) == 1
             go.set()
             await until(lambda: one.runner.healthy)
             assert (await client.get("/health")).json() == {"status": "ok"}
@@ -179,6 +191,24 @@ def test_a_signal_lets_answers_end_and_takes_no_others(llm):
                     chunks += [chunk async for chunk in got]
             assert text_of(chunks) == alone == (await whole).json()["choices"][0]["text"]
             assert await one.serving and one.runner.gate.inside == 0
+
+    asyncio.run(main())
+
+
+def test_a_response_is_sent_to_its_end_after_the_answer_is_over(llm):
+    async def main() -> None:
+        async with listening(llm, kind=ScriptedRunner) as (one, client):
+            one.runner.script, one.runner.piece, one.runner.pause = "a tale", 1, 0.25
+            async with client.stream(
+                "POST", "/v1/completions", json=BODY | {"stream": True}
+            ) as streamed:
+                got = lines(streamed)
+                chunks = [await anext(got)]
+                one.stop()  # nothing is left to compute, so it begins to end at once
+                await until(lambda: one.server.should_exit)
+                chunks += [chunk async for chunk in got]
+            assert text_of(chunks) == "a tale"
+            assert await one.serving
 
     asyncio.run(main())
 
@@ -313,7 +343,31 @@ def test_a_dead_thread_begins_nothing(llm, monkeypatch):
             }
             assert (
                 await client.post("/v1/completions", json=BODY | {"model": runner.name})
-            ).status_code == 500
+            ).status_code == 503
+
+    asyncio.run(main())
+
+
+def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
+    waits, go, begin = threading.Event(), threading.Event(), llm.stream
+
+    def late(*given: Any, **options: Any) -> Any:
+        waits.set()
+        go.wait()
+        return begin(*given, **options)
+
+    async def main() -> None:
+        async with served(llm) as (runner, client):
+            monkeypatch.setattr(llm, "stream", late)
+            asked = asyncio.create_task(
+                client.post("/v1/completions", json=BODY | {"model": runner.name})
+            )
+            await asyncio.to_thread(waits.wait)
+            await runner.close()
+            go.set()
+            response = await asyncio.wait_for(asked, 5)
+            assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+            assert refused(runner) == 1 and runner.gate.inside == 0
 
     asyncio.run(main())
 

@@ -26,6 +26,10 @@ BEAT = 1.0  # seconds between two updates of `AsyncLLM.beat` while there is noth
 NOTHING = Delta("", [], [], [])
 
 
+class Closed(QuickbeamError):
+    """An `AsyncLLM` that begins no more answers."""
+
+
 class News(NamedTuple):
     """What happened to an answer since its event loop was last told of it."""
 
@@ -233,17 +237,16 @@ class AsyncLLM:
         observer: Observer | None = None,
         **options: Any,
     ) -> AsyncStream:
-        if self._closing:
-            raise QuickbeamError("this AsyncLLM is closed: make another one")
-        if not self.alive:
-            raise QuickbeamError(
-                "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
-            )
+        self._require_open()
         kept = Trace() if trace else None
         # in a thread, because it may load a drafter
         stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)
         answer = Answer(stream, kept, self._text)
-        self._follow(answer)
+        try:
+            self._follow(answer)
+        except Closed:
+            await asyncio.to_thread(stream.close)  # in a thread, because a step may be under way
+            raise
         return AsyncStream(answer, self._drop)
 
     @staticmethod
@@ -277,9 +280,21 @@ class AsyncLLM:
             self._texts[token] = str(self.llm.tokenizer.decode([token]))
         return self._texts[token]
 
+    def _require_open(self) -> None:
+        if self._closing:
+            raise Closed("this AsyncLLM is closed: make another one")
+        if self._broken:
+            raise Closed(
+                "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
+            )
+
     def _follow(self, answer: Answer) -> None:
-        """Have the event loop of `answer` told of every step."""
+        """Have the event loop of `answer` told of every step.
+
+        Raises `Closed` if there will be no more steps.
+        """
         with self._wake:
+            self._require_open()
             self._followed[answer] = None
             self._wake.notify()
 
@@ -293,8 +308,10 @@ class AsyncLLM:
                 self._take_step()
                 self._deliver()
         except BaseException as error:  # no request's fault: everyone who waits must be told
-            self._broken = True
-            self._tell([(answer, News(NOTHING, True, True, error)) for answer in self._followed])
+            with self._wake:
+                self._broken = True
+                followed = list(self._followed)
+            self._tell([(answer, News(NOTHING, True, True, error)) for answer in followed])
             raise
 
     def _take_step(self) -> None:

@@ -13,6 +13,7 @@ from quickbeam import hub
 from quickbeam.draft.base import Drafter
 from quickbeam.draft.loading import load_drafter
 from quickbeam.draft.vocabulary import Shortlists, is_listed
+from quickbeam.engine.budget import MOST_DEAR
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
@@ -59,8 +60,8 @@ class LLM:
     - `method`: a preset of `presets.py`. A call may name another one.
     - `dtype`: `bfloat16`, `float16`, `float32`, or `auto` for the checkpoint's own.
     - `device`: the device to run on. None takes CUDA where there is one, else the CPU.
-    - `budget`: nodes of a draft tree, the root included. None takes the preset's, 0 the measured
-      budget. A call may give its own.
+    - `budget`: nodes of a draft tree, the root included, at most 512. None takes the preset's, 0
+      the measured budget. A call may give its own.
     - `drafter`: a smaller model with the same vocabulary, or a feature drafter of this model, named
       as `model` is. None takes the one that comes with an embedded model. The drafter is loaded
       when a method first needs it.
@@ -123,6 +124,7 @@ class LLM:
         memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
+        _check_budget(budget)
         drafter = drafter or hub.shipped_drafter(model)
         method = stand_in(method, drafter is not None)
         chosen = preset(method)
@@ -472,6 +474,7 @@ class LLM:
         chosen = preset(name)
         if not ids:
             raise InvalidInput("an empty prompt: give some text")
+        self.model.check_prompt(ids)
         drafter = self.prepare(name, options.get("vocab"), options.get("shortlist"))
         setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
         setting = setting._replace(warmth=warmth(params), constrained=params.grammar is not None)
@@ -554,14 +557,11 @@ class LLM:
     def _choose_budget(self, method: str, asked: int | None) -> int | None:
         """Return the nodes of a tree; None stands for the measured budget.
 
-        Raises `InvalidInput` for a budget that is not a number of nodes, and for one wider than
-        bit-identical verification takes.
+        Raises `InvalidInput` for a budget that is not a number of nodes, and for one that is too
+        large for a tree or for bit-identical verification.
         """
         asked = self.budget if asked is None else asked
-        if asked is not None and (not isinstance(asked, int) or asked < 0):
-            raise InvalidInput(
-                f"budget={asked!r}: must be a number of nodes, or 0 for the measured one"
-            )
+        _check_budget(asked)
         if asked and (most := self.model.most_nodes) is not None and asked > most:
             raise InvalidInput(
                 f"budget={asked}: bit-identical verification takes at most {most} "
@@ -569,3 +569,12 @@ class LLM:
             )
         chosen = preset(method)
         return (chosen.budget if asked is None or not chosen.sources else asked) or None
+
+
+def _check_budget(budget: int | None) -> None:
+    if budget is not None and (not isinstance(budget, int) or budget < 0):
+        raise InvalidInput(
+            f"budget={budget!r}: must be a number of nodes, or 0 for the measured one"
+        )
+    if budget is not None and budget > MOST_DEAR:
+        raise InvalidInput(f"budget={budget}: a tree has at most {MOST_DEAR} nodes; give fewer")

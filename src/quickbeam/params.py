@@ -101,8 +101,14 @@ class SamplingParams:
                 _finite(self.repetition_penalty) and self.repetition_penalty > 0,
                 "a finite number above 0 (1: off)",
             ),
-            "presence_penalty": (_finite(self.presence_penalty), "a finite number (0: off)"),
-            "frequency_penalty": (_finite(self.frequency_penalty), "a finite number (0: off)"),
+            "presence_penalty": (
+                _moderate(self.presence_penalty),
+                "a number between -1e30 and 1e30 (0: off)",
+            ),
+            "frequency_penalty": (
+                _moderate(self.frequency_penalty),
+                "a number between -1e30 and 1e30 (0: off)",
+            ),
             "logit_bias": (
                 _biases(self.logit_bias),
                 "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)",
@@ -182,6 +188,11 @@ class SamplingParams:
 
 def _finite(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _moderate(value: object) -> bool:
+    """Whether `value` is a number that float32 logits can take."""
+    return _finite(value) and isinstance(value, Real) and abs(float(value)) <= 1e30
 
 
 def _integer(value: object, low: int, high: float = math.inf) -> bool:

@@ -19,6 +19,8 @@ from quickbeam.params import SamplingParams
 if TYPE_CHECKING:
     from quickbeam.grammar.masks import Masks
 
+MOST_BAD = 256  # tokens of a bad word; the work grows with the square of it
+
 
 class TokenCounts:
     """Count which tokens a sequence holds, and how often its output holds each.
@@ -296,7 +298,8 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
 
     Each word is split by `tokenizer` without and with a leading space. A sequence that ends with
     another one is left out, since the shorter one bans as much. The same letters split into other
-    tokens are not noticed. Raises `InvalidInput` for a word that has no tokens.
+    tokens are not noticed. Raises `InvalidInput` for a word that has no tokens, or more than
+    `MOST_BAD`.
     """
     found: dict[tuple[int, ...], None] = {}  # in order, each once
     for word in words:
@@ -306,6 +309,11 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
             if not ids:
                 raise InvalidInput(
                     f"bad_words: {word!r} has no tokens in this model's vocabulary: leave it out"
+                )
+            if len(ids) > MOST_BAD:
+                raise InvalidInput(
+                    f"bad_words: {word[:20]!r}… has {len(ids)} tokens: a word may have at most "
+                    f"{MOST_BAD}"
                 )
             found[ids] = None
     return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]

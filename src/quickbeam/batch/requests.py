@@ -53,6 +53,7 @@ def parse(number: int, line: bytes) -> Request:
     A line is either `{"custom_id", "method", "url", "body"}`, or short: `messages` or `prompt` with
     parameters beside it. A request without a `custom_id` is named after its line's `number`. A
     request without a seed gets one that is derived from the request, so that it is always the same.
+    If it has several prompts, it gets one for each, so that equal prompts have different answers.
     """
     name = f"line-{number}"
     try:
@@ -76,8 +77,8 @@ def parse(number: int, line: bytes) -> Request:
             f"line {number}: {error}",
         )
     digest = _digest(name, url, body)
-    if body.get("seed") is None:
-        body = {**body, "seed": int(digest[-8:], 16)}
+    if body.get("seed") is None and body.get("seeds") is None:
+        body = {**body, **_seeds(digest, body.get("prompt") if url == COMPLETIONS else None)}
     return Request(number, name, digest, url, body)
 
 
@@ -104,6 +105,14 @@ def _short(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
             "has either messages or prompt"
         )
     return SHORT[kinds[0]], found
+
+
+def _seeds(digest: str, prompt: Any) -> dict[str, Any]:
+    """Return the field that gives a request its seed, or each of its prompts a seed."""
+    if not isinstance(prompt, list) or len(prompt) < 2 or isinstance(prompt[0], int):
+        return {"seed": int(digest[-8:], 16)}
+    hashes = (hashlib.sha256(f"{digest} {i}".encode()) for i in range(len(prompt)))
+    return {"seeds": [int.from_bytes(one.digest()[:4], "big") for one in hashes]}
 
 
 def _digest(*parts: Any) -> str:

@@ -15,7 +15,7 @@ from enum import Enum
 
 from typing_extensions import Self
 
-from quickbeam.errors import QuickbeamError
+from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.serve.settings import ServeSettings
 
 BYTES_A_TOKEN = 4  # roughly, for English text
@@ -137,13 +137,18 @@ class Gate:
         """Let a request in, and return its ticket.
 
         `tokens` is the estimated number of its prompt tokens, `choices` the number of its answers.
-        Raises `Unavailable` if the server is not ready, and `Busy` if too many answers or prompt
-        tokens wait already. A prompt of more than `max_waiting_tokens` is let in if no prompt is
-        waiting, because its turn would never come otherwise.
+        Raises `Unavailable` if the server is not ready, `InvalidInput` for more answers than can
+        ever be let in, and `Busy` if too many answers or prompt tokens wait already. A prompt of
+        more than `max_waiting_tokens` is let in if no prompt is waiting, because its turn would
+        never come otherwise.
         """
         self.check()
         settings = self.settings
-        if self.inside + choices > self.places + settings.max_waiting:
+        if choices > (most := self.places + settings.max_waiting):
+            raise InvalidInput(
+                f"{choices} answers in one request: this server takes at most {most}; ask for fewer"
+            )
+        if self.inside + choices > most:
             raise Busy(
                 f"{self.waiting} requests wait for their turn, and {settings.max_waiting} may; "
                 f"this one asks for {choices}: "

@@ -118,11 +118,10 @@ async def _begun(
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
         # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
         # see the same noise and get the same answer.
+        given: Sequence[int | None] = getattr(request, "seeds", None) or [params.seed] * len(every)
         seeds = [
-            secrets.randbits(SEED_BITS)
-            if params.seed is None and not params.greedy
-            else params.seed
-            for _ in every
+            secrets.randbits(SEED_BITS) if seed is None and not params.greedy else seed
+            for seed in given
         ]
         jobs = [
             Job(
@@ -259,9 +258,11 @@ def encode_conversation(
     Raises `InvalidInput` for what the model's chat template does not take.
     """
     arguments = asked.chat_template_kwargs or {}
-    if taken := sorted(
-        arguments.keys() & inspect.signature(llm.tokenizer.apply_chat_template).parameters.keys()
-    ):
+    own = {
+        *inspect.signature(LLM.encode_chat).parameters,
+        *inspect.signature(llm.tokenizer.apply_chat_template).parameters,
+    }
+    if taken := sorted(arguments.keys() & own):
         raise Refused(
             f"chat_template_kwargs: {taken[0]!r} is the server's own; give variables of "
             "the template",

@@ -222,8 +222,14 @@ class Items:
         """Add text and tool calls, and yield their events."""
         if self._texts is not None:
             self._logprobs += chat_logprobs(logprobs, self._texts)["content"]
-        for piece in pieces:
-            yield from self._text(piece) if isinstance(piece, str) else self._call(piece)
+        every = list(pieces)
+        for i, piece in enumerate(every):
+            if isinstance(piece, Call):
+                yield from self._call(piece)
+            else:
+                # what comes after it has log-probabilities of its own
+                last = i == len(every) - 1
+                yield from self._text(piece, None if last else len(piece.encode()))
 
     def end(self, cut: bool) -> Iterator[Event]:
         """End the output, and yield the events of that.
@@ -235,11 +241,12 @@ class Items:
             yield from self._begin()
         yield from self._close("incomplete" if cut else "completed")
 
-    def _text(self, text: str) -> Iterator[Event]:
+    def _text(self, text: str, size: int | None) -> Iterator[Event]:
+        """Add text. It takes the log-probabilities of `size` bytes; None stands for all."""
         if self._open is None:
             yield from self._begin()
         assert self._open is not None
-        part, logprobs = self._open["content"][0], self._take()
+        part, logprobs = self._open["content"][0], self._take(size)
         part["text"] += text
         part["logprobs"] += logprobs
         yield self._event("output_text.delta", delta=text, logprobs=logprobs)
@@ -271,8 +278,8 @@ class Items:
         self._open = None
 
     def _call(self, call: Call) -> Iterator[Event]:
-        yield from self._close()
         self._take()  # drops the log-probabilities of the call's tokens
+        yield from self._close()
         item = {
             "type": "function_call",
             "id": f"fc_{secrets.token_hex(12)}",
@@ -318,8 +325,13 @@ class Items:
         }
         return {"type": f"response.{kind}", **where, **more}
 
-    def _take(self) -> list[dict[str, Any]]:
-        taken, self._logprobs = self._logprobs, []
+    def _take(self, size: int | None = None) -> list[dict[str, Any]]:
+        """Take the log-probabilities of the first tokens, which have `size` bytes, or all."""
+        end = seen = 0
+        while end < len(self._logprobs) and (size is None or seen < size):
+            seen += len(self._logprobs[end]["bytes"])
+            end += 1
+        taken, self._logprobs = self._logprobs[:end], self._logprobs[end:]
         return taken
 
 

@@ -13,12 +13,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 from quickbeam import hub
-from quickbeam.aio import AsyncLLM, AsyncStream
+from quickbeam.aio import AsyncLLM, AsyncStream, Closed
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
-from quickbeam.serve.admission import BYTES_A_TOKEN, Gate, Phase, Ticket, TurnedAway, Unavailable
+from quickbeam.serve.admission import (
+    BYTES_A_TOKEN,
+    LONGEST_WAIT,
+    Gate,
+    Phase,
+    Ticket,
+    TurnedAway,
+    Unavailable,
+)
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics
 from quickbeam.serve.settings import ServeSettings
@@ -63,7 +71,19 @@ class Runner:
 
     @property
     def llm(self) -> LLM:
-        """The model. Raises `Unavailable` if none is loaded yet."""
+        """The model, for a request.
+
+        Raises `Unavailable` if none is loaded yet, and counts the request as refused.
+        """
+        try:
+            return self.loaded
+        except Unavailable as error:
+            self.metrics.refused(error)
+            raise
+
+    @property
+    def loaded(self) -> LLM:
+        """The model. Raises `Unavailable` if none is loaded yet, without counting that."""
         return self._engine.llm
 
     @property
@@ -77,8 +97,8 @@ class Runner:
         """Return a request's place in the queue, before anything is computed for the request.
 
         The ticket is a context manager. `text_size` is the size of the prompts in bytes or
-        characters, `tokens` their number of tokens where that is known. Raises `Busy` and
-        `Unavailable`.
+        characters, `tokens` their number of tokens where that is known. Raises `InvalidInput` for
+        more answers than can ever be let in, `Busy` and `Unavailable`.
         """
         try:
             return self.gate.enter(
@@ -91,8 +111,8 @@ class Runner:
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.
 
-        Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has
-        passed, and the error that ended the first answer, if there is one.
+        Raises `InvalidInput` for a job that is refused, `Unavailable` if `queue_timeout` has passed
+        or the engine has been closed, and the error that ended the first answer, if there is one.
         """
         for job in jobs:
             self._check(job)
@@ -139,8 +159,13 @@ class Runner:
                 observer=counting.step,
                 trace=job.trace,
             )
-        except BaseException:
+        except BaseException as error:
             place.end()
+            if isinstance(error, Closed):
+                why = self.ailment or error
+                gone = Unavailable(f"the server can't answer: {why}", LONGEST_WAIT)
+                self.metrics.refused(gone)
+                raise gone from error
             raise
 
         def over(answer: Stream) -> None:

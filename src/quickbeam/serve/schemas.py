@@ -14,6 +14,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
+from quickbeam.engine.budget import MOST_DEAR
+
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
 
@@ -101,7 +103,7 @@ class Speculation(Body):
     """How drafts are made for this answer. This never changes the answer."""
 
     method: str | None = None
-    budget: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    budget: Annotated[int, Field(ge=0, le=MOST_DEAR)] | None = None
 
 
 class StreamOptions(Body):
@@ -208,9 +210,20 @@ class CompletionRequest(GenerationRequest):
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     best_of: int | None = None
     suffix: Annotated[Any, only(None, "")] = None
+    # one for each prompt
+    seeds: list[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
+        if self.seeds is not None:
+            single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+            prompts = 1 if single else len(self.prompt)
+            if len(self.seeds) != prompts:
+                raise refuse(
+                    f"{len(self.seeds)} seeds for {prompts} prompts: give one for each", "seeds"
+                )
+            if self.seed is not None:
+                raise refuse("given with seed: give one of them", "seeds")
         if self.best_of not in (None, self.n or 1):
             raise refuse(
                 "no more answers are drawn than are given: leave it out, or give the value of n",

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
+from sse_starlette.sse import AppStatus
 
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
@@ -35,6 +36,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        # otherwise sse-starlette cancels open streams as soon as the server begins to end
+        AppStatus.enable_automatic_graceful_drain = False
         super().__init__(
             uvicorn.Config(
                 create_app(runner),
