@@ -25,7 +25,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.target import weight_file
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
-from quickbeam.target.native import library
+from quickbeam.target.native import build, library
 from quickbeam.target.native.quantised import INT4, INT8, QuantisedPacked
 from quickbeam.target.quantised import QuantisedLinear, quantise
 from quickbeam.target.target import Target
@@ -219,6 +219,24 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path
         WeightFile.of("somebody/model", "c0ffee", INT8, None).path
         != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
     )
+
+
+def test_kept_weights_are_of_what_the_code_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in weight_file.LAYOUT:
+        shutil.copy(build.HERE / name, tmp_path)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+
+    def path() -> Path | None:
+        return WeightFile.of("somebody/model", "c0ffee", INT8, None).path
+
+    first, source = path(), tmp_path / "quantised.py"
+    text = source.read_text()
+    source.write_text(text.replace('"""', '"""In other words: ', 1) + "# and a comment\n")
+    assert source.read_text() != text and path() == first
+    source.write_text(text + "ROUNDED = True\n")
+    assert path() != first
 
 
 # --- what is refused ---

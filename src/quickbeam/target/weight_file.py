@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from quickbeam.hub import alone, cache_folder
+from quickbeam.syntax import code
 from quickbeam.target.native import build
 
 logger = logging.getLogger(__name__)
@@ -149,4 +150,4 @@ def _state(folder: Path) -> Iterator[str]:
 
 def _layout() -> Iterator[str]:
     for name in LAYOUT:
-        yield hashlib.sha256((build.HERE / name).read_bytes()).hexdigest()
+        yield hashlib.sha256(code(build.HERE / name)).hexdigest()
