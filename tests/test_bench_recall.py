@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -206,6 +207,62 @@ def test_the_command_holds_ways_against_each_other(
     for options, words in refused:
         said = CliRunner().invoke(app, [*arguments, *options])
         assert said.exit_code == 2 and words in " ".join(said.output.split()), said.output
+
+
+class Elsewhere(torch.nn.Embedding):
+    """Stands for an embedding on a GPU: it refuses ids until it is moved."""
+
+    def __init__(self, plain: torch.nn.Module) -> None:
+        assert isinstance(plain, torch.nn.Embedding)
+        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        self.away = False
+
+    def cpu(self) -> Elsewhere:
+        self.away = False
+        return super().cpu()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert not self.away, "ids of another device"
+        return super().forward(ids)
+
+
+class ElsewhereHead(torch.Tensor):
+    """Stands for a head on a GPU: it goes with no tensor until it is moved."""
+
+    def cpu(self) -> torch.Tensor:  # type: ignore[override]
+        return super().cpu().as_subclass(torch.Tensor)
+
+    def float(self) -> torch.Tensor:  # type: ignore[override]
+        raise AssertionError("a tensor of another device")
+
+
+def test_what_follows_the_text_runs_where_the_places_are(
+    toy_folder: str,
+    folder: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = wanted.WantedTraining(
+        toy_folder, folder, 6, 8, 200, Teaching(width=16, epochs=1), depths=1
+    )
+    embedding = Elsewhere(stage.network.embedding)
+    stage.network._shared["embedding"] = embedding
+    collect = wanted.collect_places
+
+    def on_a_gpu(*arguments: Any) -> Places:
+        taken = collect(*arguments)
+        embedding.away = True
+        stage.head = stage.head.as_subclass(ElsewhereHead)
+        return taken
+
+    def collected(chosen: list[int], *rest: Any) -> Places:
+        stage.to_cpu()  # as if the text were there, too
+        return once(chosen, *rest)
+
+    once = stage._collect
+    monkeypatch.setattr(wanted, "collect_places", on_a_gpu)
+    monkeypatch.setattr(stage, "_collect", collected)
+    stage.run(lambda told, done: None)
+    assert Artefact.load(folder).router is not None
 
 
 def test_a_shortlist_is_made_in_one_go(toy_folder: str, folder: Path) -> None:  # noqa: F811

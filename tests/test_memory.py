@@ -30,6 +30,7 @@ from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Chain, Draft
+from quickbeam.target.loading import load_model
 from quickbeam.target.model import Model
 from quickbeam.target.native import build, library
 from quickbeam.target.streamed_llama import likeliest
@@ -37,6 +38,7 @@ from quickbeam.target.streamed_loading import open_streamed
 from quickbeam.target.target import Target
 from quickbeam.target.weight_stream import File, WeightStream
 from streaming import bush, ids, limits, on_disk, opened, saved
+from test_loading import LONGROPE
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 KINDS = ("bfloat16", "int8", "int4")
@@ -101,6 +103,22 @@ def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
         and disk.model.streamed.streamed_bytes > 0 < disk.model.streamed.resident_bytes
     )
     alike(Target(Model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
+    disk.model.close()
+
+
+def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(
+    tmp_path: Path, toy_folder: str
+) -> None:
+    rope = LONGROPE | {
+        "short_factor": [1 + i / 16 for i in range(16)],
+        "long_factor": [2.0 + i for i in range(16)],
+        "original_max_position_embeddings": 1024,
+    }
+    folder = saved("llama", tmp_path / "model", toy_folder, rope_parameters=rope)
+    plain = load_model(folder, torch.bfloat16, torch.device("cpu"))[0]
+    assert plain.model.rotary_emb.attention_scaling > 1.05
+    disk = on_disk(folder, limits(folder)[1])
+    alike(Target(Model(plain)), disk, (1, 17))
     disk.model.close()
 
 

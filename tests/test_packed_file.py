@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections import namedtuple
 from pathlib import Path
 
@@ -117,6 +118,15 @@ def test_a_full_disk_is_said_before_any_work(
     assert [file.name for file in tmp_path.iterdir()] == [".w.safetensors.lock"]
 
 
+def test_a_cache_that_can_not_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "weights").symlink_to(tmp_path / "gone")
+    with pytest.raises(QuickbeamError, match=r"weights.*QUICKBEAM_CACHE"):
+        made(tmp_path / "weights" / "w.safetensors")
+    (tmp_path / ".w.safetensors.lock").mkdir()
+    with pytest.raises(QuickbeamError, match="QUICKBEAM_CACHE"):
+        made(tmp_path / "w.safetensors")
+
+
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
 def test_what_is_broken_off_leaves_nothing(
     tmp_path: Path, error: BaseException, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +190,42 @@ def test_segments_come_in_their_order_again_and_again(
         and stream.bytes == 6 * ALIGNED
         and stream.buffer_bytes == buffers * 3 * ALIGNED
     )
+    stream.close()
+
+
+class Interrupted(set[int]):
+    def discard(self, turn: int) -> None:
+        super().discard(turn)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_as_the_first_segment_is_taken_is_followed_by_a_whole_pass(
+    tmp_path: Path,
+) -> None:
+    path, segments, taken = tmp_path / "data", [(0, ALIGNED), (ALIGNED, ALIGNED)], list[int]()
+    path.write_bytes(os.urandom(2 * ALIGNED))
+    stream = WeightStream(path, segments, 2)
+
+    def one_pass() -> None:
+        stream.begin()
+        for number in range(len(segments)):
+            stream.take(number)
+            stream.release()
+            taken.append(number)
+        stream.end()
+
+    one_pass()
+    stream.begin()
+    work = stream._work
+    assert work is not None
+    with work.changed:
+        work.ready = Interrupted(work.ready)
+    with pytest.raises(KeyboardInterrupt):
+        stream.take(0)
+    after = threading.Thread(target=one_pass, daemon=True)
+    after.start()
+    after.join(timeout=10)
+    assert taken == [0, 1, 0, 1]
     stream.close()
 
 

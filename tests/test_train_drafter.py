@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from quickbeam import LLM, SamplingParams
@@ -306,9 +307,31 @@ def test_what_goes_wrong_is_named(
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(QuickbeamError, match="No space left"):
-        run.save()
+    def full_too(tensors: object, path: Path) -> None:
+        path.write_bytes(b"part")
+        raise SafetensorError("I/O error: No space left on device")
+
+    for writer, failing in (
+        ("quickbeam.draft.eagle_model.save_file", full_too),
+        ("torch.save", full),
+    ):
+        monkeypatch.setattr(writer, failing)
+        with pytest.raises(QuickbeamError, match="No space left"):
+            run.save()
+        assert not list((tmp_path / "out").glob("*.part"))
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_weights(shards: Shards, tmp_path: Path) -> None:
+    run = trainer(shards, tmp_path / "out", every=0.0)
+
+    def diverge(report: Report) -> None:
+        run.network.fc.weight.register_hook(lambda gradient: gradient * float("inf"))
+
+    with pytest.raises(QuickbeamError, match=r"the gradient of step 1 is (inf|nan): .*--lr"):
+        run.run(diverge)
+    left = torch.load(tmp_path / "out" / "checkpoint.pt", weights_only=True)
+    assert left["step"] == 1 and all(weight.isfinite().all() for weight in left["network"].values())
+    assert all(weight.isfinite().all() for weight in run.network.parameters())
 
 
 def command(*arguments: str) -> list[str]:
@@ -418,6 +441,53 @@ def test_the_model_is_given_up_before_training(
     monkeypatch.setattr(stages, "Trainer", watch)
     training.train(lambda report: None)
     assert there == [True, False]  # the drafter reads the embedding; nothing reads the layers
+
+
+def test_prompts_are_answered_once_over_all_runs(toy_folder: str, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(20)))
+    plan = stages.Plan(toy_folder, out, 10**6, prompts, 4, 64)
+    told: list[int] = []
+
+    def stop(tokens: int, rate: float) -> None:
+        told.append(tokens)
+        if len(told) == 5:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stages.DrafterTraining(plan).write_text(stop)
+    assert len(Shards(plan.text)) == 5
+    for _ in range(2):
+        stages.DrafterTraining(plan).write_text(lambda tokens, rate: told.append(tokens))
+        assert len(told) == 20
+    training = stages.DrafterTraining(plan)
+    asked = [training._encode([{"role": "user", "content": f"say {i}"}]) for i in range(20)]
+    begun = [
+        tuple(one.tokens[: int(one.answer.int().argmax())].tolist()) for one in Shards(plan.text)
+    ]
+    assert sorted(begun) == sorted(map(tuple, asked))
+
+
+def test_a_full_disk_ends_the_text_with_what_to_do(
+    toy_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, tried = tmp_path / "prompts.jsonl", list[Path]()
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(8)))
+    plan = stages.Plan(toy_folder, tmp_path / "out", 10**6, prompts, 4, 64)
+
+    def full(tensors: object, path: Path) -> None:
+        tried.append(path)
+        path.write_bytes(b"part")
+        raise SafetensorError("I/O error: No space left on device")
+
+    monkeypatch.setattr("quickbeam.train.shards.SHARD", 64)
+    with monkeypatch.context() as patch:
+        patch.setattr("quickbeam.train.shards.save_file", full)
+        with pytest.raises(QuickbeamError, match=r"No space left.*make room and run again"):
+            stages.DrafterTraining(plan).write_text(lambda tokens, rate: None)
+    assert len(tried) == 1 and not list(plan.text.iterdir())
+    stages.DrafterTraining(plan).write_text(lambda tokens, rate: None)
+    assert len(Shards(plan.text)) == 8
 
 
 @pytest.mark.parametrize(

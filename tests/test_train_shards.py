@@ -7,6 +7,7 @@ pytest tests/test_train_shards.py
 from __future__ import annotations
 
 import json
+import os
 import random
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from quickbeam.train.shards import (
     Conversation,
     Shards,
     ShardWriter,
+    Unwritten,
     read_prompts,
     side_by_side,
     spread_lengths,
@@ -92,6 +94,40 @@ def test_a_broken_file_is_named_and_its_place_taken_by_no_other(
     broken.unlink()
     write(tmp_path, 3)
     assert same(Shards(tmp_path), [0, 2, 3])
+
+
+@pytest.mark.parametrize("after", [False, True])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_what_breaks_off_a_file_loses_nothing_and_doubles_nothing(
+    tmp_path: Path, error: BaseException, after: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer, replace = ShardWriter(tmp_path), os.replace
+    writer.add(conversation(1))
+
+    def broken_off(source: Path, target: Path) -> None:
+        if after:
+            replace(source, target)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", broken_off)
+        with pytest.raises(Unwritten if isinstance(error, OSError) else KeyboardInterrupt):
+            writer.flush()
+    assert not list(tmp_path.glob("*.part"))
+    writer.add(conversation(2))
+    writer.flush()
+    assert same(Shards(tmp_path), [1, 2])
+
+
+def test_answered_prompts_are_told_by_their_tokens(tmp_path: Path) -> None:
+    writer = ShardWriter(tmp_path)
+    for prompt in ([1, 2], [1, 2, 3], [4]):
+        tokens = torch.tensor([*prompt, 7, 8], dtype=torch.int32)
+        answer = torch.arange(len(tokens)) >= len(prompt)
+        writer.add(Conversation(tokens, answer, torch.zeros(len(tokens), 4), 0.0))
+    writer.flush()
+    asked = [[1], [4], [4], [1, 2], [1, 2, 3], [1, 2, 3, 7]]
+    assert Shards(tmp_path).answered_prompts(asked) == [False, True, False, True, True, False]
 
 
 def test_prompts_have_three_forms(tmp_path: Path) -> None:

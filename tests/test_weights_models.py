@@ -25,7 +25,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.target import weight_file
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
-from quickbeam.target.native import library
+from quickbeam.target.native import build, library
 from quickbeam.target.native.quantised import INT4, INT8, QuantisedPacked
 from quickbeam.target.quantised import QuantisedLinear, quantise
 from quickbeam.target.target import Target
@@ -162,14 +162,17 @@ def test_kept_weights_give_the_same_bits(toy_folder: str, name: str, cache: Path
         and f"quantising to {name}" in first
         and f"quantising to {name}" not in second
     )
-    (file,) = (cache / "weights").iterdir()
+    (file,) = (cache / "weights").glob("*.safetensors")
     assert name in file.name
     older = file.with_name(f"{file.stem.rpartition('-')[0]}-older.safetensors")
     older.touch()
+    left = file.with_name(f".{file.name}.1.tmp")
+    left.write_bytes(b"of a process that was killed")
     file.write_bytes(file.read_bytes()[:100])  # what can't be read is made again
     third = list[str]()
     assert torch.equal(logits(toy_folder, name, third), a) and f"quantising to {name}" in third
     assert file.is_file() and not older.exists()  # of an earlier layout
+    assert not left.exists()
 
 
 @needs_kernels
@@ -184,7 +187,7 @@ def test_a_checkpoint_that_changes_is_quantised_again(
     model.save_pretrained(folder)
     told.clear()
     assert not torch.equal(logits(folder, INT8, told), before) and f"quantising to {INT8}" in told
-    assert len(list((cache / "weights").iterdir())) == 2
+    assert len(list((cache / "weights").glob("*.safetensors"))) == 2
 
 
 @needs_kernels
@@ -203,7 +206,7 @@ def test_a_full_disk_is_a_warning(
         and "No space left" in caplog.text
         and "QUICKBEAM_CACHE" in caplog.text
     )
-    assert list((cache / "weights").iterdir()) == []
+    assert [file.suffix for file in (cache / "weights").iterdir()] == [".lock"]
 
 
 def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path) -> None:
@@ -216,6 +219,24 @@ def test_weights_of_an_unknown_place_and_of_adapters_are_not_kept(tmp_path: Path
         WeightFile.of("somebody/model", "c0ffee", INT8, None).path
         != WeightFile.of("somebody/model", "c0ffed", INT8, None).path
     )
+
+
+def test_kept_weights_are_of_what_the_code_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in weight_file.LAYOUT:
+        shutil.copy(build.HERE / name, tmp_path)
+    monkeypatch.setattr(build, "HERE", tmp_path)
+
+    def path() -> Path | None:
+        return WeightFile.of("somebody/model", "c0ffee", INT8, None).path
+
+    first, source = path(), tmp_path / "quantised.py"
+    text = source.read_text()
+    source.write_text(text.replace('"""', '"""In other words: ', 1) + "# and a comment\n")
+    assert source.read_text() != text and path() == first
+    source.write_text(text + "ROUNDED = True\n")
+    assert path() != first
 
 
 # --- what is refused ---

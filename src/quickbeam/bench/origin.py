@@ -5,7 +5,6 @@ Also whether they still hold for the code.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import platform
@@ -19,6 +18,7 @@ from typing import Any
 
 from quickbeam.bench.plan import Entry
 from quickbeam.bench.saved import Saved
+from quickbeam.syntax import code
 
 KEY = "run"  # the field of a record that this module adds
 PACKAGES = ("torch", "transformers", "safetensors", "numpy", "gguf", "llguidance")
@@ -43,45 +43,9 @@ def digest(root: Path, patterns: Sequence[str]) -> str:
     """
     whole = hashlib.sha256()
     for path in covered(root, patterns):
-        own = hashlib.sha256(_code(path)).hexdigest()
+        own = hashlib.sha256(code(path)).hexdigest()
         whole.update(f"{path.relative_to(root).as_posix()} {own}\n".encode())
     return whole.hexdigest()
-
-
-def _code(path: Path) -> bytes:
-    """A file's contents, or for Python its syntax tree without docstrings."""
-    raw = path.read_bytes()
-    if path.suffix != ".py":
-        return raw
-    try:
-        tree = ast.parse(raw)
-    except (SyntaxError, ValueError):
-        return raw
-    for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            and ast.get_docstring(node) is not None
-        ):
-            del node.body[0]
-    return _written(tree).encode()
-
-
-def _written(node: object) -> str:
-    """A syntax tree as one line of text.
-
-    `ast.dump` writes empty fields in some versions of Python only. Here they are left out in all
-    versions.
-    """
-    if isinstance(node, ast.AST):
-        fields = (
-            f"{name}={_written(value)}"
-            for name, value in ast.iter_fields(node)
-            if value is not None and value != []
-        )
-        return f"{type(node).__name__}({', '.join(fields)})"
-    if isinstance(node, list):
-        return f"[{', '.join(_written(one) for one in node)}]"
-    return repr(node)
 
 
 def origin(entry: Entry, root: Path, files: Mapping[str, str]) -> dict[str, Any]:

@@ -83,6 +83,7 @@ def recall(
             found[name] = collect_places(
                 folder.network, folder.head, folder.shards, chosen, depths, count, seed, own, told
             )
+    folder.to_cpu()
     sizes = [max(1, round(artefact.layout.vocab * part / 100)) for part in parts]
     trial = Trial(
         folder.network, folder.head, artefact, found["taught"], found["held out"], listed, sizes

@@ -209,5 +209,8 @@ def fill_small(model: PreTrainedModel, tensors: Tensors, names: Iterable[str]) -
             nn.Parameter(tensors.rows(name), requires_grad=False),
         )
     inner: Any = model.model
-    inner.rotary_emb = type(inner.rotary_emb)(config=model.config)
+    angles = type(inner.rotary_emb)(config=model.config)
+    # LongRoPE's factor follows from the context, which `hold_angles` may have lowered since
+    angles.attention_scaling = inner.rotary_emb.attention_scaling
+    inner.rotary_emb = angles
     hold_angles(model)

@@ -240,19 +240,25 @@ def make(
     """
     if is_whole(path, plan):
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with hub.alone(
-        path.with_name(f".{path.name}.lock"),
-        lambda: progress("waiting for another process that packs the same weights", None),
-    ):
-        if is_whole(path, plan):
-            return
-        for left in path.parent.glob(f".{path.name}.*.tmp"):
-            left.unlink(missing_ok=True)
-        write(path, plan, rows, embedding, lambda done: progress(said, done))
-        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
-            if other != path:  # of an earlier layout
-                other.unlink(missing_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with hub.alone(
+            path.with_name(f".{path.name}.lock"),
+            lambda: progress("waiting for another process that packs the same weights", None),
+        ):
+            if is_whole(path, plan):
+                return
+            for left in path.parent.glob(f".{path.name}.*.tmp"):
+                left.unlink(missing_ok=True)
+            write(path, plan, rows, embedding, lambda done: progress(said, done))
+            for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
+                if other != path:  # of an earlier layout
+                    other.unlink(missing_ok=True)
+    except OSError as error:
+        raise QuickbeamError(
+            f"weights that are read while computing can't be kept in {path.parent}: "
+            f"{error.strerror or error}; set QUICKBEAM_CACHE to a folder that you can write to"
+        ) from error
 
 
 def is_whole(path: Path, plan: Plan) -> bool:

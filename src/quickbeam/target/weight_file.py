@@ -15,7 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quickbeam.hub import cache_folder
+from quickbeam.hub import alone, cache_folder
+from quickbeam.syntax import code
 from quickbeam.target.native import build
 
 logger = logging.getLogger(__name__)
@@ -93,22 +94,18 @@ class WeightFile:
         """Keep the weights in the file.
 
         The file appears in one rename, so that no reader finds a part of it. Files of earlier
-        layouts are deleted. If writing fails, a warning says so.
+        layouts are deleted, and so is what interrupted processes left. If writing fails, a warning
+        says so.
         """
         if self.path is None:
             return
-        part = self.path.with_name(f".{self.path.name}.{os.getpid()}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            save_file({NAME: weights}, part)
-            with open(part, "rb+") as handle:
-                os.fsync(handle.fileno())
-            os.replace(part, self.path)
-            for other in self.path.parent.glob(
-                f"{self.path.stem.rpartition('-')[0]}-*.safetensors"
+            with alone(
+                self.path.with_name(f".{self.path.name}.lock"),
+                lambda: self.progress("waiting for another process that keeps its weights", None),
             ):
-                if other != self.path:  # of an earlier layout
-                    other.unlink(missing_ok=True)
+                self._write(self.path, weights)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "quantised weights (%.0f MB) can't be kept in %s (%s): the next load quantises "
@@ -118,8 +115,23 @@ class WeightFile:
                 self.path.parent,
                 error,
             )
+
+    @staticmethod
+    def _write(path: Path, weights: torch.Tensor) -> None:
+        """Write the file. The caller holds its lock."""
+        for left in path.parent.glob(f".{path.name}.*.tmp"):  # by processes that were killed
+            left.unlink(missing_ok=True)
+        part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        try:
+            save_file({NAME: weights}, part)
+            with open(part, "rb+") as handle:
+                os.fsync(handle.fileno())
+            os.replace(part, path)
         finally:
             part.unlink(missing_ok=True)
+        for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*.safetensors"):
+            if other != path:  # of an earlier layout
+                other.unlink(missing_ok=True)
 
 
 def _digest(parts: Iterable[str]) -> str:
@@ -138,4 +150,4 @@ def _state(folder: Path) -> Iterator[str]:
 
 def _layout() -> Iterator[str]:
     for name in LAYOUT:
-        yield hashlib.sha256((build.HERE / name).read_bytes()).hexdigest()
+        yield hashlib.sha256(code(build.HERE / name)).hexdigest()

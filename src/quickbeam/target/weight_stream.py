@@ -242,9 +242,10 @@ class WeightStream:
                 if work.failed is not None:
                     raise QuickbeamError(str(work.failed)) from work.failed
                 work.changed.wait(STILL)
+            # first, so that `begin` sees that a pass was broken off here
+            self._taken = turn + 1
             work.ready.discard(turn)
         self.waited += time.perf_counter() - began
-        self._taken += 1
         return int(self._room[turn % len(self._room)].data_ptr())
 
     def release(self) -> None:

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quickbeam.errors import InvalidInput
+from quickbeam.errors import InvalidInput, QuickbeamError
 
 SHARD = 40_000  # a file is written once there are so many tokens for it
 
@@ -32,6 +33,10 @@ class Conversation(NamedTuple):
     answer: torch.Tensor
     hidden: torch.Tensor
     temperature: float
+
+
+class Unwritten(QuickbeamError):
+    """Text can't be written."""
 
 
 class ShardWriter:
@@ -53,7 +58,10 @@ class ShardWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Write the conversations that are held."""
+        """Write the conversations that are held.
+
+        Raises `Unwritten` if they can't be written. They are held on then.
+        """
         if not self._held:
             return
         tensors = {
@@ -66,11 +74,23 @@ class ShardWriter:
         # the number may be taken, if another file was deleted
         while (path := self.folder / f"{self.prefix}-{self.files:05}.safetensors").exists():
             self.files += 1
-        part = path.with_suffix(".part")
-        save_file(tensors, part)
-        os.replace(part, path)
+        part, held = path.with_suffix(".part"), self._held
+        try:
+            save_file(tensors, part)
+            self._held = []  # before the file is there, so that no interrupt has it written twice
+            os.replace(part, path)
+        except BaseException as error:
+            if part.exists():
+                self._held = held
+                part.unlink()
+            if isinstance(error, OSError | SafetensorError):  # the latter for a full disk
+                reason = getattr(error, "strerror", None) or error
+                raise Unwritten(
+                    f"{self.folder}: not written ({reason}); what is there stays: make room and "
+                    "run again"
+                ) from error
+            raise
         self.files += 1
-        self._held = []
 
 
 class Shards:
@@ -127,6 +147,25 @@ class Shards:
         found = torch.zeros(vocab, dtype=torch.int64)
         for file in self._files:
             found += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
+        return found
+
+    def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
+        """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
+
+        Of equal prompts, as many are answered as there are answers.
+        """
+        there = Counter[tuple[int, ...]]()
+        for file in self._files:
+            lengths = file.get_tensor("length").tolist()
+            tokens, answers = (
+                file.get_tensor(name).split(lengths) for name in ("tokens", "answer")
+            )
+            for ids, answer in zip(tokens, answers, strict=True):
+                there[tuple(ids[: int(answer.int().argmax())].tolist())] += 1
+        found = []
+        for prompt in map(tuple, prompts):
+            found.append(there[prompt] > 0)
+            there[prompt] -= 1
         return found
 
     def __getitem__(self, i: int) -> Conversation:

@@ -97,6 +97,14 @@ class DrafterFolder:
                 f"{len(config.layers)} times {config.target_size}"
             )
 
+    def to_cpu(self) -> None:
+        """Move the drafter, the embedding that it shares with the target, and the head to the CPU.
+
+        What is collected from the text is there.
+        """
+        self.network.cpu().embedding.cpu()
+        self.head = self.head.cpu()
+
     def counts(self) -> torch.Tensor:
         """Return how often each token occurs in the text, `[vocab]` int64.
 

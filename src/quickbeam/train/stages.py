@@ -19,13 +19,13 @@ from accelerate import Accelerator
 
 from quickbeam import hub
 from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.target.kv_cache import LayerShape
 from quickbeam.target.kv_store import KVPool
 from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.target.model import Model
 from quickbeam.train import drafter, text
-from quickbeam.train.shards import Shards, ShardWriter, read_prompts
+from quickbeam.train.shards import Shards, ShardWriter, Unwritten, read_prompts
 from quickbeam.train.trainer import Report, Trainer
 
 GIB = 2**30
@@ -162,37 +162,43 @@ class DrafterTraining:
 
         Raises `InvalidInput` for files that are no shards.
         """
+        there = self._there()
+        return 0 if there is None else there.tokens
+
+    def _there(self) -> Shards | None:
         try:
-            return Shards(self.plan.text).tokens
+            return Shards(self.plan.text)
         except InvalidInput:
             if any(self.plan.text.glob("*.safetensors")):
                 raise
-            return 0
+            return None
 
     def write_text(self, report: Callable[[int, float], None]) -> None:
-        """Write conversations until there are `tokens` tokens of text.
+        """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         `report` is called with the number of tokens and the tokens per second. What is written
-        stays when it is interrupted. Raises `QuickbeamError` if the text can't be written.
+        stays when it is interrupted, and a prompt that it answers is not answered again. Raises
+        `QuickbeamError` if the text can't be written.
         """
         plan, rank, processes = (
             self.plan,
             self.accelerator.process_index,
             self.accelerator.num_processes,
         )
-        there = self.written()
-        self.accelerator.wait_for_everyone()
-        if there >= plan.tokens:
+        prompts: list[list[int]] | None = None
+        answered: list[bool] | None = None
+        earlier = self._there()
+        there = 0 if earlier is None else earlier.tokens
+        if plan.prompts is not None and there < plan.tokens:
+            prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
+            answered = (
+                [False] * len(prompts) if earlier is None else earlier.answered_prompts(prompts)
+            )
+        self.accelerator.wait_for_everyone()  # no process writes before all have looked
+        if there >= plan.tokens or (answered is not None and all(answered)):
             return
         stops = eos_ids(self.model, self.tokenizer)
         template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
-        prompts = (
-            None
-            if plan.prompts is None
-            else [self._encode(messages) for messages in read_prompts(plan.prompts)][
-                rank::processes
-            ]
-        )
         shards = ShardWriter(plan.text, f"text{rank}")
         question = min(text.Recipe.question, plan.length // 3)
         seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
@@ -206,7 +212,8 @@ class DrafterTraining:
             template,
             template.stops if template else frozenset(stops),
             recipe,
-            prompts,
+            None if prompts is None else prompts[rank::processes],
+            None if answered is None else answered[rank::processes],
         )
         began, fresh = time.perf_counter(), 0
         try:
@@ -216,13 +223,12 @@ class DrafterTraining:
                 report(there + fresh * processes, fresh * processes / (time.perf_counter() - began))
                 if there + fresh * processes >= plan.tokens:
                     break
-        except OSError as error:
-            raise QuickbeamError(
-                f"{plan.text}: not written ({error.strerror}); what is there "
-                "stays: make room and run again"
-            ) from error
-        finally:
+        except Unwritten:
+            raise  # another try would fail as well
+        except BaseException:
             shards.flush()
+            raise
+        shards.flush()
         self.accelerator.wait_for_everyone()
 
     def _ids(self, words: str) -> list[int]:

@@ -181,7 +181,8 @@ class Writer:
 
     Iterating over it yields them. It does not end, unless there are `prompts` and all are answered.
     `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
-    model's own questions. `model` gives the hidden states that conversations hold (`Model.watch`).
+    model's own questions. `answered`: for each prompt, whether to pass over it; None for none.
+    `model` gives the hidden states that conversations hold (`Model.watch`).
 
     Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
     `ValueError` if there is neither a template nor prompts.
@@ -196,6 +197,7 @@ class Writer:
         stops: frozenset[int],
         recipe: Recipe,
         prompts: Sequence[list[int]] | None = None,
+        answered: Sequence[bool] | None = None,
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
@@ -220,13 +222,14 @@ class Writer:
         self._documents = [encode(words) for words in recipe.documents]
         # kept for quotes; `_written` are documents
         self._answers, self._written = (deque[list[int]](maxlen=REMEMBERED) for _ in range(2))
-        self._prompts = (
-            None if prompts is None else [ids for ids in prompts if len(ids) < recipe.length - 1]
-        )
-        if self._prompts is not None and not self._prompts:
-            raise InvalidInput(
-                f"every prompt is longer than {recipe.length} tokens: raise --length"
-            )
+        self._prompts: list[list[int]] | None = None
+        if prompts is not None:
+            fitting = [i for i, ids in enumerate(prompts) if len(ids) < recipe.length - 1]
+            if not fitting:
+                raise InvalidInput(
+                    f"every prompt is longer than {recipe.length} tokens: raise --length"
+                )
+            self._prompts = [prompts[i] for i in fitting if answered is None or not answered[i]]
         self._random = random.Random(recipe.seed)
         self._next = 0
 

@@ -8,11 +8,13 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
@@ -25,7 +27,7 @@ CHECK_TOKENS = 5_000  # held-out tokens of a report; the final figures look at a
 
 
 class _Diverged(QuickbeamError):
-    """A loss that is not finite."""
+    """A loss or a gradient that is not finite."""
 
 
 class Report(NamedTuple):
@@ -145,8 +147,11 @@ class Trainer:
             torch.save(state, part)
             os.replace(part, self.checkpoint)
             self.network.save(self.folder)
-        # torch's writer raises RuntimeError for a full disk
-        except (OSError, RuntimeError) as error:
+        # for a full disk, torch's writer raises RuntimeError and safetensors' SafetensorError
+        except (OSError, RuntimeError, SafetensorError) as error:
+            with suppress(OSError):
+                for left in self.folder.glob("*.part"):
+                    left.unlink()
             raise QuickbeamError(
                 f"{self.folder}: the checkpoint can't be written ({error}); the last one stands"
             ) from error
@@ -171,8 +176,8 @@ class Trainer:
     def run(self, report: Callable[[Report], None]) -> Held:
         """Train to the end of the recipe, and return the held-out figures of the result.
 
-        Whatever ends it early leaves a checkpoint of the last step. The exception is a loss that is
-        not finite (`QuickbeamError`), after which the checkpoint before stays.
+        Whatever ends it early leaves a checkpoint of the last step. The exception is a loss or a
+        gradient that is not finite (`QuickbeamError`), after which the checkpoint before stays.
         """
         if self.seen >= self._total:
             return self._check(None)
@@ -226,7 +231,13 @@ class Trainer:
                 "last checkpoint stands"
             )
         self._accelerator.backward(loss)
-        self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
+        norm = self._accelerator.clip_grad_norm_(self.network.parameters(), self.recipe.clip)
+        # under a scaler (float16), such a step is left out and the scale lowered
+        if self._accelerator.scaler is None and not float(norm) < float("inf"):
+            raise _Diverged(
+                f"the gradient of step {self.step} is {float(norm)}: take a smaller --lr; the "
+                "last checkpoint stands"
+            )
         for group in self._optimizer.param_groups:
             group["lr"] = self.recipe.rate(self.step, self.seen / self._total)
         self._optimizer.step()

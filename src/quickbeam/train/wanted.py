@@ -330,6 +330,7 @@ class WantedTraining(DrafterFolder):
         train, held = split(self.shards)
         taught = self._collect(train, self.rows, False, partial(report, "places"))
         counted = self._collect(held, HELD_ROWS, True, partial(report, "held-out places"))
+        self.to_cpu()
         report("clusters", None)
         ranked = ranking(self.counts())
         order = ranked[self.listed :].sort().values
