@@ -148,6 +148,7 @@ def converted(gguf: Path, progress: Progress | None = None) -> Path:
             lambda: report(f"waiting for another process that converts {gguf.name}", None),
         ):
             if not is_complete(folder):
+                shutil.rmtree(folder, ignore_errors=True)
                 sweep(folder)
                 try:
                     work.mkdir()
@@ -174,16 +175,18 @@ def converted(gguf: Path, progress: Progress | None = None) -> Path:
     return folder
 
 
-def sweep(folder: Path) -> None:
-    """Remove a broken `folder`, and what interrupted processes left that worked on it.
+def sweep(made: Path) -> None:
+    """Remove what interrupted processes left that were making `made`, a file or a folder.
 
-    The caller holds the folder's lock, so no living process works on it.
+    The caller holds its lock, so no living process works on it.
     """
-    shutil.rmtree(folder, ignore_errors=True)
-    work = re.compile(rf"\.{re.escape(folder.name)}\.\d+\.tmp")
-    for path in folder.parent.iterdir():
+    work = re.compile(rf"\.{re.escape(made.name)}\.\d+\.tmp")
+    for path in made.parent.iterdir():
         if work.fullmatch(path.name):
-            shutil.rmtree(path, ignore_errors=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
 
 def settle(made: Path, folder: Path) -> None:
@@ -241,6 +244,7 @@ def make(name: str, folder: Path, report: Progress) -> None:
     The caller holds the lock. Raises `QuickbeamError` if there is not enough space or a step fails.
     """
     entry = EMBEDDED[name]
+    shutil.rmtree(folder, ignore_errors=True)
     sweep(folder)
     free = shutil.disk_usage(folder.parent).free
     if free < entry.work_bytes:

@@ -349,9 +349,12 @@ def most_probable(logits: torch.Tensor, refuse: bool = True) -> list[int]:
         peaks = logits.gather(-1, best[:, None])
     else:
         peaks, best = logits.max(-1)
+    finite = peaks.isfinite().reshape(best.shape)
     if refuse:
-        _require_finite(bool(peaks.isfinite().all()))
-    tokens: list[int] = best.masked_fill(~peaks.reshape(best.shape).isfinite(), -1).tolist()
+        _require_finite(bool(finite.all()))
+    else:
+        best = best.masked_fill(~finite, -1)
+    tokens: list[int] = best.tolist()
     return tokens
 
 

@@ -16,9 +16,9 @@ from rich.table import Table
 
 from quickbeam.bench import report
 from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stdout
+from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.vocabulary import percent
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 
 HELD_OUT = 5  # one in this many conversations
@@ -120,11 +120,4 @@ def recall(
             "seed": seed,
             "only": only,
         }
-        try:
-            report.save(
-                json_path, {"settings": settings, "text": folder.shards.tokens, "ways": lines}
-            )
-        except OSError as error:
-            raise QuickbeamError(
-                f"--json {json_path}: not written ({error.strerror}); see the table instead"
-            ) from error
+        save_record(json_path, {"settings": settings, "text": folder.shards.tokens, "ways": lines})

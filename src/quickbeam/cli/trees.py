@@ -16,8 +16,8 @@ from quickbeam.bench.trees import DRAWN, DRAWS, Results, measure, parse_budgets,
 from quickbeam.cli import options
 from quickbeam.cli.acceptance import parse_temperatures
 from quickbeam.cli.bench import INTERRUPTED
-from quickbeam.cli.common import load, progress_bar, stdout
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.cli.common import load, progress_bar, save_record, stdout
+from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 from quickbeam.trees import DRAFTED
 
@@ -182,9 +182,4 @@ def save(
         for temperature in results.tokens
         if results.places(temperature)
     ]
-    try:
-        report.save(path, record)
-    except OSError as error:
-        raise QuickbeamError(
-            f"--json {path}: not written ({error.strerror}); see the tables instead"
-        ) from error
+    save_record(path, record)

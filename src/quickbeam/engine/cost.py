@@ -69,9 +69,9 @@ class CostModel:
         far = min(FAR, (model.context_length or FAR) // 2)
         seconds: dict[int, float] = {}
         behind: dict[int, float] = {}
+        # not counted, since the first pass of all may be slow
+        _time(model, TokenTree(0), 0, 0)
         began = time.perf_counter()
-        # not counted: the first passes of all may be slow, and every cost is compared with theirs
-        _time(model, TokenTree(0), 0, repeats)
         for width in (w for w in WIDTHS if w <= limit):
             tree = _bushy(model, width)
             seconds[width] = _time(model, tree, 0, repeats)

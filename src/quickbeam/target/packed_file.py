@@ -248,8 +248,7 @@ def make(
         ):
             if is_whole(path, plan):
                 return
-            for left in path.parent.glob(f".{path.name}.*.tmp"):
-                left.unlink(missing_ok=True)
+            hub.sweep(path)
             write(path, plan, rows, embedding, lambda done: progress(said, done))
             for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
                 if other != path:  # of an earlier layout

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quickbeam.hub import alone, cache_folder
+from quickbeam.hub import alone, cache_folder, sweep
 from quickbeam.syntax import code
 from quickbeam.target.native import build
 
@@ -119,8 +119,7 @@ class WeightFile:
     @staticmethod
     def _write(path: Path, weights: torch.Tensor) -> None:
         """Write the file. The caller holds its lock."""
-        for left in path.parent.glob(f".{path.name}.*.tmp"):  # by processes that were killed
-            left.unlink(missing_ok=True)
+        sweep(path)
         part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
         try:
             save_file({NAME: weights}, part)
