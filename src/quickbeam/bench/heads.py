@@ -23,10 +23,13 @@ from quickbeam.target.native.library import kernels
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Program
 
-# tokens of a cluster; one token in `FREQUENT` is always scored; the router's hidden width
-CLUSTER, FREQUENT, WIDTH = 512, 24, 256
+# As `train shortlist` makes them: tokens of a cluster, and the router's hidden width. One token in
+# `FREQUENT` of those scored is in the frequent block, as in the default model's shortlist at 6 %.
+CLUSTER, FREQUENT, WIDTH = 16, 3, 256
 # numbers read between two calls: more than caches hold, as a real drafter finds them cold
 SWEEP = 16 * 2**20
+
+Scorer = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # hidden, embedded -> of clusters
 
 SHAPES = {
     "SmolLM2-135M": (49_152, 576),
@@ -77,8 +80,9 @@ def measure(
 ) -> list[Latency]:
     """Measure the full head, a drafter's full head, shortlists and the router in turn.
 
-    A shortlist is the frequent block and clusters spread over the rest. The median of `repeats`
-    calls counts, after one call that does not. The weights `[vocab, d]` have the given `dtype`.
+    A shortlist is a frequent block and clusters spread over the rest; each share has its own, as
+    small ones have a smaller block. The median of `repeats` calls counts, after one call that does
+    not. The weights `[vocab, d]` have the given `dtype`.
     """
     generator = torch.Generator().manual_seed(0)
     weight = torch.empty(vocab, d, dtype=dtype)
@@ -88,14 +92,10 @@ def measure(
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     full = linear if device.type != "cpu" else native_linear([linear]) or FastLinear(linear)
-    frequent = vocab // FREQUENT // CLUSTER * CLUSTER
-    layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
-    most = max(1, *(round((vocab * share - frequent) / CLUSTER) for share in shares))
-    short = BlockHead(weight, layout, most=most)
+    shortlists = [_shortlist(weight, share, dtype, device) for share in shares]
     drafter = (
         native_linear([linear], rows_format(weight)) if device.type == "cpu" else None
     ) or full
-    router = _router(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
     del weight, linear
     sweep = torch.zeros(SWEEP, device=device)
 
@@ -111,27 +111,40 @@ def measure(
     with torch.inference_mode():
         for n in rows:
             h = torch.randn(n, d, generator=generator).to(device, dtype)
-            for share in shares:
-                count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
-                chosen = torch.arange(count, device=device) * layout.clusters // count
+            for share, (short, router, tokens) in zip(shares, shortlists, strict=True):
                 times = [
                     (
                         seconds(lambda h: law_of(full(h), 1.0), h),
                         seconds(lambda h: law_of(drafter(h), 1.0), h),
-                        seconds(lambda h, chosen: law_of(short(h, chosen).logits, 1.0), h, chosen),
+                        seconds(short, h),
                         seconds(router, h, h),
                     )
                     for _ in range(repeats + 1)
                 ][1:]
                 ms = [1000 * median(column) for column in zip(*times, strict=True)]
-                tokens = frequent + sum(len(layout.tokens(int(cluster))) for cluster in chosen)
                 found.append(Latency(vocab, d, n, share, tokens, *ms))
     return found
 
 
-def _router(
-    router: Router, dtype: torch.dtype, device: torch.device
-) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+def _shortlist(
+    weight: torch.Tensor, share: float, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[torch.Tensor], object], Scorer, int]:
+    """Return a head and a router for this share of the vocabulary, and how many tokens are scored.
+
+    The head chooses the same clusters in every call, and makes a softmax over what it scores.
+    """
+    vocab, d = weight.shape
+    frequent = max(1, round(vocab * share / FREQUENT / CLUSTER)) * CLUSTER
+    layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
+    count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
+    chosen = torch.arange(count, device=device) * layout.clusters // count
+    tokens = frequent + sum(len(layout.tokens(cluster)) for cluster in chosen.tolist())
+    router = _router(Router(RouterConfig(d, d, WIDTH, layout.clusters)), dtype, device)
+    head = BlockHead(weight, layout, most=count)
+    return lambda h: law_of(head(h, chosen).logits, 1.0), router, tokens
+
+
+def _router(router: Router, dtype: torch.dtype, device: torch.device) -> Scorer:
     found, config = (
         kernels() if device.type == "cpu" and dtype is torch.bfloat16 else None,
         router.config,

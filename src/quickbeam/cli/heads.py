@@ -26,11 +26,11 @@ def heads(
     rows: Annotated[
         str,
         typer.Option("--rows", help="Nodes that a call of the drafter scores, comma-separated."),
-    ] = "1,4,8",
+    ] = "1,8",
     shares: Annotated[
         str,
         typer.Option("--shares", help="Tokens scored, in % of the vocabulary, comma-separated."),
-    ] = "6,12.5,25",
+    ] = "1,2,4,6",
     repeats: Annotated[
         int, typer.Option("--repeats", min=1, help="Timed calls of each kind; the median counts.")
     ] = 15,
