@@ -14,7 +14,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from quickbeam.bench import acceptance_report, report
+from quickbeam.bench import acceptance_report
 from quickbeam.bench.acceptance import Results, Tally, measure, summarise
 from quickbeam.bench.questions import Question
 from quickbeam.cli.app import app
@@ -351,7 +351,7 @@ def test_a_full_disk_is_told_after_the_tables(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr("quickbeam.cli.acceptance.save", full)
     monkeypatch.setattr(acceptance_report, "plot", full)
     result = run("--temperatures", "0", "--limit", 1, option, tmp_path / "out.png")
     assert result.exit_code == 1 and "temperature 0" in result.stdout

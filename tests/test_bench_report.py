@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fake_runner import FakeRunner, measured, questions_of, two_methods
-from quickbeam.bench import report
+from quickbeam.bench import files, report
 from quickbeam.bench.run import Results
 from quickbeam.bench.summary import summaries
 from quickbeam.cli import bench as command
@@ -104,7 +104,7 @@ def test_json_record_holds_what_a_reader_needs(tmp_path):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
     results = measured(runners, questions_of("x", "y", "x"))
-    report.save(
+    files.save(
         tmp_path / "out.json", report.record(results, {"python": "3"}, "m", {"max_tokens": 8})
     )
     content = json.loads((tmp_path / "out.json").read_text())
@@ -158,25 +158,25 @@ def test_a_gap_that_is_infinite_is_null():
 
 def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path):
     path = tmp_path / "out.json"
-    report.save(path, {"a": 1})
+    files.save(path, {"a": 1})
     with pytest.raises(ValueError, match="JSON"):
-        report.save(path, {"a": float("nan")})
+        files.save(path, {"a": float("nan")})
     assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
 
 
 def test_outputs_are_checked_before_any_work(tmp_path, monkeypatch):
-    report.check_output("--json", tmp_path / "fine.json")
-    report.check_plot(tmp_path / "fine.png")
+    files.check_output("--json", tmp_path / "fine.json")
+    files.check_plot(tmp_path / "fine.png")
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(InvalidInput, match="is a folder"):
-        report.check_output("--json", tmp_path)
+        files.check_output("--json", tmp_path)
     with pytest.raises(InvalidInput, match="does not exist"):
-        report.check_output("--json", tmp_path / "none" / "out.json")
+        files.check_output("--json", tmp_path / "none" / "out.json")
     with pytest.raises(InvalidInput, match="must end in"):
-        report.check_plot(tmp_path / "out.gif")
-    monkeypatch.setattr(report.importlib.util, "find_spec", lambda name: None)
+        files.check_plot(tmp_path / "out.gif")
+    monkeypatch.setattr(files.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InvalidInput, match=r"quickbeam\[bench\]"):
-        report.check_plot(tmp_path / "out.png")
+        files.check_plot(tmp_path / "out.png")
 
 
 def test_plot_is_drawn(tmp_path):
@@ -268,7 +268,7 @@ def test_a_seed_makes_sampled_outputs_comparable(invoke, tmp_path):
 
 def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):
     counts = []
-    monkeypatch.setattr(report, "save", lambda path, content: counts.append(content["questions"]))
+    monkeypatch.setattr("quickbeam.cli.bench.save", lambda path, content: counts.append(content["questions"]))
     assert invoke(two_methods(), "--json", tmp_path / "out.json").exit_code == 0
     assert counts == [1, 2, 3, 3]
 
@@ -298,7 +298,7 @@ def test_full_disk_is_told_after_the_tables(invoke, tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(report, "save", full)
+    monkeypatch.setattr("quickbeam.cli.bench.save", full)
     result = invoke(two_methods(), "--json", tmp_path / "out.json")
     assert "prompts: 3;" in result.stdout and isinstance(result.exception, QuickbeamError)
     assert "No space left on device" in str(result.exception) and not isinstance(

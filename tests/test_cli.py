@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -437,6 +438,27 @@ def test_importing_the_package_is_quick():
         "set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_does_not_wait_for_torch():
+    """Importing torch and transformers takes seconds: no command's help needs them."""
+    code = (
+        "import sys; from quickbeam.cli.app import app\n"
+        "try: app(['bench', 'trees', '--help'])\n"
+        "finally: assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "--budgets" in done.stdout
+
+
+def test_help_names_what_the_library_has():
+    """Names that the command line repeats so that it need not import torch."""
+    from quickbeam.bench.trees import DRAWS
+    from quickbeam.cli import trees
+    from quickbeam.trees import DRAFTED
+
+    assert list(DRAFTED) == list(trees.TREES)
+    assert signature(trees.bench_trees).parameters["draws"].default == DRAWS
 
 
 @pytest.mark.slow

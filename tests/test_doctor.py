@@ -421,15 +421,16 @@ main()
         assert "can't be told" in found["memory"]["text"]
 
 
-def test_other_commands_name_what_is_missing_in_one_line():
+@pytest.mark.parametrize("gone", ["torch", "transformers", "rich"])
+def test_other_commands_name_what_is_missing_in_one_line(gone: str):
     code = (
-        "import sys; sys.modules['torch'] = None; from quickbeam.cli import main; sys.argv = "
-        "['quickbeam', 'models']; main()"
+        f"import sys; sys.modules['{gone}'] = None; from quickbeam.cli import main; sys.argv = "
+        "['quickbeam', 'generate', 'hello']; main()"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and done.stdout == "" and done.stderr.count("\n") == 1
     assert (
         done.stderr.startswith("error: ")
-        and "torch" in done.stderr
+        and gone in done.stderr
         and "quickbeam doctor" in done.stderr
     )

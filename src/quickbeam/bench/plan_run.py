@@ -14,9 +14,9 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any
 
+from quickbeam.bench.files import save
 from quickbeam.bench.origin import KEY, origin
 from quickbeam.bench.plan import Entry, Plan
-from quickbeam.bench.report import save
 from quickbeam.bench.saved import kind_of
 from quickbeam.errors import QuickbeamError
 

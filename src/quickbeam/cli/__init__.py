@@ -12,6 +12,9 @@ from contextlib import suppress
 
 from quickbeam.errors import InvalidInput
 
+# what to do where a package can't be imported
+MISSING = "`quickbeam doctor` says what is missing, and what to do"
+
 
 def main() -> None:
     """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
@@ -35,7 +38,7 @@ def main() -> None:
     except ImportError as error:
         if os.environ.get("QUICKBEAM_DEBUG"):
             raise
-        todo = "`quickbeam doctor` says what is missing, and what to do"
+        todo = MISSING
         if sys.argv[1:2] == ["doctor"]:
             todo = "install quickbeam again, with what it needs"
             with suppress(ImportError):

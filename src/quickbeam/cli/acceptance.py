@@ -5,13 +5,12 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.text import Text
 
-from quickbeam.bench import acceptance_report, report
-from quickbeam.bench.acceptance import Results, Tally, measure
+from quickbeam.bench.files import check_output, check_plot, save
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.questions import load_questions, spread
 from quickbeam.cli import options
@@ -20,6 +19,9 @@ from quickbeam.cli.common import load, progress_bar, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS, preset
+
+if TYPE_CHECKING:
+    from quickbeam.bench.acceptance import Results
 
 
 def acceptance(
@@ -82,11 +84,13 @@ def acceptance(
     requests = [replace(drawn, temperature=value) for value in parse_temperatures(temperatures)]
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
-        report.check_output("--json", json_path)
+        check_output("--json", json_path)
     if plot_path is not None:
-        report.check_plot(plot_path)
+        check_plot(plot_path)
     llm = load(model, method, dtype, device, nodes, drafter=drafter)
-    from quickbeam.bench.environment import environment  # imports transformers, which takes seconds
+    from quickbeam.bench import acceptance_report
+    from quickbeam.bench.acceptance import Results, Tally, measure
+    from quickbeam.bench.environment import environment
 
     results = Results({request.temperature: Tally() for request in requests})
     settings = {
@@ -167,6 +171,8 @@ def parse_temperatures(text: str) -> list[float]:
 
 
 def show(results: Results, bins: int) -> None:
+    from quickbeam.bench import acceptance_report
+
     console = stdout()
     for summary in acceptance_report.summaries(results, bins):
         console.print(acceptance_report.table(summary))
@@ -185,10 +191,12 @@ def write(
 
     Raises `QuickbeamError`, which names the file that could not be written.
     """
+    from quickbeam.bench import acceptance_report
+
     option, path = "--json", json_path
     try:
         if json_path is not None:
-            report.save(json_path, record)
+            save(json_path, record)
         option, path = "--plot", plot_path
         if plot_path is not None:
             acceptance_report.plot(results, bins, plot_path)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quickbeam.cli import bench, train
+from quickbeam.cli import MISSING, bench, train
 from quickbeam.cli.acceptance import acceptance
 from quickbeam.cli.batch import batch
 from quickbeam.cli.bench_plan import bench_plan
@@ -73,6 +73,8 @@ def describe(error: Exception) -> str:
         return str(error)
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
+    if isinstance(error, ImportError):
+        return f"{error}; {MISSING}"
     return f"{type(error).__name__}: {error} (QUICKBEAM_DEBUG=1 shows where)"
 
 

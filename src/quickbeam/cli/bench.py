@@ -8,7 +8,7 @@ from enum import Enum
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import (
@@ -21,8 +21,8 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from quickbeam.bench import report
 from quickbeam.bench.base import Runner
+from quickbeam.bench.files import check_output, check_plot, save
 from quickbeam.bench.methods import (
     PEERS,
     SWITCHES,
@@ -32,13 +32,15 @@ from quickbeam.bench.methods import (
     parse_methods,
 )
 from quickbeam.bench.questions import Question, load_questions, spread
-from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, stderr, stdout
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
+
+if TYPE_CHECKING:
+    from quickbeam.bench.run import Results
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 
@@ -155,13 +157,15 @@ def bench(
     )
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
-        report.check_output("--json", json_path)
+        check_output("--json", json_path)
     if plot_path is not None:
-        report.check_plot(plot_path)
+        check_plot(plot_path)
 
     # stderr is redirected to hide the loaders' own progress bars
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
+        from quickbeam.bench import report
         from quickbeam.bench.environment import environment
+        from quickbeam.bench.run import begin
 
         runners, name = load_runners(
             items,
@@ -251,8 +255,10 @@ class Log:
     def write(self) -> None:
         if self.path is None or not self.results.trials:
             return
+        from quickbeam.bench import report
+
         try:
-            report.save(
+            save(
                 self.path,
                 {
                     **report.record(self.results, self.where, self.model, self.settings),
@@ -272,6 +278,8 @@ def _ask(
     log: Log,
 ) -> None:
     """Warm up, ask every runner every question, show progress, and write the record after each."""
+    from quickbeam.bench.run import run, warm_up
+
     prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
     what, left = TextColumn("{task.description}"), TextColumn("left")
     columns = (
@@ -347,6 +355,8 @@ def carry_out(
 
 
 def _show(results: Results) -> None:
+    from quickbeam.bench import report
+
     console = stdout()
     console.print(report.category_table(results))
     console.print(report.overall_table(results))

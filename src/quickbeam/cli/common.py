@@ -16,13 +16,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
-from quickbeam.bench.report import save
+from quickbeam.bench.files import save
 from quickbeam.cli.options import Device, Dtype, WeightsKind
-from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.presets import PRESETS, check_vocab, preset
 
 if TYPE_CHECKING:
+    from quickbeam.engine.result import Completion
     from quickbeam.engine.stream import Stream
     from quickbeam.llm import LLM
 

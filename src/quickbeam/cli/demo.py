@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import torch
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
@@ -19,16 +18,19 @@ from rich.table import Column, Table
 from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from quickbeam.bench.report import check_output
+from quickbeam.bench.files import check_output
 from quickbeam.cli import options
 from quickbeam.cli.common import harmless, load, stderr
 from quickbeam.doctor.machine import cpu_name
-from quickbeam.engine.result import Completion
-from quickbeam.engine.stream import finish
-from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from quickbeam.engine.result import Completion
+    from quickbeam.engine.trace import StepRecord
 
 # columns of the picture: at this width a README shows its text no smaller than code
 WIDTH = 104
@@ -122,6 +124,8 @@ def demo(
         check_output("--svg", svg_path)
     params = SamplingParams(max_tokens=max_tokens)
     llm = load(model, method, dtype, device, drafter=drafter)
+    from quickbeam.engine.stream import finish
+
     out, progress = Console(highlight=False), stderr()
     picture = Console(
         record=True,
@@ -133,7 +137,7 @@ def demo(
     )
 
     def answer(name: str, prompt: str, params: SamplingParams) -> Answer:
-        steps = list[StepRecord]()
+        steps: list[StepRecord] = []
         with progress.status(f"answering with {name}") if progress.is_terminal else ExitStack():
             stream = llm.chat_stream(
                 [{"role": "user", "content": prompt}], params, method=name, observer=steps.append
@@ -223,6 +227,8 @@ def colour(source: str) -> str:
 
 def place(device: torch.device) -> str:
     """Return in words what a model runs on."""
+    import torch
+
     if device.type == "cuda":
         return str(torch.cuda.get_device_name(device))
     return f"{cpu_name()}, {torch.get_num_threads()} threads"

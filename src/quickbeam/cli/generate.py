@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from quickbeam.bench import report
+from quickbeam.bench.files import check_output, save
 from quickbeam.bench.methods import PEERS
 from quickbeam.cli import options, peer
 from quickbeam.cli.common import follow, load, statistics_line, strict_json, write
-from quickbeam.engine.result import Completion
-from quickbeam.engine.trace import Trace
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.engine.result import Completion
 
 
 def generate(
@@ -129,7 +130,9 @@ def generate(
         )
         return
     if trace_path is not None:
-        report.check_output("--trace", trace_path)
+        check_output("--trace", trace_path)
+    from quickbeam.engine.trace import Trace
+
     trace = Trace() if trace_path is not None else None
     llm = load(
         model,
@@ -158,7 +161,7 @@ def generate(
     show(completion, as_json, llm.describe(), text=False)
     if trace_path is not None and trace is not None:
         try:
-            report.save(trace_path, trace.to_json(completion, llm.tokenizer))
+            save(trace_path, trace.to_json(completion, llm.tokenizer))
         except OSError as error:
             raise QuickbeamError(f"--trace {trace_path}: not written ({error.strerror})") from error
     if interrupted:

@@ -11,9 +11,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quickbeam.bench.report import check_output
+from quickbeam.bench.files import check_output
 from quickbeam.cli.common import harmless
-from quickbeam.engine.trace import read_trace
 from quickbeam.errors import QuickbeamError
 
 SECONDS = ("draft_seconds", "verify_seconds", "seconds")
@@ -51,6 +50,8 @@ def inspect(
     ] = None,
 ) -> None:
     """Show what was drafted and what became of it: by source, and with --html tree by tree."""
+    from quickbeam.engine.trace import read_trace
+
     trace = read_trace(trace_path)
     if html_path is not None:
         check_output("--html", html_path)

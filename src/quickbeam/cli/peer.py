@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import redirect_stderr
 from io import StringIO
+from typing import TYPE_CHECKING
 
 from quickbeam.bench.methods import PEERS, load_runners, parse_methods
 from quickbeam.cli.common import progress_bar
-from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.engine.result import Completion
 
 # the parameters that a peer takes
 LAW = ("max_tokens", "temperature", "top_k", "top_p", "seed")
@@ -54,6 +57,7 @@ def answer(
     with progress_bar(f"loading {model or DEFAULT}") as report, redirect_stderr(StringIO()):
         runners, name = load_runners(items, model, dtype, device, drafter, report)
     from quickbeam.bench.peers import Peer
+    from quickbeam.engine.result import Completion, Statistics
 
     runner = runners[method]
     assert isinstance(runner, Peer)

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from quickbeam.bench import report
+from quickbeam.bench.files import check_output
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.vocabulary import percent
@@ -63,7 +63,7 @@ def recall(
     held-out text that the model wrote itself; routers are taught on the rest."""
     parts = percent(shares)
     if json_path is not None:
-        report.check_output("--json", json_path)
+        check_output("--json", json_path)
     with progress_bar(f"loading {model or DEFAULT}") as progress, redirect_stderr(StringIO()):
         from quickbeam.bench.recall import Trial
         from quickbeam.shortlist.artefact import Artefact

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
-from quickbeam.bench import report
+from quickbeam.bench.files import check_output
 from quickbeam.bench.questions import load_questions, spread
-from quickbeam.bench.trees import DRAWN, DRAWS, Results, measure, parse_budgets, parse_trees
 from quickbeam.cli import options
 from quickbeam.cli.acceptance import parse_temperatures
 from quickbeam.cli.bench import INTERRUPTED
 from quickbeam.cli.common import load, progress_bar, save_record, stdout
 from quickbeam.errors import InvalidInput
-from quickbeam.params import SamplingParams
-from quickbeam.trees import DRAFTED
+from quickbeam.params import RESIDUAL, SamplingParams
+
+if TYPE_CHECKING:
+    from quickbeam.bench.trees import Results
+
+# `quickbeam.trees.DRAFTED`, whose import would make every command wait for torch
+TREES = ("greedy", "greedy-printed", "threshold", "drafted-chain", "specinfer", "sequoia", "eagle2")
 
 
 def bench_trees(
@@ -41,10 +45,10 @@ def bench_trees(
         str,
         typer.Option(
             "--trees",
-            help=f"Of {', '.join(DRAFTED)}, each alone or with {DRAWN}, comma-separated; the "
+            help=f"Of {', '.join(TREES)}, each alone or with +{RESIDUAL}, comma-separated; the "
             "others are compared with the first.",
         ),
-    ] = ",".join(DRAFTED),
+    ] = ",".join(TREES),
     budgets: Annotated[
         str, typer.Option("--budgets", help="Nodes of a tree, the root counted, comma-separated.")
     ] = "8,16,32,64",
@@ -62,7 +66,7 @@ def bench_trees(
             min=1,
             help="Random noises that coupled trees are averaged over at each place.",
         ),
-    ] = DRAWS,
+    ] = 4,
     model: options.Model = None,
     drafter: options.Drafter = None,
     dtype: options.DtypeOption = options.Dtype.bfloat16,
@@ -75,6 +79,8 @@ def bench_trees(
     Above temperature 0 randomness is averaged out: over several noises, or over the acceptance
     probabilities where children are drawn (--coupling residual, or NAME+residual), so that policies
     can be compared at any temperature. Ctrl-C shows the figures so far."""
+    from quickbeam.bench.trees import Results, measure, parse_budgets, parse_trees
+
     names, sizes = parse_trees(trees, options.coupling(coupling)), parse_budgets(budgets)
     items = [(name, size) for name in names for size in sizes]
     requests = [
@@ -83,9 +89,9 @@ def bench_trees(
     ]
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
-        report.check_output("--json", json_path)
+        check_output("--json", json_path)
     llm = load(model, "dyspec", dtype, device, None, drafter=drafter)
-    from quickbeam.bench.environment import environment  # imports transformers, which takes seconds
+    from quickbeam.bench.environment import environment
 
     results = Results({request.temperature: {item: [] for item in items} for request in requests})
     interrupted = True

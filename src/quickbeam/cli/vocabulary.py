@@ -9,10 +9,9 @@ from typing import Annotated
 
 import typer
 
-from quickbeam.bench import report, vocabulary
+from quickbeam.bench.files import check_output, check_plot
 from quickbeam.bench.methods import load_runners, parse_methods
 from quickbeam.bench.questions import load_questions, spread
-from quickbeam.bench.run import begin
 from quickbeam.cli import options
 from quickbeam.cli.bench import Log, carry_out
 from quickbeam.cli.common import progress_bar, stdout
@@ -77,13 +76,15 @@ def bench_vocabulary(
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     asked = spread(load_questions(questions), limit)
     if json_path is not None:
-        report.check_output("--json", json_path)
+        check_output("--json", json_path)
     if plot_path is not None:
-        report.check_plot(plot_path)
+        check_plot(plot_path)
     nodes = options.nodes(budget)
     with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
+        from quickbeam.bench import vocabulary
         from quickbeam.bench.environment import environment
         from quickbeam.bench.methods import LLMRunner
+        from quickbeam.bench.run import begin
         from quickbeam.draft.eagle import EagleDrafter
         from quickbeam.shortlist.overlap import Overlap
 

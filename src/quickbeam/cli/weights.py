@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from quickbeam.bench.report import check_output
+from quickbeam.bench.files import check_output
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.passes import numbers
