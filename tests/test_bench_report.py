@@ -268,7 +268,9 @@ def test_a_seed_makes_sampled_outputs_comparable(invoke, tmp_path):
 
 def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):
     counts = []
-    monkeypatch.setattr("quickbeam.cli.bench.save", lambda path, content: counts.append(content["questions"]))
+    monkeypatch.setattr(
+        "quickbeam.cli.bench.save", lambda path, content: counts.append(content["questions"])
+    )
     assert invoke(two_methods(), "--json", tmp_path / "out.json").exit_code == 0
     assert counts == [1, 2, 3, 3]
 
