@@ -271,6 +271,29 @@ def test_rates_are_learned_by_method_and_load() -> None:
     assert budget.best_rate(METHOD, alone()) == pytest.approx(1 / (1 + OVERHEAD))
 
 
+def test_a_sequence_alone_goes_by_a_rate_of_its_own() -> None:
+    """After a text that is easy to draft comes one that is not: its calls must not seem too dear
+    because the other's were worth more."""
+    budget = Budget(CostModel({1: 0.01, 64: 0.02}))
+
+    def runs(one: str, tokens: int, steps: int) -> float:
+        load = Load({one: 0})
+        for _ in range(steps):
+            budget.best_rate(METHOD, load)
+            budget.observe([METHOD], load, tokens, 0.02)
+        return budget.best_rate(METHOD, load)
+
+    assert runs("easy", 10, 300) == pytest.approx(500, rel=0.02)
+    assert runs("new", 4, 0) == pytest.approx(500, rel=0.02)  # nothing else is known of it
+    assert runs("new", 4, 24) == pytest.approx((8 * 500 + 24 * 200) / 32, rel=0.1)
+    assert budget.rate(METHOD, Load({"new": 0})).rate > 350  # of all, for the next
+    assert runs("easy", 10, 1) == pytest.approx(500, rel=0.02)
+    budget.forget("easy")
+    assert runs("easy", 10, 0) < 450  # another one of that name
+    both = Load({"easy": 0, "new": 0})
+    assert budget.best_rate(METHOD, both) == budget.rate(METHOD, both).rate
+
+
 @pytest.mark.parametrize(
     ("call", "trials"), [(0.1, [0, 1, 2, 3, 35, 67, 99]), (0.8, [0, 1, 2, 3, 43, 83])]
 )

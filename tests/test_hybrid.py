@@ -28,7 +28,7 @@ from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy
 from quickbeam.trees.acceptance import Likeliest, Printed
 from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.hybrid import LONGEST, Hybrid, Repeats
+from quickbeam.trees.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
 from quickbeam.verify import verify_equal
 from toy import ToyModel, path_tokens
 
@@ -84,11 +84,16 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
     law = torch.tensor([0.1, 0.5, 0.3, 0.1])
     ids = [0, 2, 3, 0]  # 0 was followed by 2
     policy = hybrid(KnownDrafter(lambda context: law))
-    chance = policy.repeats.chance(1)
+    for _ in range(
+        2000
+    ):  # continuations are right in half of the cases where the drafter disagrees
+        policy.repeats.observe(1, OTHER, False)
+        policy.repeats.observe(1, OTHER, True)
+    both = policy.repeats.chance(1, OTHER)
     tree = tree_of(policy, context_of(ids, 0.0), 5, 1)
     found = {token: tree.value[child] for token, child in tree.children[0].items()}
-    both = 1 - (1 - 0.3) * (1 - chance)
     first = Likeliest.usual(0, 0.5)
+    assert both == pytest.approx(0.5, abs=0.01)
     assert found == pytest.approx(
         {2: both, 1: first * (1 - both) / 0.7, 0: 0.1 * (1 - both) / 0.7, 3: 0.1 * (1 - both) / 0.7}
     )
@@ -96,6 +101,20 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
         tree.source[tree.children[0][2]] == "ngram"
         and tree.source[tree.children[0][1]] == "drafter"
     )
+
+
+def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same() -> None:
+    """A law of token 2 first, of another first, and none: the text says 2 each time."""
+    ids, repeats = [0, 2, 3, 0], Repeats()
+    values = []
+    for law in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
+        drafter = KnownDrafter(lambda context, law=law: torch.tensor(law))
+        prices = NodePrices([1, 8], [0.0, 0.07])
+        tree = tree_of(hybrid(drafter), priced(ids, prices), 8, 1, call=0.01 if law else 9.0)
+        values.append(tree.value[tree.children[0][2]])
+    assert values[0] == pytest.approx(max(Likeliest.usual(0, 0.6), repeats.chance(1, SAME)))
+    assert values[1:] == pytest.approx([repeats.chance(1, OTHER), repeats.chance(1)])
+    assert values[0] > values[2] > values[1]
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
@@ -141,7 +160,7 @@ def test_how_often_the_text_repeats_itself_is_learned() -> None:
     )
     rng = random.Random(0)
     for _ in range(2000):
-        repeats.observe(5, rng.random() < 0.1)
+        repeats.observe(5, UNASKED, rng.random() < 0.1)
     assert repeats.chance(4) == pytest.approx(0.1, abs=0.06) and repeats.chance(3) == pytest.approx(
         0.45
     )
@@ -153,7 +172,7 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
     policy = hybrid(zipf_drafter(20))
     policy.repeats = repeats = Repeats()
     told: list[tuple[int, bool]] = []
-    repeats.observe = lambda length, right: told.append((length, right))  # type: ignore[method-assign]
+    repeats.observe = lambda length, said, right: told.append((length, right))  # type: ignore[method-assign]
     promised: list[tuple[float, float]] = []
     policy.promises.observe = lambda accepted, values, _: promised.append((accepted, values))  # type: ignore[method-assign]
     tree, learn, truth = grow(policy, priced(ids, NodePrices([1, 12], [0.0, 0.0])), 12, 8)
@@ -250,7 +269,7 @@ def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
     policy = hybrid(KnownDrafter(lambda context: law))
     for _ in range(5000):
         for length in range(1, 40):
-            policy.repeats.observe(length, False)
+            policy.repeats.observe(length, UNASKED, False)
     context = context_of(ids, 0.0)
     context.prices = prices
     tree = tree_of(policy, context, 6, 12, call=0.01)

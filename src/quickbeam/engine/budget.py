@@ -5,7 +5,8 @@ It decides how many nodes each tree gets and which calls of a drafter are made.
 The aim is the most tokens a second, a ratio of tokens to seconds. To maximise that ratio is to
 maximise `tokens - rate * seconds`, where rate is the best ratio there is (Dinkelbach, 1967). So a
 node or a call is added only if its expected tokens outweigh its time at the recent rate, in
-whichever tree it is. Recent rates approach the best one.
+whichever tree it is. Recent rates approach the best one. A sequence that runs alone goes by a rate
+of its own: the tokens of a text are given, so each text is over soonest by its own best ratio.
 
 The time of a pass is measured by its number of rows. The more sequences share a pass, the more does
 a further row cost compared with what it costs alone. In a full batch little but the roots is worth
@@ -138,9 +139,9 @@ class Expected:
 
 @dataclass
 class Rate:
-    """Tokens a second of one method under one load, as fading sums.
+    """Tokens a second of one method under one load, or of one sequence alone, as fading sums.
 
-    They begin with those of one step of plain decoding.
+    They begin with those of one step of plain decoding, or of recent steps (`begun`).
 
     Some steps are trials: the first call of the drafter is made whether or not it seems worth its
     time. Drafting that was not worth its cost may have become so. The first few steps are trials.
@@ -149,11 +150,13 @@ class Rate:
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
+    BEGIN = 8  # how many steps the rate of earlier sequences counts for in a new one
     # how many steps at first are trials; the fewest steps between later trials; their share of time
     FIRST, REST, TRIAL = 4, 32, 0.02
 
     tokens: float
     seconds: float
+    seen: float = 1.0  # steps that the sums hold, as they fade
     steps: int = 0
     tried: int = 0
     called: int = 0  # the last step in which a call was worth its time
@@ -187,6 +190,12 @@ class Rate:
     def observe(self, tokens: int, seconds: float) -> None:
         keep = 1 - 1 / self.MEMORY
         self.tokens, self.seconds = keep * self.tokens + tokens, keep * self.seconds + seconds
+        self.seen = keep * self.seen + 1
+
+    def begun(self) -> Rate:
+        """Return a rate for a new sequence. It begins with this one."""
+        part = min(1.0, self.BEGIN / self.seen)
+        return Rate(part * self.tokens, part * self.seconds, part * self.seen)
 
 
 class Plan(NamedTuple):
@@ -243,6 +252,7 @@ class Budget:
         self._widths = [width for width in (*WIDTHS, *WIDER) if width <= limit]
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
+        self._own: dict[Hashable, Rate] = {}  # by sequence, of its steps alone
         # by sequence: steps left, rows of the rest of the pass, prices
         self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}
         # by sequence and situation: nodes, steps left, rows of the rest of the pass
@@ -266,8 +276,15 @@ class Budget:
         return self._rates[key]
 
     def best_rate(self, setting: Hashable, load: Load) -> float:
-        """Return tokens a second: the recent rate, but at least that of plain decoding."""
-        return max(self.rate(setting, load).rate, len(load.contexts) / self.plain(load))
+        """Return tokens a second: the recent rate, but at least that of plain decoding.
+
+        It is the rate of this load, or a sequence's own if that runs alone.
+        """
+        found = self.rate(setting, load)
+        if len(load.contexts) == 1:
+            (one,) = load.contexts
+            found = self._own.setdefault(one, found.begun())
+        return max(found.rate, len(load.contexts) / self.plain(load))
 
     def drafts(self, setting: Hashable, sequences: int) -> bool:
         """Whether calls of a drafter were worth their time recently.
@@ -423,10 +440,15 @@ class Budget:
         """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)
+        if len(load.contexts) == 1:
+            (one,) = load.contexts
+            if one in self._own:
+                self._own[one].observe(tokens, seconds)
 
     def forget(self, one: Hashable) -> None:
         """Forget a sequence that is over."""
         self._held.pop(one, None)
+        self._own.pop(one, None)
         for key in [key for key in self._chosen if key[0] == one]:
             del self._chosen[key]
 

@@ -26,46 +26,62 @@ LONG = 8
 SURE = 2  # the fewest matching tokens for a guessed path to be continued from the text
 
 
-class Repeats:
-    """Acceptance rates of n-gram continuations, by how many tokens the text has been repeating
-    itself.
+# What the drafter says of the token that continues the text: it was not asked, or has no answer;
+# the token is its likeliest; another token is.
+UNASKED, SAME, OTHER = range(3)
 
-    They begin with a guess, 0.25 to 0.9 as in `Expected.prior`. Observed acceptance corrects it.
+
+class Repeats:
+    """Acceptance rates of n-gram continuations.
+
+    They depend on how many tokens the text has been repeating itself, and on what the drafter says
+    of the next one: `UNASKED`, `SAME` or `OTHER`. They begin with a guess, 0.25 to 0.9 as in
+    `Expected.prior` where the drafter was not asked. Observed acceptance corrects it.
     """
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
+    AGREED = (
+        4.0  # how often more the odds are, at first, if the drafter agrees; so much less if not
+    )
     TRUST = 8.0  # how many observations the guess counts for
     MEMORY = 256  # observations of a class after which one has lost most of its weight
 
     def __init__(self) -> None:
-        self._right = [self.TRUST * chance for chance in self.USUAL]
-        self._count = [self.TRUST] * len(self.USUAL)
+        odds = [chance / (1 - chance) for chance in self.USUAL]
+        usual = [
+            more * one / (1 + more * one)
+            for more in (1.0, self.AGREED, 1 / self.AGREED)
+            for one in odds
+        ]
+        self._right = [self.TRUST * chance for chance in usual]
+        self._count = [self.TRUST] * len(usual)
 
-    def chance(self, length: int) -> float:
+    def chance(self, length: int, said: int = UNASKED) -> float:
         """Return the probability that the next token is the one that followed the earlier
         occurrence.
 
         `length`: for how many tokens the text has been repeating itself.
         """
-        i = self._class(length)
+        i = self._class(length, said)
         return min(0.99, self._right[i] / self._count[i])
 
-    def observe(self, length: int, right: bool) -> None:
-        i, keep = self._class(length), 1 - 1 / self.MEMORY
+    def observe(self, length: int, said: int, right: bool) -> None:
+        i, keep = self._class(length, said), 1 - 1 / self.MEMORY
         self._right[i] = keep * self._right[i] + right
         self._count[i] = keep * self._count[i] + 1
 
-    def _class(self, length: int) -> int:
-        return min(max(length, 1).bit_length(), len(self.USUAL)) - 1
+    def _class(self, length: int, said: int) -> int:
+        sizes = len(self.USUAL)
+        return said * sizes + min(max(length, 1).bit_length(), sizes) - 1
 
 
 class HybridSearch(Search):
     """A search that includes n-gram continuations: paths that cost no call of the drafter.
 
     If the drafter is asked about a node that has a continuation, both may propose the same token.
-    They are then one child, accepted with probability 1 - (1 - q)(1 - a). Here q is the acceptance
-    rate of the drafter's proposal, a that of the continuation. The drafter's other tokens share the
-    rest.
+    They are then one child. Its acceptance rate is the larger of the drafter's proposal's and of
+    what continuations had where the drafter agreed. Where the drafter's likeliest token is another,
+    the continuation has the rate of those. The drafter's other tokens share the rest.
     """
 
     def __init__(
@@ -80,8 +96,9 @@ class HybridSearch(Search):
         super().__init__(policy, context, size, policy.likeliest)
         if context.prices is not None:
             self.floor = context.prices.node(1) / policy.promises.truth
-        # by the number of a continuation's candidate: tokens of repetition before it
-        self.lengths: dict[int, int] = {}
+        # by the number of a continuation's candidate: tokens of repetition before it, and what the
+        # drafter says of it
+        self.lengths: dict[int, tuple[int, int]] = {}
         # by the number of its parent: the probability that it is right
         self.chances: dict[int, float] = {}
         # by the number of its parent: the candidate and those that continue it
@@ -123,12 +140,12 @@ class HybridSearch(Search):
             super().force(one, token, worst)
 
     @property
-    def repeating(self) -> dict[int, int]:
+    def repeating(self) -> dict[int, tuple[int, int]]:
         """For each node of the finished tree that continues the text: the tokens of repetition
-        before it."""
+        before it, and what the drafter says of it."""
         return {
-            self.place[number]: length
-            for number, length in self.lengths.items()
+            self.place[number]: found
+            for number, found in self.lengths.items()
             if number in self.place
         }
 
@@ -138,17 +155,20 @@ class HybridSearch(Search):
         chain = self._continued(one)
         if not chain:
             return super().take(one, row, worst)
-        repeats, known = self.chances[one.number], chain[0].token
-        tokens, probabilities = row
-        said = 0.0
+        before, first = self.chances[one.number], chain[0]
+        known, (tokens, probabilities), said = first.token, row, 0.0
         if known in tokens:
             rank = tokens.index(known)
             self._said[one.number, known] = rank, probabilities[rank]
             said = min(self._chances.child(rank, probabilities[rank]), 1 - 1e-6)
-        both = 1 - (1 - said) * (1 - repeats)
+        both = max(said, before)
+        if tokens and first.number in self.lengths:
+            length, verdict = self.lengths[first.number][0], SAME if tokens[0] == known else OTHER
+            self.lengths[first.number] = length, verdict
+            both = max(said, self._repeats.chance(length, verdict))
         below = {candidate.number for candidate in chain}
         self.best = [
-            found._replace(cost=found.cost * both / repeats) if found.number in below else found
+            found._replace(cost=found.cost * both / before) if found.number in below else found
             for found in self.best
         ]
         super().take(one, row, worst, (1 - both) / (1 - said), known)
@@ -182,7 +202,7 @@ class HybridSearch(Search):
             self.chances[above.number] = chance
             above = self.new(above, token, chance, GRAMMAR if forced else Ngram.name)
             if not forced:
-                self.lengths[above.number] = length + i
+                self.lengths[above.number] = length + i, UNASKED
             self._matched.add(above.number)
             chain.append(above)
         for i, candidate in enumerate(chain):
@@ -228,13 +248,13 @@ class Hybrid(DySpec):
 
 
 def _observe(
-    repeats: Repeats, lengths: dict[int, int], tree: TokenTree, path: Sequence[int]
+    repeats: Repeats, lengths: dict[int, tuple[int, int]], tree: TokenTree, path: Sequence[int]
 ) -> None:
     """Record whether the nodes that continue the text were accepted.
 
-    `lengths`: for each such node, the tokens of repetition before it.
+    `lengths`: for each such node, the tokens of repetition before it, and what the drafter says.
     """
     for node, following in zip(path, [*path[1:], None], strict=True):
         for child in tree.children[node].values():
             if child in lengths:
-                repeats.observe(lengths[child], child == following)
+                repeats.observe(*lengths[child], child == following)
