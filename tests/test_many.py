@@ -77,6 +77,7 @@ class World:
         self.drafter = EagleDrafter(network, self.model)
         self.small = LMDrafter(tiny(layout, dtype, seed=3), VOCAB)
         self.alone = functools.cache(self._alone)
+        self.engines: list[Engine] = []
 
     def policies(self):
         """New ones, by name."""
@@ -98,6 +99,7 @@ class World:
     def engine(self, **options) -> Engine:
         """One whose costs are made up, so that trees don't depend on the machine."""
         engine = Engine(self.model, **options)
+        self.engines.append(engine)
         engine._budget = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0}))
         engine._budget.cost.observe = engine._budget.observe = lambda *_: None
         return engine
@@ -105,11 +107,17 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch):
+    made = list[World]()
+
     def make(layout: str, way: str) -> World:
         monkeypatch.setenv("QUICKBEAM_KERNELS", "eager" if way == "exact" else "auto")
-        return _world(layout, way)
+        made.append(_world(layout, way))
+        return made[-1]
 
-    return make
+    yield make
+    for here in made:  # worlds are shared: no test may find pages that another's engine keeps
+        while here.engines:
+            here.engines.pop().close()
 
 
 @functools.cache
