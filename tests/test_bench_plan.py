@@ -471,7 +471,6 @@ def test_the_shipped_plan_s_commands_are_the_command_line_s(shipped: Plan) -> No
         "throughput",
         "served",
         "structured",
-        "peers",
     } <= set(names)
     for entry in shipped.entries:
         takes_file(entry.words(dict.fromkeys(entry.blanks, "x")))
