@@ -40,9 +40,8 @@ class Repeats:
     """
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more
-    AGREED = (
-        4.0  # how often more the odds are, at first, if the drafter agrees; so much less if not
-    )
+    # by how much the odds are multiplied, at first, if the drafter agrees; divided if it does not
+    AGREED = 4.0
     TRUST = 8.0  # how many observations the guess counts for
     MEMORY = 256  # observations of a class after which one has lost most of its weight
 
@@ -60,7 +59,8 @@ class Repeats:
         """Return the probability that the next token is the one that followed the earlier
         occurrence.
 
-        `length`: for how many tokens the text has been repeating itself.
+        `length`: for how many tokens the text has been repeating itself. `said`: what the drafter
+        says of that token.
         """
         i = self._class(length, said)
         return min(0.99, self._right[i] / self._count[i])
@@ -79,9 +79,9 @@ class HybridSearch(Search):
     """A search that includes n-gram continuations: paths that cost no call of the drafter.
 
     If the drafter is asked about a node that has a continuation, both may propose the same token.
-    They are then one child. Its acceptance rate is the larger of the drafter's proposal's and of
-    what continuations had where the drafter agreed. Where the drafter's likeliest token is another,
-    the continuation has the rate of those. The drafter's other tokens share the rest.
+    They are then one child. Its acceptance rate is the larger of two: that of the drafter's
+    proposal, and that which continuations have had where the drafter said the same (its likeliest
+    token is this one, or is another). The drafter's other tokens share the rest.
     """
 
     def __init__(
