@@ -173,14 +173,18 @@ def test_the_probe_sees_an_attention_that_depends_on_storage(
     assert not attention_is_order_free.__wrapped__(64)
 
 
-def computing_otherwise(from_rows: int, upto_rows: int):
-    """A linear product that computes something else for some numbers of rows."""
-    inner = FastLinear._product
+def compute_otherwise(monkeypatch: pytest.MonkeyPatch, from_rows: int, upto_rows: int) -> None:
+    """Make linear products compute something else for some numbers of rows, whether or not this
+    machine packs them."""
 
-    def product(self, x: torch.Tensor) -> torch.Tensor:
-        return inner(self, x) + float(from_rows <= x.numel() // self.in_features <= upto_rows)
+    def otherwise(inner):
+        def product(self, x: torch.Tensor) -> torch.Tensor:
+            return inner(self, x) + float(from_rows <= x.numel() // self.in_features <= upto_rows)
 
-    return product
+        return product
+
+    for kind, name in ((FastLinear, "_product"), (torch.nn.Linear, "forward")):
+        monkeypatch.setattr(kind, name, otherwise(getattr(kind, name)))
 
 
 @pytest.mark.parametrize(
@@ -196,7 +200,7 @@ def computing_otherwise(from_rows: int, upto_rows: int):
 def test_products_whose_rows_depend_on_their_number_are_seen(
     rows, least: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(FastLinear, "_product", computing_otherwise(*rows))
+    compute_otherwise(monkeypatch, *rows)
     monkeypatch.setattr(bit_exact, "rows_alike", rows_alike.__wrapped__)
     linear = FastLinear(torch.nn.Linear(64, 32, dtype=torch.bfloat16))
     promise = examine([LayerShape(2, 64, 64)], [linear])

@@ -78,7 +78,11 @@ def rows_that_depend_on_others(product: Callable[[torch.Tensor], torch.Tensor], 
 
 @every_set
 @pytest.mark.parametrize("epilogue", [library.STORE, library.GATED])
-@pytest.mark.parametrize(("inputs", "outputs"), [(34, 40), (64, 100), (96, 16), (160, 217)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"),
+    # the last: more than is kept of the rows at once where they are widened
+    [(34, 40), (64, 100), (96, 16), (160, 217), (5002, 17)],
+)
 def test_rows_of_a_product_do_not_depend_on_others(
     isa: str, inputs: int, outputs: int, epilogue: int
 ) -> None:

@@ -91,7 +91,7 @@ class Attention {
   static constexpr int64_t WAVE = 1 << 20;  // scores that tiles worked on together may have
 
   // query: [kv_heads][rows of the batch][group][key_dim]. Tiles go in waves, each in three phases that all threads share.
-  Attention(const AttentionShape& shape, const Batch& batch, const bf16* query, bf16* out, std::vector<float>& scores, std::vector<bf16>& weights,
+  Attention(const AttentionShape& shape, const Batch& batch, const bf16* query, bf16* out, std::vector<float>& scores, std::vector<Entry>& weights,
             std::vector<float>& sums)
       : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights), sums_(sums) {}
 
@@ -123,7 +123,7 @@ class Attention {
   bf16* out_;
   int64_t group_;
   std::vector<float>& scores_;
-  std::vector<bf16>& weights_;
+  std::vector<Entry>& weights_;
   std::vector<float>& sums_;
 
   int64_t seen(int64_t row) const { return batch_.prefix[row] + batch_.path_from[row + 1] - batch_.path_from[row]; }
@@ -188,12 +188,13 @@ class Attention {
   // Query times key of every order in pages [first, last) from the tile's begin: lanes are orders, so what is hidden stays in its lane.
   void score(const QueryTile& t, int64_t first, int64_t last) {
     const int64_t dim = shape_.kv.key_dim;
-    const bf16* q = query_ + (t.head * batch_.rows + t.row) * group_ * dim;
+    static thread_local Entries entries;
+    const Entry* q = entries.take(query_ + (t.head * batch_.rows + t.row) * group_ * dim, dim, t.queries, dim);
     for (int64_t p = first; p < last; ++p) {
       bf16* const* page = t.span->pages + t.begin / PAGE + p;
       const bf16* keys = shape_.kv.key_page(*page, t.head);
       const bf16* next = p + 1 < last ? shape_.kv.key_page(page[1], t.head) : nullptr;
-      product(q, dim, t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next, next ? PAGE * dim / 32 : 0);
+      product(q, entries.stride(), t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next, next ? PAGE * dim / 32 : 0);
     }
   }
 
@@ -205,7 +206,7 @@ class Attention {
       const int64_t row = t.row + i / group_, head = t.head * group_ + i % group_;
       const int64_t length = seen(row) - t.begin, skip = first_seen(row) - t.begin, prefix = batch_.prefix[row];
       float* s = scores_.data() + t.scratch + i * t.width();
-      bf16* w = weights_.data() + t.scratch + i * t.width();
+      Entry* w = weights_.data() + t.scratch + i * t.width();
       for (int64_t p = prefix; p < seen(row); ++p) s[p - t.begin] = s[order_at(row, p) - t.begin];  // orders of a path never lie before positions
       const int64_t padded = (length + 15) / 16 * 16;
       for (int64_t p = length; p < padded; ++p) s[p] = -INFINITY;
@@ -257,7 +258,7 @@ class Attention {
 
   void part(const QueryTile& t, int64_t first, int64_t queries, int64_t block, int64_t blocks, float* sums, int64_t dim) {
     const int64_t stride = blocks * 16, width = t.width();
-    const bf16* w = weights_.data() + t.scratch + first * width;
+    const Entry* w = weights_.data() + t.scratch + first * width;
     std::fill(sums, sums + queries * stride, 0.0f);
     for (int64_t at = t.begin; at < t.common; at += PAGE) {
       bf16* const* page = t.span->pages + at / PAGE;
@@ -268,17 +269,16 @@ class Attention {
     }
     for (int64_t i = 0; i < queries; ++i) {
       const int64_t row = t.row + (first + i) / group_, length = seen(row);
-      const bf16* mine = w + i * width - t.begin;
+      const Entry* mine = w + i * width - t.begin;
       for (int64_t p = std::max(t.common, first_seen(row) & ~int64_t(1)); p < length; p += 2) {
         const int64_t a = order_at(row, p), b = p + 1 < length ? order_at(row, p + 1) : -1;
         const bf16* from = shape_.kv.value_page(t.span->pages[a / PAGE], t.head) + a % PAGE / 2 * 32;
         const bf16* with = b < 0 ? nullptr : shape_.kv.value_page(t.span->pages[b / PAGE], t.head) + b % PAGE / 2 * 32;
-        const bf16 both[2] = {mine[p], b < 0 ? bf16(0) : mine[p + 1]};
-        const Pairs weight = all_pair(both);
+        const Entry both[2] = {mine[p], b < 0 ? Entry(0) : mine[p + 1]};
         for (int64_t c = 0; c < blocks; ++c) {
           const int64_t skip = (block + c) * PAGE * 16;
           float* s = sums + i * stride + c * 16;
-          store(s, dot(weight, join(from + skip, a & 1, with ? with + skip : nullptr, b & 1), load(s)));
+          store(s, dot_joined(both, from + skip, a & 1, with ? with + skip : nullptr, b & 1, load(s)));
         }
       }
       const int64_t head = t.head * group_ + (first + i) % group_;

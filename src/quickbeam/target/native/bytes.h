@@ -7,98 +7,137 @@
 
 namespace qb {
 
-inline int32_t four(const int8_t* p) {
+constexpr int64_t GROUP = 32;  // inputs
+
+template <class T>
+inline int32_t word(const T* p) {  // the first four bytes
   int32_t all;
   std::memcpy(&all, p, 4);
   return all;
 }
 
+// Whole weights stand as they are stored, 128 above their value; their sums begin with what that adds, taken away. `WholeValue`: what products
+// with them read of a row; `arrange_whole`: a group of those.
 #ifdef QB_VNNI
 
-// Whole weights stand as they are stored, 128 above their value; their sums begin with what that adds, taken away.
-struct Sums {
+struct WholeSums {
   __m512i v;
 };
-struct Bytes {
+using HalfSums = WholeSums;
+struct WholeBytes {
   __m512i v;
 };
-inline Sums halves_from_zero() { return {_mm512_setzero_si512()}; }
-inline Sums whole_from(int32_t start) { return {_mm512_set1_epi32(start)}; }
-inline Bytes load_whole(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
-inline void load_halves(const uint8_t* p, Bytes& low, Bytes& high) {
+using HalfBytes = WholeBytes;
+using WholeValue = int8_t;
+inline void arrange_whole(const float* from, int8_t* to) {
+  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+}
+inline HalfSums halves_from_zero() { return {_mm512_setzero_si512()}; }
+inline WholeSums whole_from(int32_t start) { return {_mm512_set1_epi32(start)}; }
+inline WholeBytes load_whole(const uint8_t* p) { return {_mm512_loadu_si512(p)}; }
+inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
   const __m512i v = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
   low = {_mm512_and_si512(v, mask)}, high = {_mm512_and_si512(_mm512_srli_epi16(v, 4), mask)};
 }
-inline Sums dot_whole(Sums s, Bytes w, const int8_t* x) { return {_mm512_dpbusd_epi32(s.v, w.v, _mm512_set1_epi32(four(x)))}; }
-inline Sums dot_half(Sums s, Bytes w, const int8_t* x) { return dot_whole(s, w, x); }
-inline Lanes to_lanes(Sums s) { return {_mm512_cvtepi32_ps(s.v)}; }
+inline WholeSums dot_whole(WholeSums s, WholeBytes w, const int8_t* x) { return {_mm512_dpbusd_epi32(s.v, w.v, _mm512_set1_epi32(word(x)))}; }
+inline HalfSums dot_half(HalfSums s, HalfBytes w, const int8_t* x) { return dot_whole(s, w, x); }
+inline Lanes to_lanes(WholeSums s) { return {_mm512_cvtepi32_ps(s.v)}; }
 
 #elif defined(QB_AVX2) || defined(QB_ZMM)
 
-// Two products are added in 16 bits: whole weights go in signed, by the sign of the input, so that 2 * 127 * 127 fits; halves are small.
-struct Sums {
+// Whole weights are widened to 16 bits, those of even and of odd inputs apart, and added in 32. Halves are small: their products with all
+// inputs of a group add up in 16 bits, at most 16 * 15 * 127 < 2^15.
+struct WholeSums {
   __m256i a, b;
 };
-struct Bytes {
+struct HalfSums {
   __m256i a, b;
 };
-inline Sums halves_from_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
-inline Sums whole_from(int32_t) { return halves_from_zero(); }
-inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
-inline Bytes load_whole(const uint8_t* p) {
-  const __m256i top = _mm256_set1_epi8(char(128));
-  return {_mm256_xor_si256(load_32(p), top), _mm256_xor_si256(load_32(p + 32), top)};
+struct WholeBytes {
+  __m256i even_a, even_b, odd_a, odd_b;
+};
+struct HalfBytes {
+  __m256i a, b;
+};
+using WholeValue = int16_t;
+inline void arrange_whole(const float* from, int16_t* to) {
+  for (int64_t i = 0; i < GROUP; i += 4) to[i] = int16_t(from[i]), to[i + 1] = int16_t(from[i + 2]), to[i + 2] = int16_t(from[i + 1]), to[i + 3] = int16_t(from[i + 3]);
 }
-inline void load_halves(const uint8_t* p, Bytes& low, Bytes& high) {
+inline HalfSums halves_from_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline WholeSums whole_from(int32_t start) { return {_mm256_set1_epi32(start), _mm256_set1_epi32(start)}; }
+inline __m256i load_32(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+inline WholeBytes load_whole(const uint8_t* p) {
+  const __m256i a = load_32(p), b = load_32(p + 32), low = _mm256_set1_epi16(255);
+  return {_mm256_and_si256(a, low), _mm256_and_si256(b, low), _mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8)};
+}
+inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
   const __m256i a = load_32(p), b = load_32(p + 32), mask = _mm256_set1_epi8(15);
   low = {_mm256_and_si256(a, mask), _mm256_and_si256(b, mask)};
   high = {_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask)};
 }
-inline __m256i add_pairs(__m256i s, __m256i pairs) { return _mm256_add_epi32(s, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1))); }
-inline Sums dot_whole(Sums s, Bytes w, const int8_t* x) {
-  const __m256i v = _mm256_set1_epi32(four(x)), size = _mm256_abs_epi8(v);
-  return {add_pairs(s.a, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.a, v))),
-          add_pairs(s.b, _mm256_maddubs_epi16(size, _mm256_sign_epi8(w.b, v)))};
+// One sum after the other: added up as a tree, as compilers like it, they need more registers than there are.
+inline __m256i keep(__m256i sum) {
+  asm("" : "+x"(sum));
+  return sum;
 }
-inline Sums dot_half(Sums s, Bytes w, const int8_t* x) {
-  const __m256i v = _mm256_set1_epi32(four(x));
-  return {add_pairs(s.a, _mm256_maddubs_epi16(w.a, v)), add_pairs(s.b, _mm256_maddubs_epi16(w.b, v))};
+inline __m256i plus_whole(__m256i s, __m256i w, __m256i x) { return keep(_mm256_add_epi32(s, _mm256_madd_epi16(w, x))); }
+inline __m256i plus_half(__m256i s, __m256i w, __m256i x) { return keep(_mm256_add_epi16(s, _mm256_maddubs_epi16(w, x))); }
+inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int16_t* x) {
+  const __m256i even = _mm256_set1_epi32(word(x)), odd = _mm256_set1_epi32(word(x + 2));
+  return {plus_whole(plus_whole(s.a, w.even_a, even), w.odd_a, odd), plus_whole(plus_whole(s.b, w.even_b, even), w.odd_b, odd)};
 }
+inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) {
+  const __m256i v = _mm256_set1_epi32(word(x));
+  return {plus_half(s.a, w.a, v), plus_half(s.b, w.b, v)};
+}
+inline Lanes to_lanes(__m256i a, __m256i b) {
 #ifdef QB_ZMM
-inline Lanes to_lanes(Sums s) { return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(s.a), s.b, 1))}; }
+  return {_mm512_cvtepi32_ps(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1))};
 #else
-inline Lanes to_lanes(Sums s) { return {_mm256_cvtepi32_ps(s.a), _mm256_cvtepi32_ps(s.b)}; }
+  return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
 #endif
+}
+inline Lanes to_lanes(WholeSums s) { return to_lanes(s.a, s.b); }
+inline Lanes to_lanes(HalfSums s) {
+  const __m256i one = _mm256_set1_epi16(1);
+  return to_lanes(_mm256_madd_epi16(s.a, one), _mm256_madd_epi16(s.b, one));
+}
 
 #else
 
-struct Sums {
+struct WholeSums {
   int32_t v[16];
 };
-struct Bytes {
+using HalfSums = WholeSums;
+struct WholeBytes {
   uint8_t v[64];
 };
-inline Sums whole_from(int32_t start) {
-  Sums s;
+using HalfBytes = WholeBytes;
+using WholeValue = int8_t;
+inline void arrange_whole(const float* from, int8_t* to) {
+  for (int64_t i = 0; i < GROUP; ++i) to[i] = int8_t(from[i]);
+}
+inline WholeSums whole_from(int32_t start) {
+  WholeSums s;
   for (int i = 0; i < 16; ++i) s.v[i] = start;
   return s;
 }
-inline Sums halves_from_zero() { return whole_from(0); }
-inline Bytes load_whole(const uint8_t* p) {
-  Bytes w;
+inline HalfSums halves_from_zero() { return whole_from(0); }
+inline WholeBytes load_whole(const uint8_t* p) {
+  WholeBytes w;
   std::memcpy(w.v, p, 64);
   return w;
 }
-inline void load_halves(const uint8_t* p, Bytes& low, Bytes& high) {
+inline void load_halves(const uint8_t* p, HalfBytes& low, HalfBytes& high) {
   for (int i = 0; i < 64; ++i) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
 }
-inline Sums dot_whole(Sums s, const Bytes& w, const int8_t* x) {
+inline WholeSums dot_whole(WholeSums s, const WholeBytes& w, const int8_t* x) {
   for (int i = 0; i < 16; ++i)
     for (int k = 0; k < 4; ++k) s.v[i] += int32_t(w.v[4 * i + k]) * x[k];
   return s;
 }
-inline Sums dot_half(Sums s, const Bytes& w, const int8_t* x) { return dot_whole(s, w, x); }
-inline Lanes to_lanes(const Sums& s) {
+inline HalfSums dot_half(HalfSums s, const HalfBytes& w, const int8_t* x) { return dot_whole(s, w, x); }
+inline Lanes to_lanes(const WholeSums& s) {
   return each([&](int i) { return float(s.v[i]); });
 }
 

@@ -5,6 +5,9 @@
 // go 32 inputs at a time, in an order of their own, again the same for every number of rows. A machine uses one of the two for a given
 // number of inputs, at every width.
 #pragma once
+#include <algorithm>
+#include <vector>
+
 #include "simd.h"
 
 #ifdef QB_AMX
@@ -13,29 +16,44 @@
 
 namespace qb {
 
+constexpr int64_t PACE = 16;  // pairs of inputs between two looks at what to fetch
+
 // rows x blocks of 16 outputs, `pairs` pairs of inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the sums go on
 // from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
 template <int R, int B>
-static void tile(const bf16* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t pairs, float* y, int64_t y_stride, bool more,
+static void tile(const Entry* x, int64_t x_stride, const bf16* w, int64_t w_stride, int64_t pairs, float* y, int64_t y_stride, bool more,
                  const char* ahead, int64_t lines) {
   Lanes s[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) s[r][b] = more ? load(y + r * y_stride + b * 16) : zero();
-  const int64_t step = lines ? (lines + pairs - 1) / pairs : 0;
-  for (int64_t k = 0; k < pairs; ++k) {
-    Pairs v[B];
-    for (int b = 0; b < B; ++b) v[b] = load_pairs(w + b * w_stride + k * 32);
-    for (int64_t l = k * step; l < (k + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
-    for (int r = 0; r < R; ++r) {
-      Pairs q = all_pair(x + r * x_stride + 2 * k);
-      for (int b = 0; b < B; ++b) s[r][b] = dot(q, v[b], s[r][b]);
+  for (int64_t k = 0; k < pairs;) {
+    const int64_t end = std::min(pairs, k + PACE);
+    for (int64_t l = lines * k / pairs; l < lines * end / pairs; ++l) QB_PREFETCH(ahead + l * 64);
+    for (; k < end; ++k) {
+#ifdef QB_DOT
+      Pairs v[B];
+      for (int b = 0; b < B; ++b) v[b] = load_pairs(w + b * w_stride + k * 32);
+      for (int r = 0; r < R; ++r) {
+        Pairs q = all_pair(x + r * x_stride + 2 * k);
+        for (int b = 0; b < B; ++b) s[r][b] = dot(q, v[b], s[r][b]);
+      }
+#else
+      for (int b = 0; b < B; ++b) {
+        const Lanes v = load_even(w + b * w_stride + k * 32);
+        for (int r = 0; r < R; ++r) s[r][b] = fma(all(x[r * x_stride + 2 * k]), v, s[r][b]);
+      }
+      for (int b = 0; b < B; ++b) {
+        const Lanes v = load_odd(w + b * w_stride + k * 32);
+        for (int r = 0; r < R; ++r) s[r][b] = fma(all(x[r * x_stride + 2 * k + 1]), v, s[r][b]);
+      }
+#endif
     }
   }
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) store(y + r * y_stride + b * 16, s[r][b]);
 }
 
-using Tile = void (*)(const bf16*, int64_t, const bf16*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
+using Tile = void (*)(const Entry*, int64_t, const bf16*, int64_t, int64_t, float*, int64_t, bool, const char*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_DOT
@@ -45,8 +63,8 @@ constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 3, 3};
 constexpr int MOST_ROWS = 8, MOST_BLOCKS = 4;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 2, 2, 2, 2};
 #else
-constexpr int MOST_ROWS = 4, MOST_BLOCKS = 2;
-constexpr int WIDEST[MOST_ROWS + 1] = {0, 2, 1, 1, 1};
+constexpr int MOST_ROWS = 6, MOST_BLOCKS = 4;
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 2, 1, 1, 1, 1};
 #endif
 
 template <int R>
@@ -68,23 +86,25 @@ static Tile tile_for(int rows, int blocks) {
     case 1: return tile_of<1>(blocks);
     case 2: return tile_of<2>(blocks);
     case 3: return tile_of<3>(blocks);
-#if defined(QB_ZMM)
     case 4: return tile_of<4>(blocks);
     case 5: return tile_of<5>(blocks);
+#if defined(QB_ZMM)
     case 6: return tile_of<6>(blocks);
     case 7: return tile_of<7>(blocks);
     default: return tile_of<8>(blocks);
 #else
-    default: return tile_of<4>(blocks);
+    default: return tile_of<6>(blocks);
 #endif
   }
 }
 
 // y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: go on from what is in y.
-static void pair_product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
+static void pair_product(const Entry* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
                          int64_t y_stride, bool more, const void* ahead = nullptr, int64_t lines = 0) {
-  int64_t tallest = MOST_ROWS;  // as many rows as leave room for all blocks side by side
+  int64_t tallest = MOST_ROWS;
+#ifdef QB_ZMM  // as many rows as leave room for all blocks side by side
   while (tallest > MOST_ROWS / 2 && WIDEST[tallest] < blocks && WIDEST[tallest] < 4) --tallest;
+#endif
   const int64_t parts = (rows + tallest - 1) / tallest;
   for (int64_t part = 0; part < parts; ++part) {
     const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
@@ -98,7 +118,7 @@ static void pair_product(const bf16* x, int64_t x_stride, int64_t rows, const bf
 }
 
 // The same from zero, by AMX where the machine has it and the inputs come in 32s.
-static void product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
+static void product(const Entry* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t inputs, int64_t blocks, float* y,
                     int64_t y_stride, const void* ahead, int64_t lines) {
 #ifdef QB_AMX
   if (inputs % 32 == 0) return tile_product(x, x_stride, rows, w, w_stride, inputs, blocks, y, y_stride, ahead, lines);
@@ -106,51 +126,97 @@ static void product(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w
   pair_product(x, x_stride, rows, w, w_stride, inputs / 2, blocks, y, y_stride, false, ahead, lines);
 }
 
-// A whole product: panels of blocks [first, last), each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made.
-// `sums`: scratch of PANEL floats. While the rows of one panel are worked through, the next is fetched.
+// Rows as products read them, kept by each thread for itself.
+class Entries {
+ public:
+  static constexpr int64_t MOST = 1 << 19;  // bytes that widened rows may take, about: they stay in the cache meanwhile
+
+  static int64_t rows_at_once([[maybe_unused]] int64_t inputs) {
+#ifdef QB_DOT
+    return INT64_MAX;
+#else
+    return std::max<int64_t>(MOST_ROWS, MOST / (4 * (inputs + GAP)) / MOST_ROWS * MOST_ROWS);
+#endif
+  }
+
+  const Entry* take(const bf16* x, int64_t x_stride, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t inputs) {
+#ifdef QB_DOT
+    stride_ = x_stride;
+    return x;
+#else
+    stride_ = inputs + GAP;
+    if (int64_t(values_.size()) < rows * stride_) values_.resize(size_t(rows * stride_));
+    for (int64_t r = 0; r < rows; ++r) {
+      const bf16* from = x + r * x_stride;
+      float* to = values_.data() + r * stride_;
+      int64_t i = 0;
+      for (; i + 16 <= inputs; i += 16) store(to + i, load(from + i));
+      for (; i < inputs; ++i) to[i] = widen(from[i]);
+    }
+    return values_.data();
+#endif
+  }
+  int64_t stride() const { return stride_; }
+
+ private:
+  static constexpr int64_t GAP = 16;  // between rows, so that those of a tile don't share places in the first cache
+  int64_t stride_ = 0;
+#ifndef QB_DOT
+  std::vector<float> values_;
+#endif
+};
+
+// A whole product: panels of blocks, each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made. `each(f)` calls
+// f(first, last) for ranges of blocks one after the other. `even`: blocks go in twos. `sums`: scratch of PANEL floats. While the rows of one
+// panel are worked through, the next is fetched.
 constexpr int64_t PANEL = 32 * 8 * 16;
 
-template <class Done>
-static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, int64_t first, int64_t last, bool even,
-                   float* sums, Done done) {
-  if (!rows) return;
+template <class Each, class Done>
+static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, Each each, bool even, float* sums, Done done) {
   const int64_t w_stride = inputs * 16;
 #ifdef QB_AMX
-  if (inputs % 32 == 0) {
+  if (inputs % 32 == 0 && rows) {
     const int64_t most = rows > 16 ? 2 : 4, group = rows > 16 ? 32 : 16;
-    for (int64_t b = first; b < last; b += most) {
-      const int64_t some = b + most < last ? most : last - b;
-      const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
-      for (int64_t r = 0; r < rows; r += group) {
-        const int64_t count = r + group < rows ? group : rows - r;
-        tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r ? nullptr : next);
-        done(r, count, b, some, sums, some * 16);
+    each([&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; b += most) {
+        const int64_t some = b + most < last ? most : last - b;
+        const char* next = b + some + most <= last ? reinterpret_cast<const char*>(w + (b + some) * w_stride) : nullptr;
+        for (int64_t r = 0; r < rows; r += group) {
+          const int64_t count = r + group < rows ? group : rows - r;
+          tile_part(x + r * x_stride, x_stride, count, w + b * w_stride, w_stride, inputs, some, sums, some * 16, r ? nullptr : next);
+          done(r, count, b, some, sums, some * 16);
+        }
       }
-    }
+    });
     return;
   }
 #endif
-  const int64_t parts = (rows + MOST_ROWS - 1) / MOST_ROWS, tallest = (rows + parts - 1) / parts;
-  int64_t most = WIDEST[tallest];
-  if (even && most > 1) most &= ~int64_t(1);
-  if (even && most == 1) most = 2;  // two tiles, one after the other
-  for (int64_t b = first; b < last; b += most) {
-    const int64_t some = b + most < last ? most : last - b;
-    const int64_t follow = b + some < last ? (b + some + most < last ? most : last - b - some) : 0;
-    const int64_t lines = follow * inputs / 2;  // of the next panel, spread over all parts
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t low = rows * part / parts, count = rows * (part + 1) / parts - low;
-      const bf16* here = w + b * w_stride;
-      const char* ahead = reinterpret_cast<const char*>(here + some * w_stride);
-      const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
-      const int64_t wide = some < WIDEST[count] ? some : WIDEST[count];
-      for (int64_t c = 0; c < some; c += wide) {
-        const int64_t now = c + wide < some ? wide : some - c;
-        tile_for(int(count), int(now))(x + low * x_stride, x_stride, here + c * w_stride, w_stride, inputs / 2, sums + c * 16, some * 16, false,
-                                       ahead + from * 64, c == 0 ? share : 0);
+  static thread_local Entries entries;
+  const int64_t most_rows = Entries::rows_at_once(inputs);
+  for (int64_t begin = 0, n; begin < rows; begin += n) {
+    n = std::min(most_rows, rows - begin);
+    const Entry* taken = entries.take(x + begin * x_stride, x_stride, n, inputs);
+    const int64_t parts = (n + MOST_ROWS - 1) / MOST_ROWS, tallest = (n + parts - 1) / parts;
+    const int64_t most = even ? std::max(2, WIDEST[tallest] & ~1) : WIDEST[tallest];  // even: maybe two tiles, one after the other
+    each([&](int64_t first, int64_t last) {
+      for (int64_t b = first; b < last; b += most) {
+        const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
+        const bf16* here = w + b * w_stride;
+        const char* ahead = reinterpret_cast<const char*>(here + some * w_stride);
+        const int64_t lines = follow * inputs / 2;  // of the next panel, spread over all parts
+        for (int64_t part = 0; part < parts; ++part) {
+          const int64_t low = n * part / parts, count = n * (part + 1) / parts - low;
+          const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
+          const int64_t wide = std::min<int64_t>(some, WIDEST[count]);
+          for (int64_t c = 0; c < some; c += wide) {
+            const int64_t now = std::min(wide, some - c);
+            tile_for(int(count), int(now))(taken + low * entries.stride(), entries.stride(), here + c * w_stride, w_stride, inputs / 2,
+                                           sums + c * 16, some * 16, false, ahead + from * 64, c == 0 ? share : 0);
+          }
+          done(begin + low, count, b, some, sums, some * 16);
+        }
       }
-      done(low, count, b, some, sums, some * 16);
-    }
+    });
   }
 }
 

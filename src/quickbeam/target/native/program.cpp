@@ -89,7 +89,7 @@ class Meeting {
 
 struct Scratch {  // grows with use, kept by the thread that calls
   std::vector<float> scores, sums, peaks;
-  std::vector<bf16> weights;
+  std::vector<Entry> weights;
   std::vector<int64_t> best, waves;
   std::vector<QueryTile> tiles;
 };
@@ -197,18 +197,22 @@ class Worker {
     }
   }
 
+  template <class Each, class Done>
+  void product(const Op& op, int64_t n, Each each, bool even, Done done) {
+    const bf16* x = at<bf16>(op.source) + op.source_offset;
+    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, each, even, sums_, done);
+    else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, each, even, sums_, done);
+  }
+
   void linear(const Op& op) {
     const int64_t step = op.epilogue == GATED ? 2 : 1, blocks = (op.outputs / step + 15) / 16 * step;
     const int64_t first = low(blocks / step) * step, last = high(blocks / step) * step;
-    const bf16* x = at<bf16>(op.source) + op.source_offset;
     const int64_t n = rows(op);
     if (op.epilogue == BEST) start_best(n);
     const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
-    const auto all_of_them = [&](auto panel) { panel(first, last); };
-    if (op.format != BFLOAT16) quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, all_of_them, step == 2, sums_, done);
-    else panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, step == 2, sums_, done);
+    product(op, n, [&](auto panel) { panel(first, last); }, step == 2, done);
     if (op.epilogue == BEST) finish_best(op, n);
   }
 
@@ -294,7 +298,6 @@ class Worker {
 
   // A product with chosen blocks of the weight; results side by side in the order they are named.
   void chosen(const Op& op) {
-    const bf16* x = at<bf16>(op.source) + op.source_offset;
     const int64_t n = rows(op);
     int64_t shift = 0;  // from a block's number to its place in the results
     const auto ranges = [&](auto panel) {
@@ -314,13 +317,7 @@ class Worker {
           put(op, row + r, (block + b + shift) * 16, 16, y);
         }
     };
-    if (op.format != BFLOAT16) {
-      quantised_panels(op.format, x, op.source_stride, n, op.weight, op.inputs, ranges, false, sums_, done);
-      return;
-    }
-    ranges([&](int64_t first, int64_t last) {
-      panels(x, op.source_stride, n, static_cast<const bf16*>(op.weight), op.inputs, first, last, false, sums_, done);
-    });
+    product(op, n, ranges, false, done);
   }
 
   // The sequence of a row; rows come in order, so the search goes on from the last one's.

@@ -20,7 +20,6 @@ namespace qb {
 
 enum Format : int32_t { BFLOAT16, INT8, INT4 };
 
-constexpr int64_t GROUP = 32;
 constexpr float LEAST = 7.8886090522101181e-31f;  // 2^-100: groups whose largest number is smaller count as zeros
 
 inline int64_t groups_of(int64_t inputs) { return (inputs + GROUP - 1) / GROUP; }
@@ -28,17 +27,81 @@ inline int64_t block_bytes(int32_t format, int64_t inputs) {
   return format == INT8 ? groups_of(inputs) * 512 + 64 : groups_of(inputs) * 320;
 }
 
+struct Whole {  // INT8
+  static constexpr Format FORMAT = INT8;
+  static constexpr int64_t GROUP_BYTES = 512;
+  using Sums = WholeSums;
+  using Value = WholeValue;
+  struct Scale {};
+  static void arrange(const float* from, Value* to) { arrange_whole(from, to); }
+  static Sums start(int32_t shift) { return whole_from(shift); }
+  static Scale scale(const uint8_t*, int64_t, int64_t) { return {}; }
+  static Lanes scaled(const Lanes& sum, const Scale&, float row, float) { return mul(sum, all(row)); }
+  static Lanes finished(const Lanes& y, const uint8_t* w, int64_t groups) {
+    return mul(y, load(reinterpret_cast<const float*>(w + groups * GROUP_BYTES)));
+  }
+
+  template <int R, int B>
+  static void add(Sums (&s)[R][B], const Value* x, const uint8_t* w, int64_t stride) {
+#pragma GCC unroll 8
+    for (int k = 0; k < 8; ++k) {
+      WholeBytes v[B];
+      for (int b = 0; b < B; ++b) v[b] = load_whole(w + b * stride + k * 64);
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) s[r][b] = dot_whole(s[r][b], v[b], x + r * GROUP + k * 4);
+    }
+  }
+};
+
+struct Halves {  // INT4
+  static constexpr Format FORMAT = INT4;
+  static constexpr int64_t GROUP_BYTES = 256;
+  using Sums = HalfSums;
+  using Value = int8_t;
+  static void arrange(const float* from, Value* to) {
+    for (int64_t i = 0; i < GROUP; ++i) to[i] = Value(from[i]);
+  }
+  struct Scale {
+    Lanes by, plus;
+  };
+  static Sums start(int32_t) { return halves_from_zero(); }
+  static Scale scale(const uint8_t* w, int64_t groups, int64_t g) {
+    const uint16_t* p = reinterpret_cast<const uint16_t*>(w + groups * GROUP_BYTES) + g * 32;
+    return {load_half_floats(p), load_half_floats(p + 16)};
+  }
+  static Lanes scaled(const Lanes& sum, const Scale& scale, float row, float total) {
+    return mul(qb::add(mul(sum, scale.by), mul(scale.plus, all(total))), all(row));
+  }
+  static Lanes finished(const Lanes& y, const uint8_t*, int64_t) { return y; }
+
+  template <int R, int B>
+  static void add(Sums (&s)[R][B], const Value* x, const uint8_t* w, int64_t stride) {
+#pragma GCC unroll 4
+    for (int k = 0; k < 4; ++k) {
+      HalfBytes low[B], high[B];
+      for (int b = 0; b < B; ++b) load_halves(w + b * stride + k * 64, low[b], high[b]);
+      for (int r = 0; r < R; ++r)
+        for (int b = 0; b < B; ++b) {
+          const Value* p = x + r * GROUP + k * 8;
+          s[r][b] = dot_half(dot_half(s[r][b], low[b], p), high[b], p + 4);
+        }
+    }
+  }
+};
+
 // Quantised rows, kept by each thread for itself: parts of a few rows that are worked on together, in each group by group, row beside row.
+template <class F>
 struct QuantisedRows {
+  using Value = typename F::Value;
   static constexpr int64_t MOST = 1 << 19;  // bytes that a part of the rows may take, about: they stay in the cache meanwhile
 
-  std::vector<int8_t> values;   // [parts][groups][rows][32]
+  std::vector<Value> values;    // [parts][groups][rows][32]
   std::vector<float> scales;    // [parts][groups][rows]
   std::vector<float> totals;    // likewise: sums of the values
   std::vector<int32_t> shifts;  // likewise: those times -128
   int64_t groups = 0;
 
-  static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP)); }
+  static int64_t rows_at_once(int64_t inputs) { return std::max<int64_t>(16, MOST / (groups_of(inputs) * GROUP * int64_t(sizeof(Value)))); }
 
   void resize(int64_t rows, int64_t inputs) {
     groups = groups_of(inputs);
@@ -63,13 +126,13 @@ struct QuantisedRows {
   }
 
   // One group; the sum of its values. What is not finite makes the scale NaN, and so the whole row of results.
-  static int32_t quantise(const bf16* x, int8_t* values, float& scale) {
+  static int32_t quantise(const bf16* x, Value* values, float& scale) {
     uint16_t top = 0;  // sizes of bfloat16 numbers are in the order of their bits, NaN above all
     for (int64_t i = 0; i < GROUP; ++i) top = std::max<uint16_t>(top, x[i] & 0x7fff);
     const float largest = widen(top);
     if (top >= 0x7f80 || largest < LEAST) {
       scale = top >= 0x7f80 ? NAN : 0.0f;
-      std::memset(values, 0, GROUP);
+      std::fill(values, values + GROUP, Value(0));
       return 0;
     }
     scale = largest / 127.0f;
@@ -78,75 +141,18 @@ struct QuantisedRows {
     store(rounded, round_even(mul(load(x), factor)));
     store(rounded + 16, round_even(mul(load(x + 16), factor)));
     int32_t total = 0;
-    for (int64_t i = 0; i < GROUP; ++i) {
-      const int32_t v = int32_t(rounded[i]);
-      values[i] = int8_t(v);
-      total += v;
-    }
+    for (int64_t i = 0; i < GROUP; ++i) total += int32_t(rounded[i]);
+    F::arrange(rounded, values);
     return total;
-  }
-};
-
-struct Whole {  // INT8
-  static constexpr Format FORMAT = INT8;
-  static constexpr int64_t GROUP_BYTES = 512;
-  struct Scale {};
-  static Sums start(int32_t shift) { return whole_from(shift); }
-  static Scale scale(const uint8_t*, int64_t, int64_t) { return {}; }
-  static Lanes scaled(const Lanes& sum, const Scale&, float row, float) { return mul(sum, all(row)); }
-  static Lanes finished(const Lanes& y, const uint8_t* w, int64_t groups) {
-    return mul(y, load(reinterpret_cast<const float*>(w + groups * GROUP_BYTES)));
-  }
-
-  template <int R, int B>
-  static void add(Sums (&s)[R][B], const int8_t* x, const uint8_t* w, int64_t stride) {
-#pragma GCC unroll 8
-    for (int k = 0; k < 8; ++k) {
-      Bytes v[B];
-      for (int b = 0; b < B; ++b) v[b] = load_whole(w + b * stride + k * 64);
-      for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b) s[r][b] = dot_whole(s[r][b], v[b], x + r * GROUP + k * 4);
-    }
-  }
-};
-
-struct Halves {  // INT4
-  static constexpr Format FORMAT = INT4;
-  static constexpr int64_t GROUP_BYTES = 256;
-  struct Scale {
-    Lanes by, plus;
-  };
-  static Sums start(int32_t) { return halves_from_zero(); }
-  static Scale scale(const uint8_t* w, int64_t groups, int64_t g) {
-    const uint16_t* p = reinterpret_cast<const uint16_t*>(w + groups * GROUP_BYTES) + g * 32;
-    return {load_half_floats(p), load_half_floats(p + 16)};
-  }
-  static Lanes scaled(const Lanes& sum, const Scale& scale, float row, float total) {
-    return mul(qb::add(mul(sum, scale.by), mul(scale.plus, all(total))), all(row));
-  }
-  static Lanes finished(const Lanes& y, const uint8_t*, int64_t) { return y; }
-
-  template <int R, int B>
-  static void add(Sums (&s)[R][B], const int8_t* x, const uint8_t* w, int64_t stride) {
-#pragma GCC unroll 4
-    for (int k = 0; k < 4; ++k) {
-      Bytes low[B], high[B];
-      for (int b = 0; b < B; ++b) load_halves(w + b * stride + k * 64, low[b], high[b]);
-      for (int r = 0; r < R; ++r)
-        for (int b = 0; b < B; ++b) {
-          const int8_t* p = x + r * GROUP + k * 8;
-          s[r][b] = dot_half(dot_half(s[r][b], low[b], p), high[b], p + 4);
-        }
-    }
   }
 };
 
 // A part of the rows from `row` on x blocks of 16 outputs to y. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
 template <class F, int R, int B>
-static void quantised_tile(const QuantisedRows& x, int64_t row, const uint8_t* w, int64_t stride, float* y, int64_t y_stride,
+static void quantised_tile(const QuantisedRows<F>& x, int64_t row, const uint8_t* w, int64_t stride, float* y, int64_t y_stride,
                            const uint8_t* ahead, int64_t lines) {
   const int64_t groups = x.groups;
-  const int8_t* values = x.values.data() + row * groups * GROUP;
+  const typename F::Value* values = x.values.data() + row * groups * GROUP;
   const float *scales = x.scales.data() + row * groups, *totals = x.totals.data() + row * groups;
   const int32_t* shifts = x.shifts.data() + row * groups;
   const int64_t step = (lines + groups - 1) / groups;
@@ -154,7 +160,7 @@ static void quantised_tile(const QuantisedRows& x, int64_t row, const uint8_t* w
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) f[r][b] = zero();
   for (int64_t g = 0; g < groups; ++g) {
-    Sums s[R][B];
+    typename F::Sums s[R][B];
     for (int r = 0; r < R; ++r)
       for (int b = 0; b < B; ++b) s[r][b] = F::start(shifts[g * R + r]);
     for (int64_t l = g * step; l < (g + 1) * step && l < lines; ++l) QB_PREFETCH(ahead + l * 64);
@@ -171,19 +177,20 @@ static void quantised_tile(const QuantisedRows& x, int64_t row, const uint8_t* w
     for (int b = 0; b < B; ++b) store(y + r * y_stride + b * 16, F::finished(f[r][b], w + b * stride, groups));
 }
 
-using QuantisedTile = void (*)(const QuantisedRows&, int64_t, const uint8_t*, int64_t, float*, int64_t, const uint8_t*, int64_t);
+template <class F>
+using QuantisedTile = void (*)(const QuantisedRows<F>&, int64_t, const uint8_t*, int64_t, float*, int64_t, const uint8_t*, int64_t);
 
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_VNNI
 constexpr int MOST_QUANTISED = 8;
 constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 4, 4, 2, 2, 2, 1, 1, 1};
 #else
-constexpr int MOST_QUANTISED = 4;
-constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1};
+constexpr int MOST_QUANTISED = 5;
+constexpr int WIDEST_QUANTISED[MOST_QUANTISED + 1] = {0, 2, 1, 1, 1, 1};
 #endif
 
 template <class F, int R>
-static QuantisedTile quantised_tile_of(int64_t blocks) {
+static QuantisedTile<F> quantised_tile_of(int64_t blocks) {
   constexpr int most = WIDEST_QUANTISED[R];
   switch (blocks) {
     case 1: return quantised_tile<F, R, 1>;
@@ -194,19 +201,19 @@ static QuantisedTile quantised_tile_of(int64_t blocks) {
 }
 
 template <class F>
-static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
+static QuantisedTile<F> quantised_tile_for(int64_t rows, int64_t blocks) {
   switch (rows) {
     case 1: return quantised_tile_of<F, 1>(blocks);
     case 2: return quantised_tile_of<F, 2>(blocks);
     case 3: return quantised_tile_of<F, 3>(blocks);
-#ifdef QB_VNNI
     case 4: return quantised_tile_of<F, 4>(blocks);
+#ifdef QB_VNNI
     case 5: return quantised_tile_of<F, 5>(blocks);
     case 6: return quantised_tile_of<F, 6>(blocks);
     case 7: return quantised_tile_of<F, 7>(blocks);
     default: return quantised_tile_of<F, 8>(blocks);
 #else
-    default: return quantised_tile_of<F, 4>(blocks);
+    default: return quantised_tile_of<F, 5>(blocks);
 #endif
   }
 }
@@ -216,8 +223,8 @@ static QuantisedTile quantised_tile_for(int64_t rows, int64_t blocks) {
 template <class F, class Each, class Done>
 static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, const uint8_t* w, int64_t inputs, Each each, bool even,
                                 float* sums, Done done) {
-  static thread_local QuantisedRows taken;
-  const int64_t stride = block_bytes(F::FORMAT, inputs), most_rows = QuantisedRows::rows_at_once(inputs);
+  static thread_local QuantisedRows<F> taken;
+  const int64_t stride = block_bytes(F::FORMAT, inputs), most_rows = QuantisedRows<F>::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
     const int64_t n = std::min(most_rows, rows - begin);
     const int64_t parts = (n + MOST_QUANTISED - 1) / MOST_QUANTISED, tallest = (n + parts - 1) / parts;

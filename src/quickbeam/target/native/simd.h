@@ -164,8 +164,11 @@ inline Lanes two_to(const Lanes& n) {
 
 #endif
 
-// 16 pairs of bfloat16, or one pair 16 times. `dot` adds both products of each pair to its lane, in the same order everywhere on a machine.
+// 16 pairs of bfloat16. A product adds both products of each pair to its lane, the first number's and then the second's, or as the machine's
+// instruction has it: in the same order everywhere on a machine. `Entry`: a number of a row as products read it. Where the machine multiplies
+// pairs of bfloat16 that is bfloat16; elsewhere rows are widened once, so that a number is put into all lanes by one load.
 #ifdef QB_DOT
+using Entry = bf16;
 struct Pairs {
   __m512bh v;
 };
@@ -177,35 +180,45 @@ inline Pairs all_pair(const bf16* p) {
 }
 inline Lanes dot(Pairs a, Pairs b, Lanes c) { return {_mm512_dpbf16_ps(c.v, a.v, b.v)}; }
 #else
-struct Pairs {
-  Lanes even, odd;
-};
-inline Pairs load_pairs(const bf16* p) {
+using Entry = float;
 #if defined(QB_ZMM)
-  __m512i bits = _mm512_loadu_si512(p);
-  return {{_mm512_castsi512_ps(_mm512_slli_epi32(bits, 16))}, {_mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(0xffff0000)))}};
-#elif defined(QB_AVX2)
-  __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)), b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p + 16));
-  __m256i high = _mm256_set1_epi32(int(0xffff0000));
-  return {{_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))},
-          {_mm256_castsi256_ps(_mm256_and_si256(a, high)), _mm256_castsi256_ps(_mm256_and_si256(b, high))}};
-#else
-  return {each([p](int i) { return widen(p[2 * i]); }), each([p](int i) { return widen(p[2 * i + 1]); })};
-#endif
+inline Lanes load_even(const bf16* p) { return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))}; }
+inline Lanes load_odd(const bf16* p) {
+  return {_mm512_castsi512_ps(_mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32(int(0xffff0000))))};
 }
-inline Pairs all_pair(const bf16* p) { return {all(widen(p[0])), all(widen(p[1]))}; }
-inline Lanes dot(const Pairs& a, const Pairs& b, const Lanes& c) { return fma(a.odd, b.odd, fma(a.even, b.even, c)); }
+#elif defined(QB_AVX2)
+inline Lanes load_even(const bf16* p) {
+  auto half = [](const bf16* q) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(q)), 16)); };
+  return {half(p), half(p + 16)};
+}
+inline Lanes load_odd(const bf16* p) {
+  const __m256 high = _mm256_castsi256_ps(_mm256_set1_epi32(int(0xffff0000)));
+  auto half = [&](const bf16* q) { return _mm256_and_ps(_mm256_loadu_ps(reinterpret_cast<const float*>(q)), high); };
+  return {half(p), half(p + 16)};
+}
+#else
+inline Lanes load_even(const bf16* p) {
+  return each([p](int i) { return widen(p[2 * i]); });
+}
+inline Lanes load_odd(const bf16* p) {
+  return each([p](int i) { return widen(p[2 * i + 1]); });
+}
+#endif
 #endif
 
-// Both numbers of each pair from different places: (p[2i + p_odd], q[2i + q_odd]), 0 where q is null.
-inline Pairs join(const bf16* p, int p_odd, const bf16* q, int q_odd) {
+// c + both numbers of `pair` times pairs whose numbers come from different places: (p[2i + p_odd], q[2i + q_odd]), 0 where q is null.
+inline Lanes dot_joined(const Entry* pair, const bf16* p, int p_odd, const bf16* q, int q_odd, Lanes c) {
   alignas(64) uint32_t a[16], b[16] = {};
   std::memcpy(a, p, 64);
   if (q) std::memcpy(b, q, 64);
   for (int i = 0; i < 16; ++i) a[i] = ((a[i] >> (16 * p_odd)) & 0xffff) | (b[i] >> (16 * q_odd) << 16);
   alignas(64) bf16 both[32];
   std::memcpy(both, a, 64);
-  return load_pairs(both);
+#ifdef QB_DOT
+  return dot(all_pair(pair), load_pairs(both), c);
+#else
+  return fma(all(pair[1]), load_odd(both), fma(all(pair[0]), load_even(both), c));
+#endif
 }
 
 inline float sum(const Lanes& a) {
