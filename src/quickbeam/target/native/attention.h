@@ -93,7 +93,8 @@ class Attention {
   // query: [kv_heads][rows of the batch][group][key_dim]. Tiles go in waves, each in three phases that all threads share.
   Attention(const AttentionShape& shape, const Batch& batch, const bf16* query, bf16* out, std::vector<float>& scores, std::vector<Entry>& weights,
             std::vector<float>& sums)
-      : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights), sums_(sums) {}
+      : shape_(shape), batch_(batch), query_(query), out_(out), group_(shape.heads / shape.kv.kv_heads), scores_(scores), weights_(weights),
+        sums_(sums) {}
 
   template <class Sync>
   void run(int64_t thread, int64_t threads, bool fresh, Sync sync, std::vector<QueryTile>& tiles, std::vector<int64_t>& waves) {
@@ -194,7 +195,8 @@ class Attention {
       bf16* const* page = t.span->pages + t.begin / PAGE + p;
       const bf16* keys = shape_.kv.key_page(*page, t.head);
       const bf16* next = p + 1 < last ? shape_.kv.key_page(page[1], t.head) : nullptr;
-      product(q, entries.stride(), t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next, next ? PAGE * dim / 32 : 0);
+      product(q, entries.stride(), t.queries, keys, dim * 16, dim, PAGE / 16, scores_.data() + t.scratch + p * PAGE, t.width(), next,
+              next ? PAGE * dim / 32 : 0);
     }
   }
 
@@ -212,7 +214,8 @@ class Attention {
       for (int64_t p = length; p < padded; ++p) s[p] = -INFINITY;
       for (int64_t p = 0; p < skip; ++p) s[p] = -INFINITY;
       if (shape_.softcap > 0)
-        for (int64_t p = 0; p < padded; p += 16) store(s + p, hide(mul(hyperbolic_tangent(mul(load(s + p), all(before))), all(shape_.softcap)), s + p));
+        for (int64_t p = 0; p < padded; p += 16)
+          store(s + p, hide(mul(hyperbolic_tangent(mul(load(s + p), all(before))), all(shape_.softcap)), s + p));
       Lanes high = all(-INFINITY);  // a NaN is no peak, but its weight is NaN, and so is the sum
       for (int64_t p = 0; p < padded; p += 16) high = greatest(load(s + p), high);
       float top = peak(high) * scale;

@@ -61,7 +61,10 @@ struct HalfBytes {
 };
 using WholeValue = int16_t;
 inline void arrange_whole(const float* from, int16_t* to) {
-  for (int64_t i = 0; i < GROUP; i += 4) to[i] = int16_t(from[i]), to[i + 1] = int16_t(from[i + 2]), to[i + 2] = int16_t(from[i + 1]), to[i + 3] = int16_t(from[i + 3]);
+  for (int64_t i = 0; i < GROUP; i += 4) {
+    const int16_t four[4] = {int16_t(from[i]), int16_t(from[i + 2]), int16_t(from[i + 1]), int16_t(from[i + 3])};
+    std::memcpy(to + i, four, sizeof four);
+  }
 }
 inline HalfSums halves_from_zero() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline WholeSums whole_from(int32_t start) { return {_mm256_set1_epi32(start), _mm256_set1_epi32(start)}; }

@@ -98,6 +98,14 @@ static Tile tile_for(int rows, int blocks) {
   }
 }
 
+// Rows of a product in parts of nearly as many each, at most `most`.
+struct Parts {
+  int64_t rows, count;
+  Parts(int64_t rows, int64_t most) : rows(rows), count((rows + most - 1) / most) {}
+  int64_t begin(int64_t part) const { return rows * part / count; }
+  int64_t tallest() const { return (rows + count - 1) / count; }
+};
+
 // y [rows][y_stride] of all `blocks` blocks of 16 outputs (y has room for whole blocks), by pairs. `more`: go on from what is in y.
 static void pair_product(const Entry* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t w_stride, int64_t pairs, int64_t blocks, float* y,
                          int64_t y_stride, bool more, const void* ahead = nullptr, int64_t lines = 0) {
@@ -105,14 +113,14 @@ static void pair_product(const Entry* x, int64_t x_stride, int64_t rows, const b
 #ifdef QB_ZMM  // as many rows as leave room for all blocks side by side
   while (tallest > MOST_ROWS / 2 && WIDEST[tallest] < blocks && WIDEST[tallest] < 4) --tallest;
 #endif
-  const int64_t parts = (rows + tallest - 1) / tallest;
-  for (int64_t part = 0; part < parts; ++part) {
-    const int64_t first = rows * part / parts, last = rows * (part + 1) / parts;
-    const int64_t most = WIDEST[last - first];
+  const Parts parts(rows, tallest);
+  for (int64_t part = 0; part < parts.count; ++part) {
+    const int64_t first = parts.begin(part), count = parts.begin(part + 1) - first;
+    const int64_t most = WIDEST[count];
     for (int64_t b = 0; b < blocks; b += most) {
-      const int64_t some = b + most < blocks ? most : blocks - b;
-      tile_for(int(last - first), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, pairs, y + first * y_stride + b * 16,
-                                             y_stride, more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
+      const int64_t some = std::min(most, blocks - b);
+      tile_for(int(count), int(some))(x + first * x_stride, x_stride, w + b * w_stride, w_stride, pairs, y + first * y_stride + b * 16, y_stride,
+                                      more, static_cast<const char*>(ahead), part + b == 0 ? lines : 0);
     }
   }
 }
@@ -166,11 +174,35 @@ class Entries {
 #endif
 };
 
-// A whole product: panels of blocks, each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made. `each(f)` calls
-// f(first, last) for ranges of blocks one after the other. `even`: blocks go in twos. `sums`: scratch of PANEL floats. While the rows of one
-// panel are worked through, the next is fetched.
-constexpr int64_t PANEL = 32 * 8 * 16;
+constexpr int64_t PANEL = 32 * 8 * 16;  // numbers a panel's sums have room for
 
+// Panels of blocks, `block_bytes` each, one after the other; a tile of R rows has at most widest[R] blocks. `each(f)` calls f(first, last)
+// for ranges of blocks. `even`: blocks go in twos. `tile(low, rows, block's bytes, blocks, sums, stride, ahead, lines)` makes the sums of
+// a part and fetches `lines` of the next panel; `done(low, rows, block, blocks, sums, stride)` takes them.
+template <class Each, class Tile, class Done>
+static void walk_panels(const Parts& parts, const int* widest, const void* weight, int64_t block_bytes, Each each, bool even, float* sums,
+                        Tile tile, Done done) {
+  const int64_t tallest = parts.tallest();
+  const int64_t most = even ? std::max(2, widest[tallest] & ~1) : widest[tallest];  // even: maybe two tiles, one after the other
+  each([&](int64_t first, int64_t last) {
+    for (int64_t b = first; b < last; b += most) {
+      const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
+      const char *here = static_cast<const char*>(weight) + b * block_bytes, *ahead = here + some * block_bytes;
+      const int64_t lines = follow * block_bytes / 64;  // of the next panel, spread over all parts
+      for (int64_t part = 0; part < parts.count; ++part) {
+        const int64_t low = parts.begin(part), count = parts.begin(part + 1) - low;
+        const int64_t from = lines * part / parts.count, share = lines * (part + 1) / parts.count - from;
+        const int64_t wide = std::min<int64_t>(some, widest[count]);
+        for (int64_t c = 0; c < some; c += wide)
+          tile(low, count, here + c * block_bytes, std::min(wide, some - c), sums + c * 16, some * 16, ahead + from * 64, c == 0 ? share : 0);
+        done(low, count, b, some, sums, some * 16);
+      }
+    }
+  });
+}
+
+// A whole product: panels of blocks, each handed to `done(row, rows, block, blocks, sums, stride)` part by part as it is made. `each` and
+// `even` as above. `sums`: scratch of PANEL floats. While the rows of one panel are worked through, the next is fetched.
 template <class Each, class Done>
 static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w, int64_t inputs, Each each, bool even, float* sums, Done done) {
   const int64_t w_stride = inputs * 16;
@@ -193,30 +225,19 @@ static void panels(const bf16* x, int64_t x_stride, int64_t rows, const bf16* w,
 #endif
   static thread_local Entries entries;
   const int64_t most_rows = Entries::rows_at_once(inputs);
-  for (int64_t begin = 0, n; begin < rows; begin += n) {
-    n = std::min(most_rows, rows - begin);
+  for (int64_t begin = 0; begin < rows; begin += most_rows) {
+    const int64_t n = std::min(most_rows, rows - begin);
     const Entry* taken = entries.take(x + begin * x_stride, x_stride, n, inputs);
-    const int64_t parts = (n + MOST_ROWS - 1) / MOST_ROWS, tallest = (n + parts - 1) / parts;
-    const int64_t most = even ? std::max(2, WIDEST[tallest] & ~1) : WIDEST[tallest];  // even: maybe two tiles, one after the other
-    each([&](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; b += most) {
-        const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
-        const bf16* here = w + b * w_stride;
-        const char* ahead = reinterpret_cast<const char*>(here + some * w_stride);
-        const int64_t lines = follow * inputs / 2;  // of the next panel, spread over all parts
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t low = n * part / parts, count = n * (part + 1) / parts - low;
-          const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
-          const int64_t wide = std::min<int64_t>(some, WIDEST[count]);
-          for (int64_t c = 0; c < some; c += wide) {
-            const int64_t now = std::min(wide, some - c);
-            tile_for(int(count), int(now))(taken + low * entries.stride(), entries.stride(), here + c * w_stride, w_stride, inputs / 2,
-                                           sums + c * 16, some * 16, false, ahead + from * 64, c == 0 ? share : 0);
-          }
-          done(begin + low, count, b, some, sums, some * 16);
-        }
-      }
-    });
+    const int64_t stride = entries.stride();
+    const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
+                          int64_t lines) {
+      tile_for(int(count), int(blocks))(taken + low * stride, stride, reinterpret_cast<const bf16*>(block), w_stride, inputs / 2, to,
+                                        to_stride, false, ahead, lines);
+    };
+    const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
+      done(begin + low, count, block, blocks, from, from_stride);
+    };
+    walk_panels(Parts(n, MOST_ROWS), WIDEST, w, w_stride * sizeof(bf16), each, even, sums, tile, made);
   }
 }
 

@@ -226,32 +226,19 @@ static void quantised_panels_of(const bf16* x, int64_t x_stride, int64_t rows, c
   static thread_local QuantisedRows<F> taken;
   const int64_t stride = block_bytes(F::FORMAT, inputs), most_rows = QuantisedRows<F>::rows_at_once(inputs);
   for (int64_t begin = 0; begin < rows; begin += most_rows) {
-    const int64_t n = std::min(most_rows, rows - begin);
-    const int64_t parts = (n + MOST_QUANTISED - 1) / MOST_QUANTISED, tallest = (n + parts - 1) / parts;
-    taken.resize(n, inputs);
-    for (int64_t part = 0; part < parts; ++part) {
-      const int64_t low = n * part / parts;
-      taken.take(x + begin * x_stride, x_stride, low, n * (part + 1) / parts - low, inputs);
-    }
-    const int64_t most = even ? std::max(2, WIDEST_QUANTISED[tallest] & ~1) : WIDEST_QUANTISED[tallest];
-    each([&](int64_t first, int64_t last) {
-      for (int64_t b = first; b < last; b += most) {
-        const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
-        const uint8_t *here = w + b * stride, *ahead = here + some * stride;
-        const int64_t lines = follow * stride / 64;  // of the next panel, spread over all parts
-        for (int64_t part = 0; part < parts; ++part) {
-          const int64_t low = n * part / parts, count = n * (part + 1) / parts - low;
-          const int64_t from = lines * part / parts, share = lines * (part + 1) / parts - from;
-          const int64_t wide = std::min<int64_t>(some, WIDEST_QUANTISED[count]);
-          for (int64_t c = 0; c < some; c += wide) {
-            const int64_t now = std::min(wide, some - c);
-            quantised_tile_for<F>(count, now)(taken, low, here + c * stride, stride, sums + c * 16, some * 16, ahead + from * 64,
-                                              c == 0 ? share : 0);
-          }
-          done(begin + low, count, b, some, sums, some * 16);
-        }
-      }
-    });
+    const Parts parts(std::min(most_rows, rows - begin), MOST_QUANTISED);
+    taken.resize(parts.rows, inputs);
+    for (int64_t part = 0; part < parts.count; ++part)
+      taken.take(x + begin * x_stride, x_stride, parts.begin(part), parts.begin(part + 1) - parts.begin(part), inputs);
+    const auto tile = [&](int64_t low, int64_t count, const char* block, int64_t blocks, float* to, int64_t to_stride, const char* ahead,
+                          int64_t lines) {
+      quantised_tile_for<F>(count, blocks)(taken, low, reinterpret_cast<const uint8_t*>(block), stride, to, to_stride,
+                                           reinterpret_cast<const uint8_t*>(ahead), lines);
+    };
+    const auto made = [&](int64_t low, int64_t count, int64_t block, int64_t blocks, const float* from, int64_t from_stride) {
+      done(begin + low, count, block, blocks, from, from_stride);
+    };
+    walk_panels(parts, WIDEST_QUANTISED, w, stride, each, even, sums, tile, made);
   }
 }
 
