@@ -74,7 +74,7 @@ DOCS = (
 # Writes what it was asked, and the record of that command to --json FILE, or prints it. Told by a
 # file, it fails or waits.
 STAND_IN = """
-import json, pathlib, signal, sys, time
+import json, os, pathlib, signal, sys, time
 here, words = pathlib.Path(__file__).parent, sys.argv[1:]
 sys.path.insert(0, {tests!r})
 from records import RECORDS
@@ -89,6 +89,7 @@ if (here / f"wait-{{kind}}").exists():
         (here / "told").touch()
         sys.exit(130)
 record = RECORDS[kind]()
+record["set"] = os.environ.get("QUICKBEAM_ISA")
 if kind == "methods":
     record["settings"]["questions"] = words[words.index("--questions") + 1]
     record["settings"]["questions file"] = words[words.index("--questions") + 1] + " was read"
@@ -169,7 +170,7 @@ def test_a_run_keeps_records_and_writes_tables_and_plots(place: Place) -> None:
         and run["seconds"] > 0
     )
     assert run["packages"]["torch"] and run["machine"]["cores"] and run["date"].endswith("Z")
-    assert place.record("heads") == {**RECORDS["heads"](), KEY: run}
+    assert place.record("heads") == {**RECORDS["heads"](), "set": None, KEY: run}
     head = "Llama-3-8B 128,256 \N{MULTIPLICATION SIGN} 4,096"
     table = (
         f"| head | rows | ratio | full |\n| --- | --- | ---: | ---: |\n| {head} | 4 | 0.13 | "
@@ -351,6 +352,19 @@ def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(
     )
 
 
+def test_variables_before_a_command_are_set_for_it_alone(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUICKBEAM_ISA", "amx")
+    with_variable = PLAN.replace(
+        "quickbeam bench heads", "QUICKBEAM_ISA=avx2 quickbeam bench heads"
+    )
+    place.write("benchmarks/plan.yaml", with_variable)
+    place.run("--only", "heads,load")
+    assert place.record("heads")["set"] == "avx2" and place.record("load")["set"] == "amx"
+    assert "`QUICKBEAM_ISA=avx2 quickbeam bench heads --repeats 1`" in place.read("README.md")
+
+
 @pytest.mark.parametrize(
     ("old", "new", "says"),
     [
@@ -473,11 +487,12 @@ def test_the_shipped_plan_s_commands_are_the_command_line_s(shipped: Plan) -> No
         "structured",
     } <= set(names)
     for entry in shipped.entries:
-        takes_file(entry.words(dict.fromkeys(entry.blanks, "x")))
+        anything = dict.fromkeys(entry.blanks, "x")
+        takes_file(entry.words(anything))
         assert all(glob(str(shipped.root / pattern), recursive=True) for pattern in entry.covers), (
             entry.name
         )
-        kind = next((word for word in entry.command.split()[2:3] if word in RECORDS), "methods")
+        kind = next((word for word in entry.words(anything)[1:2] if word in RECORDS), "methods")
         if entry.table.columns and kind != "passes":
             pick(Saved("x", kind, RECORDS[kind]()), entry.table.grid, entry.table.columns)
         if entry.plot:
@@ -485,7 +500,7 @@ def test_the_shipped_plan_s_commands_are_the_command_line_s(shipped: Plan) -> No
     kinds = {
         word
         for entry in shipped.entries
-        for word in entry.command.split()[2:3]
+        for word in entry.words(dict.fromkeys(entry.blanks, "x"))[1:2]
         if not word.startswith("-")
     }
     assert kinds | {"methods"} == set(RECORDS), "every measurement has its place"

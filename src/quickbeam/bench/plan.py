@@ -18,6 +18,7 @@ BLANK = re.compile(r"\{(?!port\})([a-z_]+)\}")
 # followed by a blank's name in capitals: the environment variable that fills the blank
 VARIABLE = "QUICKBEAM_BENCH_"
 HEAD = ("quickbeam", "bench")
+SETTING = re.compile(r"([A-Z_]+)=(.*)")  # a word before the command, for its environment
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class PlotSpec:
 class Entry:
     """One benchmark of a plan.
 
-    - `command`: as typed, with blanks such as `{questions}`.
+    - `command`: as typed, with blanks such as `{questions}`. NAME=VALUE before it sets a variable
+      of its environment.
     - `minutes`: about how long it takes.
     - `covers`: patterns of files, relative to the plan's root. A change of one of them makes the
       figures old.
@@ -61,6 +63,11 @@ class Entry:
     def blanks(self) -> list[str]:
         return list(dict.fromkeys(BLANK.findall(self.command)))
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables that are set before the command."""
+        return _split(self.command)[0]
+
     def words(self, values: Mapping[str, str]) -> list[str]:
         """Return the arguments of `quickbeam`, with the blanks filled in.
 
@@ -73,8 +80,7 @@ class Entry:
                 f"give --set {blank}=VALUE"
             )
         return [
-            BLANK.sub(lambda found: values[found[1]], word)
-            for word in shlex.split(self.command)[1:]
+            BLANK.sub(lambda found: values[found[1]], word) for word in _split(self.command)[1][1:]
         ]
 
 
@@ -147,6 +153,15 @@ def read_plan(path: Path) -> Plan:
     return Plan(path, root, docs, own.get("images", "images"), entries)
 
 
+def _split(command: str) -> tuple[dict[str, str], list[str]]:
+    """Return the variables before a command, and its words."""
+    words, environment = shlex.split(command), dict[str, str]()
+    while words and (found := SETTING.fullmatch(words[0])):
+        environment[found[1]] = found[2]
+        del words[0]
+    return environment, words
+
+
 def _entry(one: Any, where: str) -> Entry:
     number = (int, float)
     fields = {
@@ -164,7 +179,7 @@ def _entry(one: Any, where: str) -> Entry:
         raise InvalidInput(f"{where}: name {name!r} must be of small letters, digits and hyphens")
     where = f"{where} ({name})"
     try:
-        words = shlex.split(one["command"])
+        words = _split(one["command"])[1]
     except ValueError as error:
         raise InvalidInput(f"{where}: command: {error}") from error
     if tuple(words[:2]) != HEAD or "--json" in words:

@@ -44,6 +44,7 @@ def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, 
             [*words, "--json", *([str(written)] if takes_file(words) else [])],
             written,
             takes_file(words),
+            entry.environment,
         )
         try:
             content = json.loads(written.read_text(encoding="utf-8"))
@@ -59,10 +60,13 @@ def run(plan: Plan, entry: Entry, values: Mapping[str, str], takes_file: Takes, 
     return seconds
 
 
-def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
+def _measure(
+    words: Sequence[str], written: Path, takes_file: bool, environment: Mapping[str, str]
+) -> None:
     """Run `quickbeam` with these words in this Python.
 
-    What it prints goes to `written`, unless the words name that file (`takes_file`).
+    What it prints goes to `written`, unless the words name that file (`takes_file`). `environment`
+    is added to this process's.
     """
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as said,
@@ -70,6 +74,7 @@ def _measure(words: Sequence[str], written: Path, takes_file: bool) -> None:
     ):
         process = subprocess.Popen(
             [*QUICKBEAM, *words],
+            env={**os.environ, **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL if takes_file else printed,
             stderr=said,
