@@ -194,12 +194,3 @@ def test_bfloat16_does_not_round_the_rotary_angles() -> None:
     x, at = torch.zeros(1), torch.tensor([[3000]])
     got, wanted = drafter.network.rotary(x, at), WIDE.rotary()(x, at)
     assert all(map(torch.equal, got, wanted))
-
-
-@pytest.mark.parametrize("spread", [0.01, 1.0, 5.0])
-def test_the_largest_logits_are_those_of_a_sort(spread: float) -> None:
-    """Whether all, some or few tokens lie near the peak."""
-    logits = spread * torch.randn(5000, generator=torch.Generator().manual_seed(0))
-    for count in (1, 16, 60):
-        assert eagle._largest(logits, count) == logits.topk(count).indices.tolist()
-    assert sorted(eagle._largest(logits[:7], 16)) == list(range(7))

@@ -17,6 +17,7 @@ from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, Laws, law_
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.eagle_native import NativeEagle
 from quickbeam.draft.eagle_state import EagleState, Work
+from quickbeam.draft.largest import largest
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
 from quickbeam.shortlist.shortlist import Shortlist
@@ -33,8 +34,6 @@ CHUNK = 512  # the most rows of committed tokens that one pass runs
 # How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
 # that follow the root.
 OFFERED = 16
-GAPS = (6.0, 10.0, 16.0)  # distances below the largest logit, tried in this order by `_largest`
-MANY = 2048  # with more tokens than this near the largest logit, sorting only these is no gain
 
 
 class EagleDrafter(Drafter):
@@ -134,7 +133,7 @@ class EagleDrafter(Drafter):
             state = self._state(request)
             if state.shortlist is not None:
                 began = perf_counter()
-                state.shortlist.extend(_largest(request.context.logits, OFFERED))
+                state.shortlist.extend(largest(request.context.logits, OFFERED)[0])
                 state.counted.seconds += perf_counter() - began
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != len(state.ids) - 1 - state.cache.length:
@@ -200,7 +199,7 @@ class EagleDrafter(Drafter):
         for node in nodes:
             if (parent := tree.parent[node]) not in state.place:
                 raise ValueError(f"node {node}: ask for its parent {parent} first")
-        above = state.out[[state.place[tree.parent[node]] for node in nodes]]
+        above = _rows(state.out, [state.place[tree.parent[node]] for node in nodes])
         return Work(
             state,
             above,
@@ -361,11 +360,9 @@ class EagleDrafter(Drafter):
     def _features(self, request: DraftRequest, nodes: Sequence[int]) -> torch.Tensor:
         state = self._state(request)
         places = [state.place[node] for node in nodes]
-        return (
-            state.feature[places]
-            if self._native is not None
-            else self.network.feature(state.out[places])
-        )
+        if self._native is None:
+            return self.network.feature(_rows(state.out, places))
+        return _rows(state.feature, places)
 
     def _score_whole(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         began, network = perf_counter(), self.network
@@ -411,18 +408,11 @@ class EagleDrafter(Drafter):
         return Laws(law, tokens, self.vocab_size)
 
 
-def _largest(logits: torch.Tensor, count: int) -> list[int]:
-    """Return the tokens with the `count` largest of the logits `[vocab]`, the largest first.
-
-    On a CPU only the tokens near the largest logit are sorted.
-    """
-    if logits.device.type == "cpu" and logits.dtype is torch.float32:
-        numbers = logits.numpy()
-        for gap in GAPS:
-            near = (numbers > numbers.max() - gap).nonzero()[0]
-            if count <= len(near) <= MANY:
-                order = (-numbers[near]).argsort(kind="stable")[:count]
-                tokens: list[int] = near[order].tolist()
-                return tokens
-    found: list[int] = logits.topk(min(count, len(logits))).indices.tolist()
-    return found
+def _rows(of: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
+    """Return these rows. Where they follow each other, which is usual, they are a view."""
+    first, count = places[0], len(places)
+    if places[-1] - first == count - 1 and all(
+        place == first + i for i, place in enumerate(places)
+    ):
+        return of[first : first + count]
+    return of[list(places)]

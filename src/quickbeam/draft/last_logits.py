@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
 from quickbeam.draft.base import Context, Source, SourceState
+from quickbeam.draft.largest import largest
 from quickbeam.noise import Places, Wanted
 
 
@@ -48,13 +48,7 @@ class LastLogits(Source):
             )
             ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
             return [(rank, token) for rank, token in enumerate(tokens) if token != root]
-        top = logits.topk(k)
-        found = zip(top.indices.tolist(), top.values.tolist(), strict=True)
-        return [
-            (rank, token)
-            for rank, (token, value) in enumerate(found)
-            if token != root and value > -math.inf
-        ]
+        return [(rank, token) for rank, token in enumerate(largest(logits, k)[0]) if token != root]
 
     def candidates(self, context: Context, k: int) -> list[int]:
         """Return the tokens of `ranked`: at most `k` ids, in order of rank."""

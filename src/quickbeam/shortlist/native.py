@@ -102,6 +102,8 @@ class NativeBlocks:
         # a placeholder: `score` points the operation at the context's rows
         one = packer.pack([weight[:1]], torch.zeros(1))
         self._beside.linear(one, h, logits)
+        nothing = torch.empty(0, dtype=torch.int64)
+        self._without_clusters = self._blocks_of(nothing)
 
     def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         """Return the blocks of the frequent tokens and of `clusters`, and the tokens of their
@@ -109,6 +111,9 @@ class NativeBlocks:
 
         The tokens are `[s]` int64. Clusters below 0 are padding and have no block.
         """
+        return self._blocks_of(clusters) if len(clusters) else self._without_clusters
+
+    def _blocks_of(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         chosen = clusters.numpy()
         parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
         count = self._count[parts]

@@ -21,6 +21,8 @@ from quickbeam.shortlist.router import FastRouter, Router
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.target.native.library import kernels
 
+NO_BIAS = np.float32(0)
+
 
 class Routed(NamedTuple):
     # [k] int64 on the head's device, ascending, no repeats; off the CPU k is always `most`, padded
@@ -163,7 +165,8 @@ class Shortlist:
         too. It is `None` where `tokens` is. Off the CPU, the count is a tensor on the device.
         """
         if self.device.type == "cpu":  # in numpy, for the reason given at `union_on_cpu`
-            chosen = self._chosen(routed).numpy()
+            chosen = self._always.numpy().copy()
+            chosen[routed.clusters.numpy()] = True
             size = int(self._sizes.numpy()[chosen].sum())
             if tokens is None:
                 return size, None
@@ -247,7 +250,7 @@ class ShortlistState:
             found, tokens = blocks.find(routed.clusters)
             bias = None
             if context is not None and repeated is not None:
-                bias = torch.zeros(len(repeated)).masked_fill_(repeated, -torch.inf)
+                bias = torch.from_numpy(np.where(repeated.numpy(), np.float32(-np.inf), NO_BIAS))
                 tokens = torch.cat([tokens, context.tokens])
             self._ready = (routed, version, Prepared(found, tokens, bias), int(size))
         prepared, size = self._ready[2:]

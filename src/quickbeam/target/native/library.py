@@ -193,6 +193,11 @@ class Kernels:
         places = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Place))
         self.perturb.argtypes = (*places, c_double, c_double, c_int64, c_void_p, c_void_p)
         self.perturb.restype = c_int64
+        self.ranked = library.qb_ranked
+        self.ranked.argtypes, self.ranked.restype = (
+            (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+            c_int64,
+        )
 
 
 @functools.cache

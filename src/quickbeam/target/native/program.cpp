@@ -12,6 +12,7 @@
 #include "attention.h"
 #include "noise.h"
 #include "quantised.h"
+#include "ranking.h"
 
 #ifdef _OPENMP
 #include <omp.h>
@@ -528,6 +529,10 @@ int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double
 int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Place* place, double temperature,
                    double cut, int64_t wanted, int64_t* column, double* chance) {
   return qb::perturb(row, columns, token, chunks, *place, temperature, cut, wanted, column, chance);
+}
+
+int64_t qb_ranked(const float* row, int64_t count, int64_t most, int64_t* place, float* number) {
+  return qb::ranked(row, count, most, place, number);
 }
 
 }  // extern "C"

@@ -1,0 +1,31 @@
+// The largest of a row of numbers (draft/largest.py).
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace qb {
+
+// Places and numbers of the `most` largest of `count` numbers, the largest first, of equal ones the first. NaN and -inf are left out.
+// Returns how many there are.
+inline int64_t ranked(const float* row, int64_t count, int64_t most, int64_t* place, float* number) {
+  constexpr int64_t CHUNK = 64;
+  int64_t kept = 0;
+  float bar = -std::numeric_limits<float>::infinity();  // what a number must exceed
+  for (int64_t first = 0; first < count && most > 0; first += CHUNK) {
+    const int64_t end = std::min(count, first + CHUNK);
+    int any = 0;
+    for (int64_t i = first; i < end; ++i) any |= row[i] > bar;
+    if (!any) continue;
+    for (int64_t i = first; i < end; ++i) {
+      if (!(row[i] > bar)) continue;
+      int64_t at = kept < most ? kept++ : most - 1;
+      for (; at > 0 && number[at - 1] < row[i]; --at) number[at] = number[at - 1], place[at] = place[at - 1];
+      number[at] = row[i], place[at] = i;
+      if (kept == most) bar = number[most - 1];
+    }
+  }
+  return kept;
+}
+
+}  // namespace qb
