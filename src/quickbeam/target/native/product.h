@@ -16,7 +16,8 @@
 
 namespace qb {
 
-constexpr int64_t PACE = 16;  // pairs of inputs between two looks at what to fetch
+// Pairs of inputs between two looks at what to fetch, by the tile's rows: with few rows it waits for memory, with many for the multipliers.
+constexpr int64_t pace(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 8 : 16; }
 
 // rows x blocks of 16 outputs, `pairs` pairs of inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the sums go on
 // from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
@@ -27,7 +28,7 @@ static void tile(const Entry* x, int64_t x_stride, const bf16* w, int64_t w_stri
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) s[r][b] = more ? load(y + r * y_stride + b * 16) : zero();
   for (int64_t k = 0; k < pairs;) {
-    const int64_t end = std::min(pairs, k + PACE);
+    const int64_t end = std::min(pairs, k + pace(R));
     for (int64_t l = lines * k / pairs; l < lines * end / pairs; ++l) QB_PREFETCH(ahead + l * 64);
     for (; k < end; ++k) {
 #ifdef QB_DOT
@@ -188,13 +189,15 @@ static void walk_panels(const Parts& parts, const int* widest, const void* weigh
     for (int64_t b = first; b < last; b += most) {
       const int64_t some = std::min(most, last - b), follow = std::min(most, last - b - some);
       const char *here = static_cast<const char*>(weight) + b * block_bytes, *ahead = here + some * block_bytes;
-      const int64_t lines = follow * block_bytes / 64;  // of the next panel, spread over all parts
+      const int64_t lines = follow * block_bytes / 64;  // of the next panel, spread over all tiles
       for (int64_t part = 0; part < parts.count; ++part) {
         const int64_t low = parts.begin(part), count = parts.begin(part + 1) - low;
-        const int64_t from = lines * part / parts.count, share = lines * (part + 1) / parts.count - from;
-        const int64_t wide = std::min<int64_t>(some, widest[count]);
-        for (int64_t c = 0; c < some; c += wide)
-          tile(low, count, here + c * block_bytes, std::min(wide, some - c), sums + c * 16, some * 16, ahead + from * 64, c == 0 ? share : 0);
+        for (int64_t c = 0, now; c < some; c += now) {
+          now = std::min<int64_t>(widest[count], some - c);
+          const int64_t before = part * some + c, tiles = parts.count * some;
+          const int64_t from = lines * before / tiles, share = lines * (before + now) / tiles - from;
+          tile(low, count, here + c * block_bytes, now, sums + c * 16, some * 16, ahead + from * 64, share);
+        }
         done(low, count, b, some, sums, some * 16);
       }
     }

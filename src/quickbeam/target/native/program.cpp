@@ -57,10 +57,16 @@ using Clock = std::chrono::steady_clock;
 
 // Threads of one call wait for each other here: a short spin, then they give way, so that a busy machine is not held up. `lost`: the time of
 // long waits, as for a thread whose core does other work.
+// Bytes that a thread will soon read.
+struct Ahead {
+  const char *next = nullptr, *end = nullptr;
+};
+
 class Meeting {
  public:
   explicit Meeting(int threads) : threads_(threads) {}
-  void wait() {
+  // Who has to wait fetches from `ahead` meanwhile.
+  void wait(Ahead& ahead) {
     if (threads_ == 1) return;
     const uint32_t turn = turn_.load(std::memory_order_acquire);
     if (count_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads_) {
@@ -70,6 +76,11 @@ class Meeting {
     }
     for (int spins = 0; spins < 4000; ++spins) {
       if (turn_.load(std::memory_order_acquire) != turn) return;
+      if (ahead.next < ahead.end) {
+        QB_PREFETCH(ahead.next);
+        ahead.next += 64;
+        continue;
+      }
 #if defined(__x86_64__)
       __builtin_ia32_pause();
 #endif
@@ -101,8 +112,14 @@ class Worker {
       : call_(call), batch_(call.batch), scratch_(scratch), meeting_(meeting), thread_(thread), threads_(threads) {}
 
   void run(const Op* ops, int64_t count) {
+    const Op* product = ops;  // the next one that is not done
     for (int64_t i = 0; i < count; ++i) {
       const Op& op = ops[i];
+      if (product <= &op) {
+        do ++product;
+        while (product < ops + count && product->kind != LINEAR);
+        ahead_ = product < ops + count ? first_read(*product) : Ahead();
+      }
       switch (op.kind) {
         case EMBED: embed(op); break;
         case NORM: norm(op); break;
@@ -113,7 +130,7 @@ class Worker {
         case ATTEND: attend(op); break;
         case COPY: copy(op); break;
       }
-      meeting_.wait();
+      meet();
     }
 #ifdef QB_AMX
     release_tiles();
@@ -128,6 +145,7 @@ class Worker {
   const int64_t thread_, threads_;
   int64_t rows_ = 0;              // of BEST
   const Op* planned_ = nullptr;   // whose tiles of queries the scratch holds
+  Ahead ahead_;                   // of the next product's weight
   alignas(64) float sums_[PANEL];
 
   template <class T>
@@ -137,6 +155,26 @@ class Worker {
   int64_t rows(const Op& op) const { return op.wanted ? batch_.wanted : batch_.rows; }
   int64_t low(int64_t n) const { return n * thread_ / threads_; }
   int64_t high(int64_t n) const { return n * (thread_ + 1) / threads_; }
+
+  void meet() { meeting_.wait(ahead_); }
+
+  // The blocks of a product that this thread makes; those of gates go in twos.
+  struct Blocks {
+    int64_t first, last, step;
+  };
+  Blocks share(const Op& op) const {
+    const int64_t step = op.epilogue == GATED ? 2 : 1, pairs = (op.outputs / step + 15) / 16;
+    return {low(pairs) * step, high(pairs) * step, step};
+  }
+
+  // The first weights that this thread reads of a product, as many as stay in its second cache until then.
+  Ahead first_read(const Op& op) const {
+    constexpr int64_t MOST = 1 << 17;
+    const Blocks blocks = share(op);
+    const int64_t bytes = op.format == BFLOAT16 ? op.inputs * 32 : block_bytes(op.format, op.inputs);
+    const char* begin = static_cast<const char*>(op.weight) + blocks.first * bytes;
+    return {begin, begin + std::min(MOST, (blocks.last - blocks.first) * bytes)};
+  }
 
   static float number(const Op& op, const void* base, int64_t at) {
     return op.source_float ? static_cast<const float*>(base)[at] : widen(static_cast<const bf16*>(base)[at]);
@@ -206,14 +244,13 @@ class Worker {
   }
 
   void linear(const Op& op) {
-    const int64_t step = op.epilogue == GATED ? 2 : 1, blocks = (op.outputs / step + 15) / 16 * step;
-    const int64_t first = low(blocks / step) * step, last = high(blocks / step) * step;
+    const Blocks blocks = share(op);
     const int64_t n = rows(op);
     if (op.epilogue == BEST) start_best(n);
     const auto done = [&](int64_t row, int64_t count, int64_t block, int64_t some, const float* sums, int64_t stride) {
       for (int64_t r = 0; r < count; ++r) finish(op, row + r, block, some, sums + r * stride);
     };
-    product(op, n, [&](auto panel) { panel(first, last); }, step == 2, done);
+    product(op, n, [&](auto panel) { panel(blocks.first, blocks.last); }, blocks.step == 2, done);
     if (op.epilogue == BEST) finish_best(op, n);
   }
 
@@ -253,6 +290,7 @@ class Worker {
       store_first(at<float>(op.target) + to, y, count);
       return;
     }
+    if (count == 16) return store(at<bf16>(op.target) + to, y);
     bf16 part[16];
     store(part, y);
     std::memcpy(at<bf16>(op.target) + to, part, size_t(count) * 2);
@@ -265,7 +303,7 @@ class Worker {
       scratch_.peaks.assign(size_t(n * threads_), -INFINITY);
       scratch_.best.assign(size_t(n * threads_), 0);
     }
-    meeting_.wait();
+    meet();
   }
 
   void note_best(int64_t row, int64_t column, int64_t count, Lanes y) {
@@ -276,16 +314,14 @@ class Worker {
       for (int64_t i = count; i < 16; ++i) v[i] = -INFINITY;
       y = load(v);
     }
-    const float here = peak(y);
-    if (!(here > top) && here == here) return;
-    if (top != top) return;
+    if (!any_above(y, top) || top != top) return;
     store(v, y);
     for (int64_t i = 0; i < count; ++i)
       if (v[i] > top || v[i] != v[i]) top = v[i], scratch_.best[size_t(thread_ * rows_ + row)] = column + i;
   }
 
   void finish_best(const Op& op, int64_t n) {
-    meeting_.wait();
+    meet();
     for (int64_t r = low(n); r < high(n); ++r) {
       int64_t best = scratch_.best[size_t(r)];
       float top = scratch_.peaks[size_t(r)];
@@ -389,7 +425,7 @@ class Worker {
     Attention attention(shape, batch_, at<bf16>(op.source), at<bf16>(op.target), scratch_.scores, scratch_.weights, scratch_.sums);
     const bool fresh = !planned_ || planned_->window != op.window || planned_->heads != op.heads || planned_->kv_heads != op.kv_heads;
     planned_ = &op;
-    attention.run(thread_, threads_, fresh, [this] { meeting_.wait(); }, scratch_.tiles, scratch_.waves);
+    attention.run(thread_, threads_, fresh, [this] { meet(); }, scratch_.tiles, scratch_.waves);
   }
 };
 

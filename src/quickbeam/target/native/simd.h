@@ -67,6 +67,9 @@ inline Lanes div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes least(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }     // b where either is NaN
 inline Lanes greatest(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // likewise
+inline bool any_above(Lanes a, float b) {  // or NaN
+  return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(b), _CMP_NLE_UQ) != 0;
+}
 inline Lanes round_even(Lanes a) { return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
 inline Lanes two_to(Lanes n) {  // n is whole, -127 stands for minus infinity
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23))};
@@ -81,6 +84,7 @@ inline Lanes zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
 inline Lanes all(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
 inline Lanes load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 inline Lanes load_first(const float* p, int64_t n) {
+  if (n == 16) return load(p);
   float part[16] = {};
   std::memcpy(part, p, size_t(n) * 4);
   return load(part);
@@ -96,6 +100,7 @@ inline void store(float* p, Lanes x) {
   _mm256_storeu_ps(p + 8, x.b);
 }
 inline void store_first(float* p, Lanes x, int64_t n) {
+  if (n == 16) return store(p, x);
   float part[16];
   store(part, x);
   std::memcpy(p, part, size_t(n) * 4);
@@ -118,6 +123,10 @@ inline Lanes div(Lanes x, Lanes y) { return {_mm256_div_ps(x.a, y.a), _mm256_div
 inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline Lanes least(Lanes x, Lanes y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline Lanes greatest(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline bool any_above(Lanes x, float y) {
+  const __m256 bar = _mm256_set1_ps(y);
+  return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, bar, _CMP_NLE_UQ), _mm256_cmp_ps(x.b, bar, _CMP_NLE_UQ))) != 0;
+}
 inline Lanes round_even(Lanes x) {
   constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
   return {_mm256_round_ps(x.a, mode), _mm256_round_ps(x.b, mode)};
@@ -157,6 +166,11 @@ inline Lanes div(const Lanes& a, const Lanes& b) { return each([&](int i) { retu
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
 inline Lanes least(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes greatest(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline bool any_above(const Lanes& a, float y) {
+  int found = 0;
+  for (int i = 0; i < 16; ++i) found |= !(a.v[i] <= y);
+  return found != 0;
+}
 inline Lanes round_even(const Lanes& a) { return each([&](int i) { return std::nearbyint(a.v[i]); }); }
 inline Lanes two_to(const Lanes& n) {
   return each([&](int i) { return n.v[i] > -127.0f ? std::ldexp(1.0f, int(n.v[i])) : 0.0f; });
