@@ -36,7 +36,7 @@ def largest(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
 
 
 def largest_by_sorting(row: npt.NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:
-    """The plain reference of the native kernels' `ranked`."""
+    """Return what `largest` does, where the native kernels don't run."""
     row = np.where(np.isnan(row), np.float32(-math.inf), row)
     near = np.arange(len(row))
     for gap in GAPS:
