@@ -19,6 +19,7 @@ from drafters import KnownDrafter, context_of, grow, tree_of, zipf_drafter
 from models import tiny
 from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.engine.budget import MOST, OVERHEAD, Budget, Expected, Load, NodePrices, Rate
+from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import WIDTHS, CallCost, CostModel
 from quickbeam.target.batch import Batch, Passed
 from quickbeam.target.kv_cache import NoRoom
@@ -303,7 +304,100 @@ def test_a_trial_now_and_then(call: float, trials: list[int]) -> None:
     assert [i for i in range(100) if rate.trial(call, 1.0)] == trials
 
 
+def test_the_first_steps_of_a_method_are_trials_under_its_first_load_only() -> None:
+    budget = Budget(CostModel({1: 1.0, 64: 2.0}))
+    assert budget.rate(METHOD, crowd(3)).trial(0.1, 1.0)
+    assert not budget.rate(METHOD, crowd(15)).trial(0.1, 1.0)
+    assert budget.rate("another", crowd(15)).trial(0.1, 1.0)
+
+
+# --- drafting against plain decoding --------------------------------------------------------------
+
+
+def compared(comparison: Comparison, steps: int, many: int, gain: float, cost: float) -> list[bool]:
+    """Run steps of `many` sequences, and return which of them drafted. Drafting gives `gain` times
+    the tokens in `cost` times the seconds; the machine is twice as slow in every other 150."""
+    drafted, rng = list[bool](), random.Random(1)
+    for step in range(steps):
+        drafted.append(comparison.drafts)
+        seconds = (cost if comparison.drafts else 1.0) * (1 + step // 150 % 2)
+        extra = sum(rng.random() < gain - 1 for _ in range(many)) if comparison.drafts else 0
+        recent = gain / cost if comparison.drafts else 1.0
+        comparison.observe(many, many + extra, seconds, 1.0, recent)
+    return drafted
+
+
+@pytest.mark.parametrize("many", [2, 4, 16, 64])
+@pytest.mark.parametrize(("gain", "cost", "faster"), [(1.4, 1.7, False), (1.5, 1.3, True)])
+def test_the_faster_kind_of_step_goes_on(many: int, gain: float, cost: float, faster: bool) -> None:
+    drafted = compared(Comparison(), 3000, many, gain, cost)
+    late = drafted[1500:]
+    assert sum(one is faster for one in late) > 0.9 * len(late)
+    assert sum(one is not faster for one in late) > 0  # the other kind is tried again
+    # the first decision is made early
+    assert sum(one is faster for one in drafted[250:500]) > 0.7 * 250
+
+
+def test_where_drafting_is_clearly_faster_nothing_is_compared() -> None:
+    assert all(compared(Comparison(), 1000, 4, 1.6, 1.2))
+
+
+def test_a_change_of_what_is_faster_is_noticed() -> None:
+    comparison = Comparison()
+    compared(comparison, 2000, 16, 1.3, 1.6)
+    assert not comparison.faster
+    compared(comparison, 3000, 16, 1.6, 1.35)
+    assert comparison.faster and comparison.drafts
+
+
+def test_the_first_step_of_a_turn_is_not_counted() -> None:
+    """It takes a hundred times as long: the drafter reads what it missed."""
+    comparison, before, steps = Comparison(), True, 0
+    while steps < 2000:
+        changed, before = comparison.drafts != before, comparison.drafts
+        seconds = (1.3 if comparison.drafts else 1.0) * (100 if changed else 1)
+        comparison.observe(8, 12 if comparison.drafts else 8, seconds, 1.0, 1.1)
+        steps += 1
+    assert comparison.faster
+
+
+def test_loads_are_compared_by_themselves_and_begin_with_what_a_smaller_one_found() -> None:
+    budget = Budget(CostModel({1: 1.0, 64: 2.0}))
+    four = budget.comparison(METHOD, crowd(3))
+    assert four.drafts and four is budget.comparison(METHOD, crowd(3))
+    compared(four, 2000, 4, 1.2, 1.9)
+    assert not four.faster
+    larger, smaller = budget.comparison(METHOD, crowd(15)), budget.comparison(METHOD, crowd(1))
+    assert not larger.drafts and smaller.drafts
+    assert budget.comparison("another", crowd(15)).drafts
+    assert not budget.drafts(METHOD, 16) and budget.drafts(METHOD, 2)
+
+
+def test_steps_of_one_method_are_compared() -> None:
+    budget, load = Budget(CostModel({1: 1.0, 64: 2.0})), crowd(15)
+    for _ in range(Comparison.REST + 1):
+        budget.observe([METHOD] * 16, load, 16, 2.0)
+    assert budget.comparison(METHOD, load).drafts  # nothing was said of a comparison
+    load.comparison = budget.comparison(METHOD, load)
+    for _ in range(Comparison.REST):
+        assert load.comparison.drafts
+        budget.observe([METHOD] * 16, load, 16, 2.0)
+    assert not load.comparison.drafts
+
+
 # --- what a call costs ----------------------------------------------------------------------------
+
+
+def test_reading_is_no_part_of_a_calls_cost() -> None:
+    call = CallCost(1.0)
+    call.observe(1, 1.0)
+    call.observe_reading(1, 100, 3.0)  # 0.02 for each token
+    for _ in range(call.CALLS):
+        call.observe(1, 1.3, 20)
+    assert call.seconds(1) == pytest.approx(0.9)
+    for _ in range(call.CALLS):
+        call.observe(1, 1.3, 1000)  # never less than a part of it
+    assert call.seconds(1) == pytest.approx(0.65)
 
 
 def test_before_a_call_was_seen_its_cost_is_a_guess() -> None:
@@ -704,7 +798,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
 def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
     for _ in range(60_000):
-        policy.promises.observe(0, promised, 1.0)
+        policy.promises.observe(0, promised, 1.0, 2)
     assert 0 < policy.promises.truth <= 1
     context.prices = flat(0.02, trial=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
@@ -720,8 +814,9 @@ def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
     policy.promises.observe = lambda *said: told.append(said)  # type: ignore[method-assign]
     learn(tree.first(3), [0, 1])
     learn(tree, [0, 1])
-    assert [accepted for accepted, _, _ in told] == [1, 1] and told[0][2] == told[1][2]
-    assert [promised for _, promised, _ in told] == pytest.approx(
+    assert [accepted for accepted, *_ in told] == [1, 1] and told[0][2] == told[1][2]
+    assert [added for *_, added in told] == [2, len(tree) - 1]
+    assert [promised for _, promised, *_ in told] == pytest.approx(
         [sum(tree.value[1:3]), sum(tree.value[1:])]
     )
 

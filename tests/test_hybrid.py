@@ -174,7 +174,7 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
     told: list[tuple[int, bool]] = []
     repeats.observe = lambda length, said, right: told.append((length, right))  # type: ignore[method-assign]
     promised: list[tuple[float, float]] = []
-    policy.promises.observe = lambda accepted, values, _: promised.append((accepted, values))  # type: ignore[method-assign]
+    policy.promises.observe = lambda *said: promised.append(said[:2])  # type: ignore[method-assign]
     tree, learn, truth = grow(policy, priced(ids, NodePrices([1, 12], [0.0, 0.0])), 12, 8)
     assert truth == policy.promises.truth
     chain = (period * 3)[:8]

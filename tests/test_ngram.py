@@ -101,7 +101,7 @@ def test_chunks_make_no_difference(prompt: list[int], chunks: list[list[int]]) -
     for chunk in chunks:
         fed.extend(chunk)
     whole = indexed([*prompt, *(token for chunk in chunks for token in chunk)])
-    assert fed.ids == whole.ids
+    assert fed.ids == whole.ids and fed.match([1]) == whole.match([1])  # which enters n-grams
     assert (fed._after, fed._older) == (whole._after, whole._older)
 
 
@@ -145,9 +145,11 @@ def test_suffix_shorter_than_max_n_and_empty_text() -> None:
 def test_memory_is_linear(max_n: int) -> None:
     text = random.Random(0).choices(range(1000), k=3000)
     index = indexed(text, max_n=max_n)
-    assert len(index._after) + len(index._older) <= max_n * len(text)
+    index.match([0])
+    assert 0 < len(index._after) + len(index._older) <= max_n * len(text)
     repeated = indexed([1, 2, 3, 4] * 500, max_n=max_n)
-    assert len(repeated._after) <= 4 * max_n
+    repeated.match([1])
+    assert 0 < len(repeated._after) <= 4 * max_n
 
 
 def test_work_per_token_does_not_grow() -> None:
@@ -163,9 +165,12 @@ def test_work_per_token_does_not_grow() -> None:
     index = NgramIndex(max_n=4)
     index._after = counting = Counting()
     index.extend([1, 2, 3, 1, 2] * 2)
+    index.match([3])
     for _ in range(200):
         before = counting.writes
         index.extend([3])
+        assert counting.writes == before  # until a match is looked for
+        index.match([3])
         assert counting.writes == before + 4
 
 

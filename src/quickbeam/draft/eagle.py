@@ -133,7 +133,9 @@ class EagleDrafter(Drafter):
             state = self._state(request)
             if state.shortlist is not None:
                 began = perf_counter()
+                state.shortlist.extend(state.unseen)
                 state.shortlist.extend(largest(request.context.logits, OFFERED)[0])
+                state.unseen.clear()
                 state.counted.seconds += perf_counter() - began
             state.routed = {0: state.routed[0]} if 0 in state.routed and not state.waiting else {}
             if state.waiting != len(state.ids) - 1 - state.cache.length:

@@ -26,6 +26,7 @@ class EagleState(DrafterState):
         self, cache: SequenceCache, ids: Sequence[int], shortlist: ShortlistState | None
     ) -> None:
         self.cache, self.ids, self.shortlist = cache, list(ids), shortlist
+        self.unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.counted = HeadUse()
         self.calls = 0
         # hidden states of committed tokens that have no row yet
@@ -76,7 +77,7 @@ class EagleState(DrafterState):
                 self.counted.rare_held[place] += held
             node = self.tree.child(node, token)
         self.routed.clear()
-        self.shortlist.extend(tokens)
+        self.unseen.extend(tokens)
 
     def share(self, chunk: int, tokens: int) -> Any:
         """Return the rows of these tokens, or None if they were not read yet.

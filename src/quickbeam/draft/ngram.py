@@ -44,18 +44,22 @@ class NgramIndex(SourceState):
         self._after: dict[tuple[int, ...], int] = {}
         # by n-gram length and the position after an occurrence: the position after the one before
         self._older: dict[tuple[int, int], int] = {}
+        self._entered = 0  # before how many tokens the n-grams are entered
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text."""
+        """Append tokens to the text. Their n-grams are entered when a match is next looked for."""
+        self.ids.extend(tokens)
+
+    def _enter(self) -> None:
+        """Enter the n-grams before the tokens that were appended."""
         ids, after = self.ids, self._after
-        for token in tokens:
-            end = len(ids)
+        for end in range(self._entered, len(ids)):
             for n in range(self.min_n, min(self.max_n, end) + 1):
-                gram = tuple(ids[end - n :])
+                gram = tuple(ids[end - n : end])
                 if gram in after:
                     self._older[n, end] = after[gram]
                 after[gram] = end
-            ids.append(token)
+        self._entered = len(ids)
 
     def match(self, suffix: Sequence[int]) -> Match | None:
         """Find the newest occurrence of the longest end of `suffix` that the text holds.
@@ -64,6 +68,7 @@ class NgramIndex(SourceState):
         Returns None without a match. `suffix` is the end of the text, perhaps continued by tokens
         that are only guessed; its last `max_n` tokens are enough.
         """
+        self._enter()
         for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
             position = self._after.get(tuple(suffix[len(suffix) - n :]))
             if position is not None:
@@ -76,6 +81,7 @@ class NgramIndex(SourceState):
         Longer matches come first, among equals the newest first. For each length the newest `SCAN`
         occurrences are searched. The first match is what `match` returns.
         """
+        self._enter()
         found: dict[int, Match] = {}  # by the token that follows
         for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
             position = self._after.get(tuple(suffix[len(suffix) - n :]))

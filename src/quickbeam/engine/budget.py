@@ -10,7 +10,7 @@ of its own: the tokens of a text are given, so each text is over soonest by its 
 
 The time of a pass is measured by its number of rows. The more sequences share a pass, the more does
 a further row cost compared with what it costs alone. In a full batch little but the roots is worth
-its time.
+its time. Whether drafting is, all its costs counted, is measured (`Comparison`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from quickbeam.draft.base import Prices
+from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 
 MOST = 64  # the most nodes of a tree under the measured budget
@@ -224,6 +225,8 @@ class Load:
     nodes: dict[Hashable, int] = field(default_factory=dict)
     prompts: int = 0  # rows of prompts that the same pass reads
     plain: float | None = None  # seconds of this step without drafts, once computed
+    # of the setting of all sequences, if it is one and their trees' sizes are not fixed
+    comparison: Comparison | None = None
 
     @property
     def rows(self) -> int:
@@ -253,6 +256,7 @@ class Budget:
         self._expected: dict[Hashable, Expected] = {}
         self._rates: dict[tuple[Hashable, int], Rate] = {}
         self._own: dict[Hashable, Rate] = {}  # by sequence, of its steps alone
+        self._comparisons: dict[tuple[Hashable, int], Comparison] = {}
         # by sequence: steps left, rows of the rest of the pass, prices
         self._held: dict[Hashable, tuple[int, int, NodePrices]] = {}
         # by sequence and situation: nodes, steps left, rows of the rest of the pass
@@ -272,7 +276,10 @@ class Budget:
         """Return the record of a method under a load of about as many sequences."""
         key = setting, _bucket(len(load.contexts))
         if key not in self._rates:
-            self._rates[key] = Rate(float(len(load.contexts)), self.plain(load))
+            found = Rate(float(len(load.contexts)), self.plain(load))
+            if any(name == setting for name, _ in self._rates):
+                found.steps = found.FIRST  # what a call brings is known from other loads
+            self._rates[key] = found
         return self._rates[key]
 
     def best_rate(self, setting: Hashable, load: Load) -> float:
@@ -286,14 +293,31 @@ class Budget:
             found = self._own.setdefault(one, found.begun())
         return max(found.rate, len(load.contexts) / self.plain(load))
 
+    def comparison(self, setting: Hashable, load: Load) -> Comparison:
+        """Return the comparison of a method with plain decoding, under a load of about as many
+        sequences.
+
+        A new one begins with what was found for the next smaller load.
+        """
+        bucket = _bucket(len(load.contexts))
+        if (setting, bucket) not in self._comparisons:
+            known = {
+                size: one for (name, size), one in self._comparisons.items() if name == setting
+            }
+            smaller = max((size for size in known if size < bucket), default=None)
+            guess = smaller is None or known[smaller].faster
+            self._comparisons[setting, bucket] = Comparison(guess)
+        return self._comparisons[setting, bucket]
+
     def drafts(self, setting: Hashable, sequences: int) -> bool:
-        """Whether calls of a drafter were worth their time recently.
+        """Whether drafting, and calls of a drafter, were worth their time recently.
 
         The record is that of a load of about as many `sequences` side by side. True if nothing is
         known.
         """
-        found = self._rates.get((setting, _bucket(max(1, sequences))))
-        return found is None or found.drafts
+        key = setting, _bucket(max(1, sequences))
+        rate, compared = self._rates.get(key), self._comparisons.get(key)
+        return (rate is None or rate.drafts) and (compared is None or compared.faster)
 
     def call(self, setting: Hashable) -> CallCost:
         """Return the cost of a drafter's calls for this method."""
@@ -440,7 +464,11 @@ class Budget:
         """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)
-        if len(load.contexts) == 1:
+        many, plain = len(load.contexts), self.plain(load)
+        if load.comparison is not None:
+            recent = self.rate(settings[0], load).rate * plain / many
+            load.comparison.observe(many, tokens, seconds, plain, recent)
+        if many == 1:
             (one,) = load.contexts
             if one in self._own:
                 self._own[one].observe(tokens, seconds)

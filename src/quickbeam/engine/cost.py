@@ -164,6 +164,7 @@ class CallCost:
     CALLS = 16  # how many recent calls are kept
     ENOUGH = 4  # this many calls are enough for an estimate for the same number of sequences,
     ALIKE = 1.5  # or for up to this many times more or fewer
+    LEAST = 0.5  # share of a call's seconds that is not reading, at least
     GUESS = 0.25  # share of a plain pass that a call is taken to cost before one was seen
     # Share of a call for one sequence that each further sequence is taken to add before that was
     # seen.
@@ -201,8 +202,13 @@ class CallCost:
     def _more(self, sequences: int) -> float:
         return 1 + self.MORE * (sequences - 1)
 
-    def observe(self, sequences: int, seconds: float) -> None:
-        """Record that a call for `sequences` sequences took `seconds`."""
+    def observe(self, sequences: int, seconds: float, tokens: int = 0) -> None:
+        """Record that a call for `sequences` sequences took `seconds`.
+
+        The drafter first read `tokens` tokens in it. Their time is left out: they have to be read
+        once, whichever call does it. With it, calls would seem dearer the fewer are made.
+        """
+        seconds = max(self.LEAST * seconds, seconds - tokens * self.row)
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
     def observe_reading(self, sequences: int, tokens: int, seconds: float) -> None:

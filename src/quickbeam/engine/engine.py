@@ -438,8 +438,10 @@ class Engine:
         drafter, state = sequence.drafter, sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
-        straight = path[-1] == len(path) - 1  # the usual case, in which a slice will do
-        hidden = passed.hidden[: len(path)] if straight else passed.hidden[list(path)]
+        hidden = passed.hidden
+        if len(path) < len(hidden):
+            straight = path[-1] == len(path) - 1  # the usual case, in which a slice will do
+            hidden = hidden[: len(path)] if straight else hidden[list(path)]
         state.hear(_own(hidden))
         if self.prefixes is not None:
             size = self.prefixes.size
@@ -471,7 +473,9 @@ class Engine:
             try:
                 if state is not None and drafter is not None:
                     along = one.growing is None and self._reads_along(sequence)
-                    drafter.read([state], 1 if along else UNHEARD, sequence.read)
+                    least = 1 if along else UNHEARD
+                    if state.waiting >= least or not drafter.needs_hidden:
+                        drafter.read([state], least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue

@@ -83,6 +83,7 @@ class Grower:
         Each round answers one request of each tree, all in one call.
         """
         growing, trials = list[Growing](), set[Hashable]()
+        self._compare(running)
         for sequence in running:
             setting = sequence.request.setting
             trial = False
@@ -91,6 +92,7 @@ class Grower:
                     sequence.request.budget is None
                     and sequence.drafter is not None
                     and setting not in trials
+                    and self._drafts(sequence)
                 ):
                     cost, plain = self.budget().call(setting), self.budget().plain(self.load)
                     call = cost.seconds(1) + cost.row * _unread(sequence)
@@ -121,12 +123,39 @@ class Grower:
         self._share(growing)
         return growing
 
+    def _compare(self, running: Sequence[SequenceState]) -> None:
+        """Have this step compared with plain decoding, if all sequences draft alike."""
+        settings = {one.request.setting for one in running if self._comparable(one)}
+        if len(settings) == 1 and all(self._comparable(one) for one in running):
+            self.load.comparison = self.budget().comparison(settings.pop(), self.load)
+
+    def _comparable(self, sequence: SequenceState) -> bool:
+        """Whether measuring may tell that this sequence should not draft.
+
+        It may where other sequences run too. The tokens that a grammar forces are drafted in any
+        case.
+        """
+        return (
+            len(self.load.contexts) > 1
+            and sequence.request.budget is None
+            and sequence.params.grammar is None
+        )
+
+    def _drafts(self, sequence: SequenceState) -> bool:
+        """Whether drafting is worth its time under this load, by what was measured."""
+        return (
+            not self._comparable(sequence)
+            or self.budget().comparison(sequence.request.setting, self.load).drafts
+        )
+
     def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
         """Return how many nodes and calls the sequence's next tree may have."""
         request, policy = sequence.request, sequence.policy
         assert sequence.context is not None
         if request.budget is not None:
             return Plan(request.budget)
+        if not self._drafts(sequence):
+            return Plan(1)
         if policy.priced and not sequence.context.draws:
             plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
@@ -177,7 +206,7 @@ class Grower:
             if unread > CAUGHT_UP * len(asked):
                 cost.observe_reading(len(asked), unread, seconds)
             elif not fresh:  # not a first call, which may read the prompt
-                cost.observe(len(asked), seconds)
+                cost.observe(len(asked), seconds, unread)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
         """Return the distributions for all requests.

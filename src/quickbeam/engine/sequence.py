@@ -101,6 +101,8 @@ class SequenceState:
             request.policy,
             request.output,
         )
+        # the drafter of its policy, or None
+        self.drafter = next((one for one in self.policy.sources if isinstance(one, Drafter)), None)
         self.arrival = next(_arrivals)
         sources = [source.name for source in request.policy.sources]
         if sources and request.sampler.grammar is not None:
@@ -157,19 +159,11 @@ class SequenceState:
         return self.started and self.cache is not None and not self.unread
 
     @property
-    def drafter(self) -> Drafter | None:
-        """The drafter of its policy, or None."""
-        return next((source for source in self.policy.sources if isinstance(source, Drafter)), None)
-
-    @property
     def draft_state(self) -> DrafterState | None:
         """What its drafter keeps of it, or None."""
-        drafter = self.drafter
-        return (
-            None
-            if drafter is None or self.context is None
-            else self.context.states.get(drafter.name)
-        )
+        if self.drafter is None or self.context is None:
+            return None
+        return self.context.states.get(self.drafter.name)
 
     def begin(self, cache: SequenceCache) -> None:
         """Let the sources read the text so far. Keys and values go to `cache`."""

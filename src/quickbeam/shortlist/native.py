@@ -114,6 +114,8 @@ class NativeBlocks:
         return self._blocks_of(clusters) if len(clusters) else self._without_clusters
 
     def _blocks_of(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Return the blocks of the frequent tokens and of `clusters`, and the tokens of their
+        columns."""
         chosen = clusters.numpy()
         parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
         count = self._count[parts]

@@ -21,8 +21,6 @@ from quickbeam.shortlist.router import FastRouter, Router
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.target.native.library import kernels
 
-NO_BIAS = np.float32(0)
-
 
 class Routed(NamedTuple):
     # [k] int64 on the head's device, ascending, no repeats; off the CPU k is always `most`, padded
@@ -250,7 +248,8 @@ class ShortlistState:
             found, tokens = blocks.find(routed.clusters)
             bias = None
             if context is not None and repeated is not None:
-                bias = torch.from_numpy(np.where(repeated.numpy(), np.float32(-np.inf), NO_BIAS))
+                found_twice = np.where(repeated.numpy(), -np.inf, 0.0)
+                bias = torch.from_numpy(found_twice.astype(np.float32))
                 tokens = torch.cat([tokens, context.tokens])
             self._ready = (routed, version, Prepared(found, tokens, bias), int(size))
         prepared, size = self._ready[2:]

@@ -19,8 +19,7 @@ from quickbeam.trees.draws import Draws
 # Stands for the largest probability of a distribution that the drafter was not asked for yet. It is
 # a guess: on our own questions that probability is 0.67 at temperature 0.6, and 0.33 at 1.
 PEAK = 0.6
-# About how many nodes a tree gains by asking about one node, each at the marginal cost of the next
-# node. Chosen on our own questions.
+# About how many nodes a tree gains by asking about one node, before that was observed.
 FINDS = 2
 
 
@@ -124,7 +123,7 @@ class Promises:
 
     A tree expects the sum of its nodes' estimated probabilities. `asked` is the summed probability
     of being reached, over the nodes that the drafter was called for. Both are compared with the
-    accepted tokens, as fading sums.
+    accepted tokens, as fading sums. So are the nodes that calls added.
     """
 
     MEMORY = 64  # trees after which an observation has lost most of its weight
@@ -135,6 +134,7 @@ class Promises:
 
     def __init__(self) -> None:
         self._accepted, self._promised, self._asked = 0.6 * self.TRUST, 0.6 * self.TRUST, self.TRUST
+        self._added = FINDS * self.TRUST
 
     @property
     def truth(self) -> float:
@@ -146,16 +146,25 @@ class Promises:
         """Accepted tokens for each node that is reached and was asked about."""
         return self._accepted / self._asked
 
-    def observe(self, accepted: int, promised: float, asked: float) -> None:
+    @property
+    def finds(self) -> float:
+        """Nodes that the tree gains for each node that is reached and was asked about.
+
+        Where nodes are dear, few are worth adding.
+        """
+        return self._added / self._asked
+
+    def observe(self, accepted: int, promised: float, asked: float, added: int) -> None:
         """Record a verified tree.
 
-        `accepted` tokens were accepted of `promised` expected ones. `asked` is the summed
-        probability of being reached of the nodes that the drafter was called for.
+        `accepted` tokens were accepted of `promised` expected ones, on `added` nodes. `asked` is
+        the summed probability of being reached of the nodes that the drafter was called for.
         """
         keep = 1 - 1 / self.MEMORY
         self._accepted = keep * self._accepted + accepted
         self._promised = keep * self._promised + promised
         self._asked = keep * self._asked + asked
+        self._added = keep * self._added + added
 
 
 class DySpec(DraftedPolicy):
@@ -233,7 +242,8 @@ class DySpec(DraftedPolicy):
     def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
         """Return the tokens expected from asking about `due`, less the marginal cost of the nodes
         it adds."""
-        gain, price = self.promises.gain, FINDS * self.promises.truth * -search.worst
+        promises = self.promises
+        gain, price = promises.gain, promises.finds * promises.truth * -search.worst
         return sum(max(0.0, search.worth(one) * gain - price) for one in due)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
@@ -250,10 +260,10 @@ class DySpec(DraftedPolicy):
                     self.likeliest.observe(*said[child], child == accepted)
         if asked:
             # only the part of the tree that was verified counts
-            promised = sum(
-                tree.value[node] for node in self._asked_for(search, tree, range(1, len(tree)))
-            )
-            self.promises.observe(len(self._asked_for(search, tree, path[1:])), promised, asked)
+            added = self._asked_for(search, tree, range(1, len(tree)))
+            promised = sum(tree.value[node] for node in added)
+            accepted = self._asked_for(search, tree, path[1:])
+            self.promises.observe(len(accepted), promised, asked, len(added))
 
     def _learn_drawn(self, slots: Slots, tree: TokenTree, path: Sequence[int]) -> None:
         """Learn from a verified tree of drawn children.
