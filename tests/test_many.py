@@ -27,6 +27,7 @@ from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.last_logits import LastLogits
 from quickbeam.draft.ngram import Ngram
 from quickbeam.engine.budget import Budget
+from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Queue
@@ -97,11 +98,13 @@ class World:
         ).output.token_ids
 
     def engine(self, **options) -> Engine:
-        """One whose costs are made up, so that trees don't depend on the machine."""
-        engine = Engine(self.model, **options)
+        """One whose costs are made up, so that trees don't depend on the machine. Now and then a
+        sequence that is not alone takes a step without drafts."""
+        engine, turns = Engine(self.model, **options), random.Random(0)
         self.engines.append(engine)
         engine._budget = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0}))
         engine._budget.cost.observe = engine._budget.observe = lambda *_: None
+        engine._budget.comparison = lambda *_: Comparison(turns.random() < 0.8)
         return engine
 
 
@@ -860,4 +863,12 @@ def test_a_budget_that_can_not_be_measured_ends_only_those_that_need_it(world, m
     run(engine, fixed, drafted, looked_up)
     assert fixed.error is None and fixed.output.token_ids == here.alone((5, 6, 7), 8)
     assert isinstance(drafted.error, RuntimeError) and isinstance(looked_up.error, RuntimeError)
+    both = [
+        engine.add(
+            request(here.model, policies["pld"], params, [5, 6, 7], budget=None, setting="pld")
+        )
+        for _ in range(2)
+    ]
+    run(engine, *both)
+    assert all(isinstance(one.error, RuntimeError) for one in both)
     assert here.model.pool.used == before

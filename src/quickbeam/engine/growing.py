@@ -76,6 +76,7 @@ class Grower:
 
     def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
         self.model, self.budget, self.load = model, budget, load
+        self._alike = False  # whether one comparison is of all sequences
 
     def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
         """Grow the trees of all running sequences, side by side.
@@ -83,7 +84,9 @@ class Grower:
         Each round answers one request of each tree, all in one call.
         """
         growing, trials = list[Growing](), set[Hashable]()
-        self._compare(running)
+        self._alike = len({one.request.setting for one in running}) == 1 and all(
+            self._comparable(one) for one in running
+        )
         for sequence in running:
             setting = sequence.request.setting
             trial = False
@@ -123,12 +126,6 @@ class Grower:
         self._share(growing)
         return growing
 
-    def _compare(self, running: Sequence[SequenceState]) -> None:
-        """Have this step compared with plain decoding, if all sequences draft alike."""
-        settings = {one.request.setting for one in running if self._comparable(one)}
-        if len(settings) == 1 and all(self._comparable(one) for one in running):
-            self.load.comparison = self.budget().comparison(settings.pop(), self.load)
-
     def _comparable(self, sequence: SequenceState) -> bool:
         """Whether measuring may tell that this sequence should not draft.
 
@@ -142,11 +139,16 @@ class Grower:
         )
 
     def _drafts(self, sequence: SequenceState) -> bool:
-        """Whether drafting is worth its time under this load, by what was measured."""
-        return (
-            not self._comparable(sequence)
-            or self.budget().comparison(sequence.request.setting, self.load).drafts
-        )
+        """Whether drafting is worth its time under this load, by what was measured.
+
+        The step itself is measured if all sequences draft alike.
+        """
+        if not self._comparable(sequence):
+            return True
+        comparison = self.budget().comparison(sequence.request.setting, self.load)
+        if self._alike:
+            self.load.comparison = comparison
+        return comparison.drafts
 
     def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
         """Return how many nodes and calls the sequence's next tree may have."""
