@@ -804,6 +804,17 @@ def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
 
 
+def test_a_calls_nodes_count_as_far_as_they_were_seen() -> None:
+    policy = DySpec(zipf_drafter(), Printed())
+    assert policy.promises.finds == 2
+    for _ in range(300):
+        policy.promises.observe(1, 1.0, 1.0, 1)
+    assert policy.promises.finds == pytest.approx(1, abs=0.05)
+    for _ in range(300):
+        policy.promises.observe(1, 1.0, 1.0, 9)  # each was worth its price
+    assert policy.promises.finds == 2
+
+
 def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
     """Nodes that others had more use for promise nothing: all that was tried came true."""
     policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)

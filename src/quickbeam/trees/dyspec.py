@@ -19,7 +19,7 @@ from quickbeam.trees.draws import Draws
 # Stands for the largest probability of a distribution that the drafter was not asked for yet. It is
 # a guess: on our own questions that probability is 0.67 at temperature 0.6, and 0.33 at 1.
 PEAK = 0.6
-# About how many nodes a tree gains by asking about one node, before that was observed.
+# About how many nodes a tree gains by asking about one node: at first, and at most.
 FINDS = 2
 
 
@@ -150,9 +150,10 @@ class Promises:
     def finds(self) -> float:
         """Nodes that the tree gains for each node that is reached and was asked about.
 
-        Where nodes are dear, few are worth adding.
+        Where nodes are dear, few are worth adding. Of more than `FINDS` the further ones count for
+        nothing: each was added because it is worth its price.
         """
-        return self._added / self._asked
+        return min(FINDS, self._added / self._asked)
 
     def observe(self, accepted: int, promised: float, asked: float, added: int) -> None:
         """Record a verified tree.
