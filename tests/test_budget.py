@@ -59,10 +59,36 @@ def test_what_a_call_reads_first_is_no_part_of_its_cost() -> None:
     cost = CallCost(1.0)
     for _ in range(5):
         cost.observe(1, 0.2)
-    cost.observe_reading(1, 100, 1.2)
+    cost.read(100, 1.0)
     assert cost.seconds(1) == 0.2 and cost.row == pytest.approx(0.01)
-    cost.observe_reading(1, 100, 0.1)
-    assert cost.row == 0.0
+    for _ in range(16):
+        cost.observe(1, 0.4, 20)
+    assert cost.seconds(1) == pytest.approx(0.2)
+
+
+def test_one_cheap_call_outweighs_doubted_ones() -> None:
+    call = CallCost(1.0)
+    for count in (1, 4):
+        for _ in range(call.CALLS):
+            call.observe(count, 5.0)
+    assert call.seconds(1) == call.seconds(4) == 5.0
+    call.doubt()
+    call.observe(1, 0.2)
+    assert call.seconds(1) == 0.2 and call.seconds(4) == pytest.approx(0.2 * 1.45)
+    for _ in range(2):
+        call.observe(4, 5.0)
+    assert call.seconds(1) == 0.2 and call.seconds(4) == 5.0  # it is so
+
+
+def test_what_is_unread_makes_no_pause_between_trials_endless() -> None:
+    """A token takes longer to read than a step may spend, so reading grows faster than the
+    pause allows for it."""
+    rate, trials = Rate(1.0, 1.0), list[int]()
+    for step in range(1000):
+        unread = step - trials[-1] if trials else 0
+        if rate.trial(0.1, 1.0, 0.1 * unread) and step >= Rate.FIRST:
+            trials.append(step)
+    assert {b - a for a, b in pairwise(trials)} == {Rate.LONGEST}
 
 
 # --- the cost of a pass ---------------------------------------------------------------------------
@@ -132,9 +158,21 @@ def test_a_followed_cost_comes_to_what_passes_take() -> None:
         cost.observe(64, 8.0)
     assert cost.seconds(8) == pytest.approx(3.0, rel=0.01)
     assert cost.seconds(64) == pytest.approx(8.0, rel=0.01)
-    assert cost.seconds(1) == 1.0
+    assert 1.0 < cost.seconds(1) < 1.5  # nothing was seen of it but what is common to all
     cost.observe(8, 1e9)
     assert cost.seconds(8) < 3.3
+
+
+def test_no_width_stays_dear_because_it_was_in_use_while_the_machine_was_busy() -> None:
+    cost = CostModel({1: 1.0, 8: 2.0, 64: 8.0})
+    for _ in range(200):
+        cost.observe(8, 8.0)
+        cost.observe(1, 4.0)
+    assert [cost.alone(n) for n in (1, 8)] == pytest.approx([4.0, 8.0], rel=0.01)
+    for _ in range(200):
+        cost.observe(1, 1.0)
+    assert cost.alone(1) == pytest.approx(1.0, rel=0.01) and cost.alone(8) < 4.2
+    assert cost.alone(64) < 16.0
 
 
 def test_a_followed_cost_comes_to_the_slope_between_measured_widths() -> None:
@@ -144,7 +182,7 @@ def test_a_followed_cost_comes_to_the_slope_between_measured_widths() -> None:
         rows = 16 + i % 9
         cost.observe(rows, rows + 4.0, sequences=5)
     assert [cost.alone(n, 5) for n in (16, 20, 24)] == pytest.approx([20.0, 24.0, 28.0], rel=0.01)
-    assert cost.alone(32) == 36.0
+    assert cost.alone(32) < 1.5 * 36
 
 
 def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,8 +384,9 @@ def test_a_change_of_what_is_faster_is_noticed() -> None:
     comparison = Comparison()
     compared(comparison, 2000, 16, 1.3, 1.6)
     assert not comparison.faster
-    compared(comparison, 3000, 16, 1.6, 1.35)
-    assert comparison.faster and comparison.drafts
+    compared(comparison, 2000, 16, 1.6, 1.35)
+    drafted = compared(comparison, 1000, 16, 1.6, 1.35)
+    assert comparison.faster and sum(drafted) > 900
 
 
 def test_the_first_step_of_a_turn_is_not_counted() -> None:
@@ -390,8 +429,7 @@ def test_steps_of_one_method_are_compared() -> None:
 
 def test_reading_is_no_part_of_a_calls_cost() -> None:
     call = CallCost(1.0)
-    call.observe(1, 1.0)
-    call.observe_reading(1, 100, 3.0)  # 0.02 for each token
+    call.read(100, 2.0)  # 0.02 for each token
     for _ in range(call.CALLS):
         call.observe(1, 1.3, 20)
     assert call.seconds(1) == pytest.approx(0.9)

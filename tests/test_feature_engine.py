@@ -26,6 +26,7 @@ from quickbeam.draft.base import DraftRequest, Laws
 from quickbeam.draft.eagle import EagleDrafter
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.draft.eagle_state import EagleState
+from quickbeam.engine.budget import Budget, CostModel, Rate
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
@@ -80,6 +81,33 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
     assert (
         drafted.statistics.sources["drafter"].drafted == 0 and drafted.statistics.drafter_calls > 0
     )
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_calls_that_seem_dear_since_a_busy_moment_are_made_again(
+    mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the drafter has missed so much that reading it takes longer than the call. With
+    the estimate left as it is, no call would ever be made again."""
+    pair, params = Pair("attention"), SamplingParams(max_tokens=400, ignore_eos=True)
+    engine, policy, prompt = Engine(pair.target), DRAFTED["greedy"](pair.drafter), [3, 1, 4]
+    engine._budget = Budget(CostModel({1: 1.0, 64: 1.01}), 64)
+    # the real times are others
+    engine._budget.cost.observe = engine._budget.observe = lambda *_: None  # type: ignore[method-assign]
+    call = engine._budget.call(None)
+    for _ in range(call.CALLS):
+        call.observe(1, 0.9)
+    if not mended:
+        monkeypatch.setattr(call, "doubt", lambda: None)
+        monkeypatch.setattr(call, "observe", lambda *_: None)
+    monkeypatch.setattr(Rate, "FIRST", 0)
+    monkeypatch.setattr(Rate, "TRIAL", 0.01)  # 90 steps between trials, of which 32 are unread
+    drafted = answer(pair.target, policy, params, prompt, budget=None, engine=engine)
+    assert (
+        drafted.output.token_ids == answer(pair.target, NoDraft(), params, prompt).output.token_ids
+    )
+    calls = drafted.statistics.drafter_calls
+    assert (calls > 100 and call.seconds(1) < 0.5 and call.row > 0) if mended else calls < 10
 
 
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(

@@ -195,6 +195,7 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(
     assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
     # the last node accepted was a leaf: it is run together with the new root
     context.extend([20, 22, 23, 50])
+    assert state_of(context).waiting == 1
     tree = TokenTree(50)
     law = laws_of(drafter, context, tree, [0])
     assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len(
@@ -215,7 +216,9 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
     laws_of(drafter, context, TokenTree(2), [0])
+    assert state_of(context).waiting == 0
     context.extend([3] * (GAP + 1))
+    assert state_of(context).waiting == GAP  # what the last tree computed is no part of it
     law = laws_of(drafter, context, tree := TokenTree(3), [0])
     # what the last tree computed stays
     assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]
@@ -235,7 +238,7 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
 
 
 def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(2 * GAP)]
+    drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(128)]
     monkeypatch.setattr(drafter.model, "chunk", 50)
     passes = passes_of(drafter, monkeypatch)
     law = laws_of(drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0])

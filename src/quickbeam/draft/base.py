@@ -213,12 +213,16 @@ class HeadUse:
 
 
 class DrafterState(SourceState):
-    """What a drafter keeps of one sequence.
+    """What a drafter keeps of one sequence."""
 
-    `waiting`: how many committed tokens' hidden states it was given (`hear`) and has not read.
-    """
+    @property
+    def waiting(self) -> int:
+        """How many committed tokens it can read ahead of the next tree.
 
-    waiting = 0
+        Where the target provides hidden states, it is those that it was given (`hear`) and has not
+        read.
+        """
+        return 0
 
     @property
     def used(self) -> HeadUse | None:

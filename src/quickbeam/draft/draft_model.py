@@ -22,7 +22,7 @@ from quickbeam.tree import TokenTree
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
 # each of them.
-GAP = 64
+GAP = 32
 
 
 class LMState(DrafterState):
@@ -37,6 +37,17 @@ class LMState(DrafterState):
         self.shadow: TokenTree | None = None
         self.done = 0  # how many nodes of the shadow were run
         self.place: dict[int, int] = {}  # from nodes of the tree to nodes of the shadow
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self.ids) - 1 - self.cache.length - len(self.accepted()))
+
+    def accepted(self) -> list[int]:
+        """Return the nodes of the last shadow that were run and accepted, its root first."""
+        if self.shadow is None:
+            return []
+        path = beginning(self.shadow, self.ids[self.cache.length : -1])
+        return [node for node in path if node < self.done]
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
@@ -159,8 +170,7 @@ class LMDrafter(Drafter):
         the map from the root to its last node.
         """
         cache, ids = state.cache, state.ids
-        if state.shadow is not None and (path := beginning(state.shadow, ids[cache.length : -1])):
-            path = [node for node in path if node < state.done]
+        if path := state.accepted():
             cache.commit(path)
         if len(ids) - cache.length > GAP:
             self._read(state, len(ids) - 1)

@@ -31,7 +31,7 @@ class EagleState(DrafterState):
         self.calls = 0
         # hidden states of committed tokens that have no row yet
         self.pending: list[torch.Tensor] = []
-        self.waiting = 0  # how many hidden states are in `pending`
+        self._waiting = 0  # how many hidden states are in `pending`
         self.tree: TokenTree | None = None  # the tree that is being grown
         # outputs of the root's row, then of the rows of the requested nodes
         self.out = torch.empty(0)
@@ -43,6 +43,10 @@ class EagleState(DrafterState):
         self.visible = torch.empty(0, 0, dtype=torch.bool)
         # by node: the clusters scored for its distribution, with a shortlist
         self.routed: dict[int, Routed] = {}
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting
 
     @property
     def used(self) -> HeadUse:
@@ -58,7 +62,7 @@ class EagleState(DrafterState):
 
     def hear(self, hidden: torch.Tensor) -> None:
         self.pending.append(hidden)
-        self.waiting += len(hidden)
+        self._waiting += len(hidden)
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
@@ -95,19 +99,19 @@ class EagleState(DrafterState):
         if chunks:
             self.cache.adopt(chunks, tokens)
             self.cache.truncate(self.cache.length - 1)
-        self.pending, self.waiting = list(hidden), sum(map(len, hidden))
+        self.pending, self._waiting = list(hidden), sum(map(len, hidden))
 
     def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
         begin = chunk * tokens - self.cache.length
         return (
             self.first(begin + tokens)[begin:].clone()
-            if 0 <= begin <= self.waiting - tokens
+            if 0 <= begin <= self._waiting - tokens
             else None
         )
 
     def release(self) -> None:
         self.cache.release()
-        self.pending, self.waiting, self.tree, self.shortlist = [], 0, None, None
+        self.pending, self._waiting, self.tree, self.shortlist = [], 0, None, None
         self.out = self.feature = torch.empty(0)
 
     def first(self, count: int) -> torch.Tensor:
@@ -119,7 +123,7 @@ class EagleState(DrafterState):
     def commit(self, count: int) -> None:
         """Commit the next `count` rows, and drop the hidden states that they were computed from."""
         rest = self.pending[0][count:].clone()  # a slice would keep all of them in memory
-        self.pending, self.waiting = ([rest] if len(rest) else []), len(rest)
+        self.pending, self._waiting = ([rest] if len(rest) else []), len(rest)
         self.cache.commit(range(count))
 
 

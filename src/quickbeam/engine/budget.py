@@ -147,13 +147,15 @@ class Rate:
     Some steps are trials: the first call of the drafter is made whether or not it seems worth its
     time. Drafting that was not worth its cost may have become so. The first few steps are trials.
     Later one is a trial now and then, so that the calls take no more than a share `TRIAL` of the
-    time.
+    time. What the drafter has to read first counts, too, but it grows with the pause. So it makes
+    no pause longer than `LONGEST` steps.
     """
 
     MEMORY = 64  # steps after which an observation has lost most of its weight
     BEGIN = 8  # how many steps the rate of earlier sequences counts for in a new one
     # how many steps at first are trials; the fewest steps between later trials; their share of time
     FIRST, REST, TRIAL = 4, 32, 0.02
+    LONGEST = 256
 
     tokens: float
     seconds: float
@@ -166,15 +168,16 @@ class Rate:
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    def trial(self, call: float, plain: float) -> bool:
+    def trial(self, call: float, plain: float, reading: float = 0.0) -> bool:
         """Count the step that begins, and return whether it is a trial.
 
-        `call` and `plain` are the seconds of a call and of a step without drafts.
+        `call` and `plain` are the seconds of a call and of a step without drafts. `reading` are the
+        seconds of what the drafter has to read before the call.
         """
         self.steps += 1
-        if self.steps > self.FIRST and self.steps - self.tried < max(
-            self.REST, call / plain / self.TRIAL
-        ):
+        share = plain * self.TRIAL
+        pause = max(self.REST, call / share, min(self.LONGEST, (call + reading) / share))
+        if self.steps > self.FIRST and self.steps - self.tried < pause:
             return False
         self.tried = self.steps
         return True
@@ -464,8 +467,9 @@ class Budget:
         """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)
-        many, plain = len(load.contexts), self.plain(load)
+        many = len(load.contexts)
         if load.comparison is not None:
+            plain = self.plain(load)
             recent = self.rate(settings[0], load).rate * plain / many
             load.comparison.observe(many, tokens, seconds, plain, recent)
         if many == 1:

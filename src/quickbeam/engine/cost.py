@@ -44,6 +44,7 @@ class CostModel:
     """
 
     RATE = 0.05  # the share of a difference that one pass corrects
+    COMMON = 0.5  # the share of a correction that all widths get: the machine's speed has changed
 
     def __init__(
         self,
@@ -144,6 +145,9 @@ class CostModel:
         (the machine was busy) changes little. Between two measured widths, the nearer one takes
         more of the correction, so that passes of different widths also correct the slope between
         them, which is what a node costs.
+
+        A part of the correction goes to all widths. Otherwise those that were in use while the
+        machine was busy would seem dear afterwards, and not be used again.
         """
         ratio = min(2.0, max(0.5, seconds / (self.alone(rows, sequences) + reading)))
         low, high, part = _bracket(self._seconds, rows)
@@ -151,8 +155,10 @@ class CostModel:
         # the interpolated time changes by RATE of the difference, however it is divided
         whole = sum(share * self._seconds[width] for width, share in shares.items())
         moved = sum(share**2 * self._seconds[width] for width, share in shares.items())
-        for width, share in shares.items():
-            self._seconds[width] *= 1 + self.RATE * (ratio - 1) * share * whole / moved
+        change = self.RATE * (ratio - 1)
+        for width in self._seconds:
+            own = shares.get(width, 0.0) * whole / moved
+            self._seconds[width] *= 1 + change * (self.COMMON + (1 - self.COMMON) * own)
 
 
 class CallCost:
@@ -163,6 +169,7 @@ class CallCost:
 
     CALLS = 16  # how many recent calls are kept
     ENOUGH = 4  # this many calls are enough for an estimate for the same number of sequences,
+    DOUBTED = 2  # how many of them are kept where they are doubted
     ALIKE = 1.5  # or for up to this many times more or fewer
     LEAST = 0.5  # share of a call's seconds that is not reading, at least
     GUESS = 0.25  # share of a plain pass that a call is taken to cost before one was seen
@@ -211,9 +218,19 @@ class CallCost:
         seconds = max(self.LEAST * seconds, seconds - tokens * self.row)
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
 
-    def observe_reading(self, sequences: int, tokens: int, seconds: float) -> None:
-        """Record a call for which the drafter first had to read `tokens` tokens."""
-        self.row = max(0.0, seconds - self.seconds(sequences)) / tokens
+    def doubt(self) -> None:
+        """Forget all but the last few calls, so that one cheap call outweighs them.
+
+        To be called before a call that is made although none seemed worth its time for a while.
+        Those before it may have been slow because the machine was busy then.
+        """
+        for seen in self._seen.values():
+            while len(seen) > self.DOUBTED:
+                seen.popleft()
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """Record that the drafter read `tokens` tokens, apart from any call, in `seconds`."""
+        self.row = seconds / tokens
 
 
 @torch.inference_mode()

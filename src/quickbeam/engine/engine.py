@@ -16,7 +16,7 @@ import torch
 from quickbeam.engine.accept import accept, first_token
 from quickbeam.engine.budget import MOST, MOST_DEAR, Budget, Load
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.growing import Grower, Growing, fail
+from quickbeam.engine.growing import Grower, Growing, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
@@ -474,8 +474,10 @@ class Engine:
                 if state is not None and drafter is not None:
                     along = one.growing is None and self._reads_along(sequence)
                     least = 1 if along else UNHEARD
-                    if state.waiting >= least or not drafter.needs_hidden:
-                        drafter.read([state], least, sequence.read)
+                    if state.waiting >= least:
+                        setting, budget = sequence.request.setting, self._budget
+                        cost = None if budget is None else budget.call(setting)
+                        read(drafter, [sequence], cost, least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
                 continue

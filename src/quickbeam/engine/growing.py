@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from quickbeam.draft.base import Drafter, DraftRequest, Laws
 from quickbeam.engine.budget import Budget, Load, Plan
+from quickbeam.engine.cost import CallCost
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
@@ -17,7 +18,7 @@ from quickbeam.trees.constrained import constrained, situation
 
 logger = logging.getLogger(__name__)
 
-CAUGHT_UP = 32  # a call that first reads more tokens a sequence than this is timed as reading
+CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 
 
 @dataclass
@@ -91,17 +92,21 @@ class Grower:
             setting = sequence.request.setting
             trial = False
             try:
+                drafts = self._drafts(sequence)
                 if (
-                    sequence.request.budget is None
+                    drafts
+                    and sequence.request.budget is None
                     and sequence.drafter is not None
                     and setting not in trials
-                    and self._drafts(sequence)
                 ):
                     cost, plain = self.budget().call(setting), self.budget().plain(self.load)
-                    call = cost.seconds(1) + cost.row * _unread(sequence)
-                    trial = self.budget().rate(setting, self.load).trial(call, plain)
+                    reading = cost.row * _unread(sequence)
+                    rate = self.budget().rate(setting, self.load)
+                    trial = rate.trial(cost.seconds(1), plain, reading)
+                    if trial and not rate.drafts:
+                        cost.doubt()
                     trials.add(setting)  # one sequence of a setting is enough for a trial
-                plan = self._plan(sequence, trial)
+                plan = self._plan(sequence, trial) if drafts else Plan(1)
                 assert sequence.context is not None and sequence.cache is not None
                 sequence.context.prices = plan.prices
                 remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
@@ -156,8 +161,6 @@ class Grower:
         assert sequence.context is not None
         if request.budget is not None:
             return Plan(request.budget)
-        if not self._drafts(sequence):
-            return Plan(1)
         if policy.priced and not sequence.context.draws:
             plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
@@ -187,10 +190,9 @@ class Grower:
             return
         began = time.perf_counter()
         first = [one for one in asked if one.wish is not None and one.wish.nodes[0] == 0]
-        fresh, unread = (
-            any(not one.sequence.statistics.steps for one in first),
-            sum(_unread(one.sequence) for one in first),
-        )
+        behind = [one for one in first if _unread(one.sequence) > CAUGHT_UP]
+        self._catch_up(drafter, behind)
+        caught_up, unread = time.perf_counter(), sum(_unread(one.sequence) for one in first)
         if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
             self.budget().rate(priced[0].sequence.request.setting, self.load).worth_a_call()
         laws = self._answer(drafter, asked)
@@ -201,14 +203,24 @@ class Grower:
             if law is not None:
                 self._send(one, law)
         if priced:
-            cost, seconds = (
-                self.budget().call(priced[0].sequence.request.setting),
-                time.perf_counter() - began,
-            )
-            if unread > CAUGHT_UP * len(asked):
-                cost.observe_reading(len(asked), unread, seconds)
-            elif not fresh:  # not a first call, which may read the prompt
-                cost.observe(len(asked), seconds, unread)
+            cost = self.budget().call(priced[0].sequence.request.setting)
+            cost.observe(len(asked), time.perf_counter() - caught_up, unread)
+
+    def _catch_up(self, drafter: Drafter, behind: Sequence[Growing]) -> None:
+        """Let the drafter read what these sequences committed while it was not asked.
+
+        So the call that follows is timed like any other, however long ago the last one was. An
+        estimate that a busy machine made too high is corrected by it.
+        """
+        if not behind:
+            return
+        setting, priced = behind[0].sequence.request.setting, behind[0].plan.prices is not None
+        cost = self.budget().call(setting) if priced else None
+        try:
+            read(drafter, [one.sequence for one in behind], cost)
+        except Exception as error:
+            # the call meets it again, and tells which sequence it is
+            logger.info("a drafter can't catch up: %s", error)
 
     def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
         """Return the distributions for all requests.
@@ -264,6 +276,25 @@ class Grower:
 def _unread(sequence: SequenceState) -> int:
     """Return how many tokens the sequence's drafter has yet to read."""
     return 0 if sequence.draft_state is None else sequence.draft_state.waiting
+
+
+def read(
+    drafter: Drafter,
+    sequences: Sequence[SequenceState],
+    cost: CallCost | None = None,
+    least: int = 1,
+    end: int | None = None,
+) -> None:
+    """Let a drafter read committed tokens of these sequences ahead of their next trees.
+
+    `cost` learns what a token takes, if there are many of them. See `Drafter.read`.
+    """
+    states = [one.draft_state for one in sequences if one.draft_state is not None]
+    before, began = sum(map(_unread, sequences)), time.perf_counter()
+    drafter.read(states, least, end)
+    tokens = before - sum(map(_unread, sequences))
+    if cost is not None and tokens > CAUGHT_UP:
+        cost.read(tokens, time.perf_counter() - began)
 
 
 def fail(sequence: SequenceState, error: Exception) -> None:
