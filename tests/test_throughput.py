@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from quickbeam import LLM, InvalidInput, SamplingParams
+from quickbeam.bench import throughput
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.servers import Server, Serving, parse_server, speculation
 from quickbeam.bench.throughput import Answered, Cell, measure, ratios, requests
@@ -135,7 +136,7 @@ def test_the_command(toy_folder, tmp_path):
     assert "2 at a time" in result.stdout
     found = json.loads(record.read_text())
     assert found["concurrency"]["2"]["pld"]["identical"] == 2
-    assert found["settings"]["skipped"] == 1
+    assert found["settings"]["skipped"] == 1 and found["complete"]
     for coupling, same in (("coupled", 2), ("residual", None)):
         given = ["--temperature", "0.6", "--coupling", coupling, "--json", str(record)]
         result = CliRunner().invoke(
@@ -169,6 +170,37 @@ def test_bad_options_are_refused_in_a_line(options, monkeypatch):
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
     assert options[0] in result.stderr
+
+
+def test_ctrl_c_keeps_what_was_measured(toy_folder, tmp_path, monkeypatch):
+    """`serve` is asked to warm two methods up, then for four cells; the third is interrupted."""
+    served, calls = throughput.serve, []
+
+    def interrupted(*args):
+        calls.append(args)
+        for answered in served(*args):
+            if len(calls) == interrupt:
+                raise KeyboardInterrupt
+            yield answered
+
+    monkeypatch.setattr(throughput, "serve", interrupted)
+    record, options = tmp_path / "record.json", ["--model", toy_folder, "--methods", "ar,pld"]
+    options += ["--concurrency", "1,2", "--limit", "2", "--max-tokens", "4", "--raw"]
+    for interrupt, kept in ((5, {"1": ["ar", "pld"]}), (4, {"1": ["ar"]}), (3, None)):  # noqa: B007
+        calls.clear()
+        record.unlink(missing_ok=True)
+        result = CliRunner().invoke(
+            app, ["bench", "throughput", *options, "--json", str(record)], standalone_mode=False
+        )
+        assert result.exit_code == 130 or (kept is None and result.exit_code != 0)
+        assert record.exists() == (kept is not None)
+        if kept is not None:
+            found = json.loads(record.read_text())
+            cells = found["concurrency"]
+            assert {load: list(by_name) for load, by_name in cells.items()} == kept
+            plain = cells["1"]["ar"]
+            assert not found["complete"] and plain["identical"] == plain["prompts"] > 0
+            assert "1 at a time" in result.stdout and "2 at a time" not in result.stdout
 
 
 def test_nothing_is_lost_when_a_peer_fails_or_the_disk_is_full(toy_folder, tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Any
@@ -260,6 +260,14 @@ def serve(
             stream.close()
 
 
+class Stopped(KeyboardInterrupt):
+    """The measuring was interrupted. `cells`: what was measured by then, by load and name."""
+
+    def __init__(self, cells: dict[int, dict[str, Cell]]) -> None:
+        super().__init__()
+        self.cells = cells
+
+
 def measure(
     llm: LLM,
     asked: Sequence[Asked],
@@ -281,6 +289,8 @@ def measure(
     - `others`: further rows of each table, by name, which are measured after the methods in each
       turn. They answer in the order of the requests that they are given. They are compared where
       they name their tokens.
+
+    Raises `Stopped` if it is interrupted once something is measured.
     """
     others = others or {}
     compared = {item.name for item in methods if item.comparable(params)}
@@ -298,32 +308,52 @@ def measure(
         other(asked[:2], 2)
     total = rounds * len(concurrency) * (len(methods) + len(others))
     done = 0
-    for _ in range(rounds):
-        for load in concurrency:
-            for item in methods:
-                told(f"{item.name}, {load} at a time", done / total)
-                began = time.perf_counter()
-                cell = cells[load][item.name]
-                answers = list(serve(llm, asked, item, params, load, cell))
-                cell.seconds += time.perf_counter() - began
-                cell.answers += answers
-                done += 1
-            for name, other in others.items():
-                told(f"{name}, {load} at a time", done / total)
-                found = other(asked, load)
-                for answered, one in zip(found.answers, asked, strict=True):
-                    answered.prompt = tuple(one.ids)
-                cells[load][name].seconds += found.seconds
-                cells[load][name].answers += found.answers
-                done += 1
+    try:
+        for _ in range(rounds):
+            for load in concurrency:
+                for item in methods:
+                    told(f"{item.name}, {load} at a time", done / total)
+                    began = time.perf_counter()
+                    cell = cells[load][item.name]
+                    answers = list(serve(llm, asked, item, params, load, cell))
+                    cell.seconds += time.perf_counter() - began
+                    cell.answers += answers
+                    done += 1
+                for name, other in others.items():
+                    told(f"{name}, {load} at a time", done / total)
+                    found = other(asked, load)
+                    for answered, one in zip(found.answers, asked, strict=True):
+                        answered.prompt = tuple(one.ids)
+                    cells[load][name].seconds += found.seconds
+                    cells[load][name].answers += found.answers
+                    done += 1
+    except KeyboardInterrupt as interrupt:
+        measured = {
+            load: {name: cell for name, cell in by_name.items() if cell.answers}
+            for load, by_name in cells.items()
+        }
+        measured = {load: by_name for load, by_name in measured.items() if by_name}
+        if not measured:
+            raise
+        _compare(measured, compared, known)
+        raise Stopped(measured) from interrupt
     told("done", 1.0)
     if compared:
         compared |= {name for name in others if cells[concurrency[0]][name].named}
-    for by_name in cells.values():
-        for name in compared:
-            cell = by_name[name]
-            cell.identical = sum(_same(one, known) for one in cell.answers)
+    _compare(cells, compared, known)
     return cells
+
+
+def _compare(
+    cells: Mapping[int, Mapping[str, Cell]],
+    compared: Collection[str],
+    known: Mapping[tuple[int, ...], list[int]],
+) -> None:
+    """Count, in the cells of the names `compared`, the answers that are the `known` ones."""
+    for by_name in cells.values():
+        for name, cell in by_name.items():
+            if name in compared:
+                cell.identical = sum(_same(one, known) for one in cell.answers)
 
 
 def _alone(

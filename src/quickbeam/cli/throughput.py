@@ -119,6 +119,7 @@ def throughput(
             from quickbeam.bench.throughput import (
                 Asked,
                 Other,
+                Stopped,
                 encode,
                 fitting,
                 measure,
@@ -195,7 +196,11 @@ def throughput(
                     f"{item.name} served": asking(ours, speculation(item.method, item.budget))
                     for item in items
                 }
-        cells = measure(llm, asked, items, loads, params, rounds, told, others=others)
+        stopped = False
+        try:
+            cells = measure(llm, asked, items, loads, params, rounds, told, others=others)
+        except Stopped as stop:
+            cells, stopped = stop.cells, True
         record: dict[str, Any] = {
             "environment": environment(str(llm.model.device), dtype.value),
             "model": llm.name,
@@ -213,6 +218,7 @@ def throughput(
                 "draft_weights": draft_weights.value,
                 "memory": memory,
             },
+            "complete": not stopped,
             "concurrency": {
                 load: {name: cell.to_json() for name, cell in by_name.items()}
                 for load, by_name in cells.items()
@@ -222,6 +228,8 @@ def throughput(
         # called when the progress bar is gone, even if a peer fails
         stack.callback(_finish, cells, record, json_file)
         llm.close()
+        if stopped:
+            raise typer.Exit(130)
         for peer in servers:
             with Serving(peer) as serving:
                 ask = asking(serving, {})
