@@ -21,7 +21,7 @@ from quickbeam.target.weight_file import WeightFile
 from quickbeam.tree import TokenTree
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
-# each of them.
+# each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
 GAP = 32
 
 

@@ -155,7 +155,7 @@ class Rate:
     BEGIN = 8  # how many steps the rate of earlier sequences counts for in a new one
     # how many steps at first are trials; the fewest steps between later trials; their share of time
     FIRST, REST, TRIAL = 4, 32, 0.02
-    LONGEST = 256
+    LONGEST = 256  # the most steps between trials for the sake of what is unread
 
     tokens: float
     seconds: float
