@@ -188,6 +188,28 @@ def test_training_learns_what_the_text_holds(shards: Shards, tmp_path: Path) -> 
     )
 
 
+@pytest.mark.parametrize("fast", [False, True])
+def test_products_are_in_float32_where_bfloat16_is_slow(
+    shards: Shards, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
+) -> None:
+    monkeypatch.setattr(drafter, "fast_bfloat16", lambda device: fast)
+    seen = set[torch.dtype]()
+    linear = torch.nn.functional.linear
+
+    def watched(x: torch.Tensor, weight: torch.Tensor, *bias: torch.Tensor) -> torch.Tensor:
+        seen.add(weight.dtype)
+        return linear(x, weight, *bias)
+
+    run = Trainer(
+        network(), HEAD.bfloat16(), shards, SMALL, tmp_path / "out", Accelerator(cpu=True)
+    )
+    monkeypatch.setattr(drafter.F, "linear", watched)
+    run.run(lambda report: None)
+    # torch's own modules give float32 weights; autocast multiplies them in bfloat16 where it is on
+    assert seen == ({torch.bfloat16, torch.float32} if fast else {torch.float32})
+    assert drafter.for_products(HEAD.half()).dtype is torch.float16  # other types stay
+
+
 def test_nothing_held_out_is_trained_on(shards: Shards) -> None:
     train, held = drafter.split(shards)
     assert held and not set(train) & set(held) and sorted(train + held) == list(range(60))
@@ -450,16 +472,15 @@ def test_prompts_are_answered_once_over_all_runs(toy_folder: str, tmp_path: Path
     told: list[int] = []
 
     def stop(tokens: int, rate: float) -> None:
-        told.append(tokens)
-        if len(told) == 5:
+        if tokens > 4 * 64:  # more than four unfinished ones can have
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         stages.DrafterTraining(plan).write_text(stop)
-    assert len(Shards(plan.text)) == 5
-    for _ in range(2):
-        stages.DrafterTraining(plan).write_text(lambda tokens, rate: told.append(tokens))
-        assert len(told) == 20
+    assert 1 <= len(Shards(plan.text)) < 20
+    stages.DrafterTraining(plan).write_text(lambda tokens, rate: told.append(tokens))
+    assert len(Shards(plan.text)) == 20 and told[-1] == Shards(plan.text).tokens
+    stages.DrafterTraining(plan).write_text(lambda tokens, rate: pytest.fail("none is left"))
     training = stages.DrafterTraining(plan)
     asked = [training._encode([{"role": "user", "content": f"say {i}"}]) for i in range(20)]
     begun = [

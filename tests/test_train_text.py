@@ -465,6 +465,31 @@ def test_tokens_are_drawn_from_the_law_at_the_temperature() -> None:
     )
 
 
+@pytest.mark.parametrize("slots", [2, 64])
+def test_no_more_is_begun_than_the_tokens_wanted_need(slots: int) -> None:
+    template = Template([1], [2, 3], [2, 4], frozenset({2}))
+    recipe = Recipe(40, 5, user_temperature=4.0, openers=(), documents=(), quote=0.0)
+    unfinished = list[int]()
+    writer = Writer(
+        Script(),
+        slots,
+        lambda text: [],
+        template,
+        template.stops,
+        recipe,
+        tokens=400,
+        stepped=unfinished.append,
+    )
+    lengths = [len(conversation.tokens) for conversation in writer]  # it ends
+    assert 400 <= sum(lengths) < 400 + 3 * 40
+    assert 0 < max(unfinished) <= min(400 + 2 * 40, slots * 40) and unfinished[-1] == 0
+    mean = sum(lengths) / len(lengths)
+    # with more slots than are needed, the long ones are there as well as the short ones
+    endless = Writer(Script(), 2, lambda text: [], template, template.stops, recipe)
+    usual = [len(conversation.tokens) for conversation in itertools.islice(endless, 300)]
+    assert abs(mean - sum(usual) / 300) < 4 * (sum(usual) / 300) / len(lengths) ** 0.5
+
+
 KINDS = (
     "llama",
     "qwen3",

@@ -148,13 +148,13 @@ def drafter(
         )
     training.check()
     with stages_bar(console, first) as bar:
-        task = bar.add_task("text", total=tokens, completed=training.written(), figures="")
-        told = 0
+        told = training.written()
+        task = bar.add_task("text", total=tokens, completed=told, figures="")
 
         def wrote(count: int, rate: float) -> None:
             nonlocal told
             bar.update(task, completed=count, figures=f"{rate:.0f} tokens/s")
-            if first and count - told >= tokens / 20:
+            if first and rate and count - told >= tokens / 20:
                 told = count
                 left = timedelta(seconds=round((tokens - count) / rate))
                 bar.console.print(

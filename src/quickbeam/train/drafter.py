@@ -121,6 +121,20 @@ def head_of(model: nn.Module) -> torch.Tensor:
     return model.get_output_embeddings().weight.detach()  # type: ignore[operator, no-any-return]
 
 
+def for_products(head: torch.Tensor) -> torch.Tensor:
+    """Return `head` in the type that its device multiplies fast: as it is, or in float32.
+
+    Without AVX-512 or its like, PyTorch multiplies matrices in bfloat16 by plain loops. Measured
+    on AVX2, two cores: 1 GFLOP/s for `x @ head` and 19 for `x @ head.T`, and 150 in float32.
+    """
+    return head if head.dtype is not torch.bfloat16 or fast_bfloat16(head.device) else head.float()
+
+
+def fast_bfloat16(device: torch.device) -> bool:
+    """Return whether PyTorch has fast products in bfloat16 on `device`."""
+    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class LossVocabulary:
     """Chooses the tokens that a step's loss is taken over.
 
@@ -306,12 +320,8 @@ def split(shards: Shards) -> tuple[list[int], list[int]]:
 
 
 def autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which products are computed in bfloat16 if the device supports it.
+    """Return a context in which products are computed in bfloat16 if that is fast on the device.
 
     Parameters and sums stay float32.
     """
-    return torch.autocast(
-        device.type,
-        torch.bfloat16,
-        enabled=device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    )
+    return torch.autocast(device.type, torch.bfloat16, enabled=fast_bfloat16(device))

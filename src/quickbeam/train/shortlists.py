@@ -22,7 +22,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.artefact import FIELDS, TENSORS, Artefact
 from quickbeam.target.loading import load_model, pick_device
 from quickbeam.train.clusters import make_layout, ranking
-from quickbeam.train.drafter import HELD_OUT, head_of, split
+from quickbeam.train.drafter import HELD_OUT, for_products, head_of, split
 from quickbeam.train.labels import BATCH_TOKENS, FLOATS, Labeller, Rows, collect
 from quickbeam.train.router import Epoch, RouterRecipe, RouterReport, train_router
 from quickbeam.train.shards import Shards
@@ -75,7 +75,7 @@ class DrafterFolder:
             )
         self.device = pick_device(None)
         target, _ = load_model(hub.resolve(model), torch.bfloat16, self.device)
-        self.head = head_of(target)
+        self.head = for_products(head_of(target))
         embedding = target.get_input_embeddings()
         del target
         gc.collect()
@@ -103,7 +103,7 @@ class DrafterFolder:
         What is collected from the text is there.
         """
         self.network.cpu().embedding.cpu()
-        self.head = self.head.cpu()
+        self.head = for_products(self.head.cpu())
 
     def counts(self) -> torch.Tensor:
         """Return how often each token occurs in the text, `[vocab]` int64.

@@ -137,7 +137,8 @@ class DrafterTraining:
         )
         scores = 4 * config.heads * longest * (plan.length + recipe.depths) * (recipe.depths + 2)
         check = 6 * plan.length * config.vocab_size * 4
-        train_memory = base + 2 * weights + 24 * parameters + activations + scores + check
+        head = 0 if drafter.fast_bfloat16(self.device) else 4 * self.head.numel()
+        train_memory = base + 2 * weights + head + 24 * parameters + activations + scores + check
         return Needs(text_memory, train_memory, int(plan.tokens * row * 1.02) + 24 * parameters)
 
     def check(self) -> None:
@@ -176,7 +177,8 @@ class DrafterTraining:
     def write_text(self, report: Callable[[int, float], None]) -> None:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
-        `report` is called with the number of tokens and the tokens per second. What is written
+        `report` is called after every pass with the number of tokens, those of conversations that
+        are not complete yet included, and the tokens per second. What is complete
         stays when it is interrupted, and a prompt that it answers is not answered again. Raises
         `QuickbeamError` if the text can't be written.
         """
@@ -205,6 +207,12 @@ class DrafterTraining:
         recipe = text.Recipe(length=plan.length, question=question, quote=plan.quote, seed=seed)
         model = Model(self.model, exact=False, gathered=True)
         model.watch(self.layers)
+        began, fresh = time.perf_counter(), 0
+
+        def tell(unfinished: int) -> None:
+            here = (fresh + unfinished) * processes
+            report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
+
         writer = text.Writer(
             model,
             plan.slots,
@@ -214,15 +222,16 @@ class DrafterTraining:
             recipe,
             None if prompts is None else prompts[rank::processes],
             None if answered is None else answered[rank::processes],
+            -(-(plan.tokens - there) // processes),
+            tell,
         )
-        began, fresh = time.perf_counter(), 0
         try:
             for conversation in writer:
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
-                report(there + fresh * processes, fresh * processes / (time.perf_counter() - began))
                 if there + fresh * processes >= plan.tokens:
                     break
+            tell(0)
         except Unwritten:
             raise  # another try would fail as well
         except BaseException:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -179,10 +179,13 @@ class Template:
 class Writer:
     """Writes conversations, `slots` of them side by side.
 
-    Iterating over it yields them. It does not end, unless there are `prompts` and all are answered.
+    Iterating over it yields them. It ends when all `prompts` are answered or all `tokens` written.
     `prompts`: conversations in token ids whose last turn is the user's. They take the place of the
     model's own questions. `answered`: for each prompt, whether to pass over it; None for none.
-    `model` gives the hidden states that conversations hold (`Model.watch`).
+    `model` gives the hidden states that conversations hold (`Model.watch`). `tokens`: how many are
+    wanted. No conversation is begun that is likely not needed for them, so that little is written
+    in vain and few long conversations are cut off at the end. None for no end. `stepped` is called
+    after every pass with the number of tokens in conversations that are not complete yet.
 
     Raises `InvalidInput` if the template or all prompts are longer than a conversation may be, and
     `ValueError` if there is neither a template nor prompts.
@@ -198,6 +201,8 @@ class Writer:
         recipe: Recipe,
         prompts: Sequence[list[int]] | None = None,
         answered: Sequence[bool] | None = None,
+        tokens: int | None = None,
+        stepped: Callable[[int], None] = lambda unfinished: None,
     ) -> None:
         if template is None and prompts is None:
             raise ValueError("text needs a chat template or prompts")
@@ -232,6 +237,8 @@ class Writer:
             self._prompts = [prompts[i] for i in fitting if answered is None or not answered[i]]
         self._random = random.Random(recipe.seed)
         self._next = 0
+        self._wanted, self._stepped = tokens, stepped
+        self._said = 0  # tokens of complete conversations
 
     def __iter__(self) -> Iterator[Conversation]:
         # no prefix cache: conversations have little more in common than the template
@@ -248,21 +255,39 @@ class Writer:
                         engine.cancel(sequence)
                         del running[talk]
                         if any(talk.answer):
+                            self._said += len(talk.tokens)
                             yield talk.conversation()
                 self._fill(engine, running)
+                self._stepped(sum(len(talk.tokens) for talk in running))
         finally:
             engine.close()
 
     def _fill(self, engine: Engine, running: dict[Talk, SequenceState]) -> None:
-        """Start conversations in all free slots."""
+        """Start conversations in all free slots, as long as they are needed."""
         recipe = self._recipe
-        while len(running) < self._slots and (talk := self._fresh()) is not None:
+        while (
+            len(running) < self._slots
+            and not self._enough(running)
+            and (talk := self._fresh()) is not None
+        ):
             if len(talk.tokens) < recipe.length:
                 seed = self._random.getrandbits(63)
                 request = talk.request(
                     self._turn, recipe.length, recipe.user_temperature, seed, self._model.vocab_size
                 )
                 running[talk] = engine.add(request)
+
+    def _enough(self, running: Iterable[Talk]) -> bool:
+        """Return whether the conversations so far likely come to the tokens that are wanted.
+
+        Each of those that run counts as half of the room at least. (The mean of the complete ones
+        is too short for them, because short ones are complete first.)
+        """
+        if self._wanted is None:
+            return False
+        half = self._recipe.length // 2
+        coming = sum(max(half, len(talk.tokens)) for talk in running)
+        return self._said + coming >= self._wanted
 
     def _fresh(self) -> Talk | None:
         temperature = 0.0 if self._random.random() < 0.5 else self._random.random()

@@ -18,7 +18,15 @@ from safetensors import SafetensorError
 
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.train.drafter import Held, LossVocabulary, Objective, Recipe, hold_out, split
+from quickbeam.train.drafter import (
+    Held,
+    LossVocabulary,
+    Objective,
+    Recipe,
+    for_products,
+    hold_out,
+    split,
+)
 from quickbeam.train.shards import Shards, side_by_side, spread_lengths
 from quickbeam.train.unroll import Batch, collate
 
@@ -75,7 +83,7 @@ class Trainer:
         )
         self._accelerator = accelerator
         self._device = accelerator.device
-        self._head = head.to(self._device)
+        self._head = for_products(head.to(self._device))
         self._train, self._held = split(shards)
         self._lengths, self._answered = (
             [shards.length(i) for i in self._train],
