@@ -20,6 +20,7 @@ from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Routed, Shortlist, union, union_on_cpu
+from quickbeam.target.native.library import kernels
 from test_shortlist_head import spread
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -257,6 +258,34 @@ def test_routing_is_limited_repeatable_and_leaves_chance_alone(device: str) -> N
     first, second = (shortlist.route(hidden, embedded, [0] * 8).clusters for _ in range(2))
     assert torch.equal(first, second) and len(first) == 4
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.skipif(kernels() is None, reason="needs native kernels")
+def test_calls_come_to_score_what_is_asked_for() -> None:
+    """Nodes that agree call for fewer clusters than the schedule assumes."""
+    torch.manual_seed(0)
+    vocab, size = 1040, 16
+    layout = Layout(torch.randperm(vocab), 80, size, vocab)
+    router = Router(RouterConfig(D, EMBED, 12, layout.clusters))
+    torch.nn.init.normal_(router.down.weight)
+    weight, schedule = torch.randn(vocab, D).bfloat16(), Schedule.fit(400, layout, deepest=5)
+    room = 20 / schedule.expected()
+    assert room == pytest.approx(1, abs=0.1)
+    counts = dict[str, float]()
+    for name, options in (("follows", {}), ("fixed", {"most": schedule.most})):
+        shortlist = Shortlist(weight, layout, router=router, schedule=schedule, **options)
+        state, other, scored = shortlist.begin([]), shortlist.begin([]), []
+        for step in range(60):
+            one, other_one = nodes(1, step)
+            hidden, embedded = one.expand(4, -1).bfloat16(), other_one.expand(4, -1)
+            for depth in range(6):
+                routed = shortlist.route(hidden, embedded, [depth] * 4, None, state.scale)
+                state.score(hidden, routed)
+                scored.append(len(routed.clusters))
+        counts[name] = sum(scored[120:]) / len(scored[120:])
+        assert other.scale == 1.0 and (name == "follows" or state.scale == 1.0)
+    assert counts["fixed"] < 0.75 * schedule.expected()
+    assert counts["follows"] == pytest.approx(schedule.expected(), rel=0.1)
 
 
 def test_without_a_router_nothing_is_routed() -> None:

@@ -278,7 +278,7 @@ class EagleDrafter(Drafter):
                 depths, shared = list(work.asked.values()), work.state.shortlist.shared
                 routes = scores is not None and shared.routes(depths, above)
                 routed = (
-                    shared.choose(scores[first : first + count], depths)
+                    shared.choose(scores[first : first + count], depths, work.state.shortlist.scale)
                     if routes and scores is not None
                     else shared.kept(above)
                 )
@@ -336,7 +336,12 @@ class EagleDrafter(Drafter):
         parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
         above = next(reversed(state.routed.values()), None)
         route = partial(
-            state.shortlist.shared.route, parents, following, list(work.asked.values()), above
+            state.shortlist.shared.route,
+            parents,
+            following,
+            list(work.asked.values()),
+            above,
+            state.shortlist.scale,
         )
         routed = self.overlap.start(route, parents, following)
         state.counted.seconds += perf_counter() - began

@@ -92,7 +92,8 @@ class NativeBlocks:
         rows = weight.detach()[tokens.clamp(min=0)]
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
         self._packed = packer.pack([rows], bias)
-        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK)  # [blocks, 16]
+        # [blocks, 16], in numpy, whose small operations cost a fifth of torch's
+        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK).numpy()
         self._count = np.array(sizes, dtype=np.int64) // BLOCK  # by part: how many blocks
         self._first = self._count.cumsum() - self._count
         self._alone, self._beside = Program(kernels), Program(kernels)
@@ -121,7 +122,7 @@ class NativeBlocks:
         count = self._count[parts]
         before = count.cumsum() - count  # how many blocks the parts before each have
         blocks = np.repeat(self._first[parts] - before, count) + np.arange(count.sum())
-        return blocks, self._tokens[torch.from_numpy(blocks)].flatten()
+        return blocks, torch.from_numpy(self._tokens[blocks].reshape(-1))
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
         blocks, tokens = self.find(clusters)
