@@ -372,7 +372,10 @@ def recall() -> dict[str, Any]:
         "rare_recall": 0.125,
         "right": 0.9961,
     }
-    return {"settings": {"rows": 1000, "seed": 0}, "text": 80191, "ways": [way]}
+    told = {"name": "router", "rows": 2949, "drafted": 0.51, "probability": 0.5, "mass": 0.49}
+    told |= {"known": 0.4, "gain": (0.01, 0.002), "bound": (0.1, 0.003)}
+    settings = {"rows": 1000, "seed": 0}
+    return {"settings": settings, "text": 80191, "ways": [way], "foretold": [told]}
 
 
 RECORDS = {

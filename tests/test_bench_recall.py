@@ -7,6 +7,7 @@ pytest tests/test_bench_recall.py
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from quickbeam.bench import recall
 from quickbeam.cli.app import app
 from quickbeam.shortlist.artefact import Artefact
+from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import RouterConfig
 from quickbeam.train import places, wanted
 from quickbeam.train.places import Places, collect_places
@@ -143,6 +146,60 @@ def test_as_many_clusters_as_the_probability_says(
     assert torch.equal(hit, expected) and 0 < int(hit.sum()) < n
 
 
+def test_what_the_mass_foretells_is_counted_on_what_is_scored(
+    found: Places, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a plain walk over the places."""
+    ranking = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(3))
+    clusters = Clusters.cut(ranking[6:], 4, VOCAB)
+    scores = torch.randn(len(found.tokens), clusters.count + 1) * 2
+    seen: dict[str, torch.Tensor] = {}
+
+    def looked(features: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        seen[f"{features.shape[1]}"], seen["right"] = features, right
+        return features[:, -1]
+
+    monkeypatch.setattr(recall, "crossed", looked)
+    layout = Layout(ranking, 6, 4, VOCAB)
+    trial = recall.Trial(network(), HEAD, Artefact(layout, ranking, None), found, found, 6, [8, 14])
+    (one,) = trial.foretold("way", clusters, lambda rows: scores[rows])  # 8 rows hold no cluster
+    assert one.rows == 14 and one.drafted == pytest.approx(float(seen["right"].float().mean()))
+    for i in range(len(found.tokens)):
+        law = scores[i].softmax(-1)
+        best = set(law[:-1].topk(2).indices.tolist())
+        tokens = set(ranking[:6].tolist())
+        tokens |= {t for t in range(VOCAB) if int(clusters.of[t]) in best}
+        tokens |= set(found.likely[i][found.near[i]].tolist())
+        logits = {t: float(found.feature[i].float() @ HEAD[t]) for t in tokens}
+        top = max(logits, key=lambda token: logits[token])
+        p = 1 / sum(math.exp(z - logits[top]) for z in logits.values())
+        assert bool(seen["right"][i]) == (top == int(found.wanted[i]))
+        assert float(seen["3"][i, 1]) == pytest.approx(math.log(p), abs=1e-3)
+        missed = sum(float(law[c]) for c in range(clusters.count) if c not in best)
+        assert float(seen["5"][i, 3]) == pytest.approx(math.log(max(missed, 1e-4)), abs=1e-3)
+        assert bool(seen["4"][i, 3]) == (int(found.wanted[i]) in tokens)
+
+
+def test_only_what_tells_something_is_a_gain() -> None:
+    generator = torch.Generator().manual_seed(0)
+    told, noise, hidden = torch.randn(3, 8000, generator=generator)
+    chance = (told + 2 * hidden).sigmoid()
+    right = torch.rand(8000, generator=generator) < chance
+    plain = recall.crossed(told[:, None], right)
+    best = -torch.where(right, chance, 1 - chance).log().double()
+    losses = {
+        name: recall.over_blocks(plain - recall.crossed(torch.stack([told, more], 1), right))
+        for name, more in (("noise", noise), ("hidden", hidden))
+    }
+    assert abs(losses["noise"][0]) < 3 * losses["noise"][1] < 0.003
+    assert losses["hidden"][0] > 10 * losses["hidden"][1]
+    assert losses["hidden"][0] == pytest.approx(float((plain - best).mean()), abs=0.005)
+    # each half is foretold by the other: what is true of one only does not help
+    halves = torch.where(torch.arange(8000) < 4000, hidden, -hidden)
+    crossed = recall.crossed(torch.stack([told, halves], 1), right)
+    assert float(crossed.mean()) > float(plain.mean())
+
+
 def test_figures_are_shares_of_the_places() -> None:
     likely = torch.tensor([[1], [2], [3], [4]])
     near = torch.tensor([[True], [False], [False], [False]])
@@ -196,6 +253,8 @@ def test_the_command_holds_ways_against_each_other(
     assert any(name.startswith("single tokens, rank 32") for name in names) and not any(
         name.startswith("64") for name in names
     )
+    assert {one["rows"] for one in record["foretold"]} == {51, 128}
+    assert "by its probability" in " ".join(said.output.split())
     for one in record["ways"]:
         assert one["alone"] <= one["recall"] <= 1 and one["rows"] in (51, 128)
         assert one["rare_recall"] == 0 or one["name"] != "frequency"

@@ -53,7 +53,19 @@ def recall(content: Content) -> list[Grid]:
         }
         for one in content["ways"]
     ]
-    return [
+    told = [
+        {
+            "router": one["name"],
+            "rows": figure(one["rows"], ","),
+            "it is": figure(one["drafted"], ".4f"),
+            "by its probability": figure(one["probability"], ".4f"),
+            "and the router's mass": figure(one["mass"], ".4f"),
+            "gain": "{:+.4f} ± {:.4f}".format(*one["gain"]),
+            "if it were known what is scored": "{:+.4f} ± {:.4f}".format(*one["bound"]),
+        }
+        for one in content.get("foretold", ())
+    ]
+    found = [
         grid(
             "ways",
             f"wanted tokens that would be scored, on {content['text']:,} tokens of "
@@ -61,6 +73,10 @@ def recall(content: Content) -> list[Grid]:
             rows,
         )
     ]
+    if told:
+        title = "is the drafter's likeliest scored token the wanted one? log loss, in nats a place"
+        found.append(grid("mass", title, told))
+    return found
 
 
 def points_of(found: Sequence[Content]) -> list[Content]:

@@ -6,16 +6,18 @@ choose finds it where the part of the vocabulary that it chooses holds that toke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from quickbeam.draft.eagle_model import EagleHead
 from quickbeam.shortlist.artefact import Artefact
-from quickbeam.train.places import Places
+from quickbeam.train.places import FLOATS, Places
 from quickbeam.train.wanted import (
     Clusters,
     Found,
@@ -32,6 +34,7 @@ from quickbeam.train.wanted import (
 )
 
 OFTEN = 4  # by probability, a place gets at most so many times the mean number of clusters
+BLOCKS = 40  # parts of the held-out text that standard errors are taken over
 PRIOR = 30.0  # the weight of what is known of all tokens, against the counts of one token
 
 
@@ -41,6 +44,27 @@ class Line(NamedTuple):
     name: str
     rows: int
     found: Found
+
+
+class Foretold(NamedTuple):
+    """How well it is foretold whether the drafter's likeliest scored token is the wanted one.
+
+    `drafted` is the share of places at which it is. The others are log losses in nats a place, of
+    logistic regressions that are fitted on one half of the places and measured on the other.
+    `probability`: from the drafter's probability and the depth. `mass`: also from the mass that the
+    router gives to clusters that are not scored. `known`: also from whether the wanted token is
+    scored, which no router can know. `gain` and `bound` are `probability` less each of the two, and
+    come with standard errors over parts of the text.
+    """
+
+    name: str
+    rows: int
+    drafted: float
+    probability: float
+    mass: float
+    known: float
+    gain: tuple[float, float]
+    bound: tuple[float, float]
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,10 +148,57 @@ class Trial:
                     found = routed(self.held, clusters, scores, count, asked)
                 yield self.line(name, rows, found | always)
 
-    def run(self, names: Sequence[str]) -> Iterator[Line]:
+    @torch.no_grad()
+    def foretold(self, name: str, clusters: Clusters, scores: Scores) -> Iterator[Foretold]:
+        """Yield what the router's mass tells of a draft's acceptance, at each size.
+
+        The router's last class must be the mass that it needn't find (`Teaching.rest`). Of the
+        context, those tokens are scored that are among the target's likeliest at the place.
+        """
+        held, head = self.held, self.head.float()
+        listed = self.rank < self.listed
+        for rows in self.sizes:
+            if (count := (rows - self.listed) // clusters.size) <= 0:
+                continue
+            probability, missed = torch.empty(2, len(held.tokens))
+            right, there = torch.empty(2, len(held.tokens), dtype=torch.bool)
+            for part in torch.split(
+                torch.arange(len(held.tokens)), max(1, FLOATS // len(self.head))
+            ):
+                law = scores(part).softmax(-1)[:, : clusters.count]
+                chosen = torch.zeros(len(part), clusters.count, dtype=torch.bool)
+                chosen.scatter_(1, law.topk(count).indices, True)
+                scored = chosen[:, clusters.of.clamp(min=0)] & (clusters.of >= 0) | listed
+                likely = held.likely[part].long()
+                scored.scatter_(1, likely, scored.gather(1, likely) | held.near[part])
+                logits = (held.feature[part].float() @ head.T).masked_fill_(~scored, -math.inf)
+                best = logits.softmax(-1).max(-1)
+                wanted = held.wanted[part]
+                probability[part], right[part] = best.values, best.indices == wanted
+                missed[part] = law.masked_fill_(chosen, 0).sum(1)
+                there[part] = scored.gather(1, wanted[:, None])[:, 0]
+            log = torch.stack([probability.logit(1e-6), probability.log(), held.depth.float()], 1)
+            more = torch.stack([missed.clamp(min=1e-4).log(), torch.log1p(-missed)], 1)
+            plain, mass, known = (
+                crossed(torch.cat([log, *columns], 1), right)
+                for columns in ((), (more,), (there.float()[:, None],))
+            )
+            yield Foretold(
+                name,
+                rows,
+                float(right.float().mean()),
+                float(plain.mean()),
+                float(mass.mean()),
+                float(known.mean()),
+                over_blocks(plain - mass),
+                over_blocks(plain - known),
+            )
+
+    def run(self, names: Sequence[str]) -> Iterator[Line | Foretold]:
         """Yield all ways, or those whose name begins with one of `names`.
 
-        In `names`, "lists" stands for `lists` and `shipped`, and "tokens" for `tokens`.
+        In `names`, "lists" stands for `lists` and `shipped`, and "tokens" for `tokens`. Ways whose
+        router also gives the mass that it needn't find are followed by what that mass foretells.
         """
         rest = self.artefact.ranking[self.listed :].sort().values
         vocab, head = len(self.head), self.head.float()
@@ -163,6 +234,7 @@ class Trial:
             yield from self.routed(name, clusters, scores)
             if how.rest:
                 yield from self.routed(name + ", by probability", clusters, scores, chance=True)
+                yield from self.foretold(name, clusters, scores)
         if not names or "tokens" in names:
             yield from self.tokens(rest)
 
@@ -192,6 +264,34 @@ class Trial:
 
     def _product(self, places: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
         return self.held.feature[places].float() @ up @ down.T
+
+
+def crossed(features: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return log losses `[n]` in nats of logistic regressions from `features` `[n, f]` to `right`.
+
+    Each half of the places is foretold by a regression that is fitted on the other half.
+    """
+    x = features.double()
+    x = (x - x.mean(0)) / x.std(0).clamp(min=1e-9)
+    x, y = torch.cat([x, torch.ones(len(x), 1)], 1), right.double()
+    losses, half = torch.empty_like(y), len(y) // 2
+    for fitted, told in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+        weight = torch.zeros(x.shape[1], dtype=torch.float64)
+        for _ in range(25):  # Newton's steps; the ridge keeps them finite
+            p = (x[fitted] @ weight).sigmoid()
+            gradient = x[fitted].T @ (p - y[fitted]) + 1e-3 * weight
+            hessian = (x[fitted].T * (p * (1 - p))) @ x[fitted]
+            weight -= torch.linalg.solve(hessian + 1e-3 * torch.eye(len(weight)), gradient)
+        losses[told] = F.binary_cross_entropy_with_logits(
+            x[told] @ weight, y[told], reduction="none"
+        )
+    return losses
+
+
+def over_blocks(values: torch.Tensor) -> tuple[float, float]:
+    """Return the mean of `values` `[n]` and its standard error over `BLOCKS` parts in a row."""
+    means = torch.stack([part.mean() for part in torch.tensor_split(values, BLOCKS)])
+    return float(values.mean()), float(means.std() / BLOCKS**0.5)
 
 
 def places_in(ranking: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def recall(
     if json_path is not None:
         check_output("--json", json_path)
     with progress_bar(f"loading {model or DEFAULT}") as progress, redirect_stderr(StringIO()):
-        from quickbeam.bench.recall import Trial
+        from quickbeam.bench.recall import Foretold, Trial
         from quickbeam.shortlist.artefact import Artefact
         from quickbeam.train.places import collect_places
         from quickbeam.train.shortlists import DrafterFolder
@@ -79,9 +79,9 @@ def recall(
         found = {}
         for name, count, own in (("held out", held_out, True), ("taught", rows, False)):
             chosen = [i for i in range(len(folder.shards)) if (i % HELD_OUT == 0) is own]
-            told = partial(progress, name)
+            report = partial(progress, name)
             found[name] = collect_places(
-                folder.network, folder.head, folder.shards, chosen, depths, count, seed, own, told
+                folder.network, folder.head, folder.shards, chosen, depths, count, seed, own, report
             )
     folder.to_cpu()
     sizes = [max(1, round(artefact.layout.vocab * part / 100)) for part in parts]
@@ -96,9 +96,34 @@ def recall(
     )
     for column in ("rows", "recall", "alone", "of rare", "of the drafter's right"):
         table.add_column(column, justify="right")
-    lines = []
+    masses = Table(
+        "router",
+        title="Is the drafter's likeliest scored token the wanted one? Log loss, in nats a place",
+    )
+    for column in (
+        "rows",
+        "it is",
+        "by its probability",
+        "and the router's mass",
+        "gain",
+        "if it were known what is scored",
+    ):
+        masses.add_column(column, justify="right")
+    lines, told = [], []
     with progress_bar("ways") as progress:
         for line in trial.run(names):
+            if isinstance(line, Foretold):
+                masses.add_row(
+                    line.name,
+                    f"{line.rows:,}",
+                    f"{line.drafted:.4f}",
+                    f"{line.probability:.4f}",
+                    f"{line.mass:.4f}",
+                    f"{line.gain[0]:+.4f} ± {line.gain[1]:.4f}",
+                    f"{line.bound[0]:+.4f} ± {line.bound[1]:.4f}",
+                )
+                told.append(line._asdict())
+                continue
             one = line.found
             table.add_row(
                 line.name,
@@ -111,6 +136,8 @@ def recall(
             lines.append({"name": line.name, "rows": line.rows, **one._asdict()})
             progress(line.name, None)
     stdout().print(table)
+    if told:
+        stdout().print(masses)
     if json_path is not None:
         settings = {
             "rows": rows,
@@ -120,4 +147,7 @@ def recall(
             "seed": seed,
             "only": only,
         }
-        save_record(json_path, {"settings": settings, "text": folder.shards.tokens, "ways": lines})
+        save_record(
+            json_path,
+            {"settings": settings, "text": folder.shards.tokens, "ways": lines, "foretold": told},
+        )
