@@ -21,7 +21,6 @@ from quickbeam.draft.draft_model import LMDrafter
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import Router, RouterConfig
-from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.tree import TokenTree
 
@@ -66,9 +65,7 @@ def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
     layout = Layout(torch.randperm(VOCAB)[:90], 20, 17, VOCAB)
     router = Router(RouterConfig(32, 32, 25, layout.clusters)).requires_grad_(False)
     context = None if window is None else partial(ContextTokens, weight, window)
-    routed = Shortlist(
-        weight, layout, router=router, schedule=Schedule(2, 1, deepest=1), context=context
-    )
+    routed = Shortlist(weight, layout, router=router, chosen=2, deepest=1, context=context)
     return [routed, Shortlist(weight, Layout.by_frequency(torch.randperm(VOCAB), 30, VOCAB))]
 
 

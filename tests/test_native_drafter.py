@@ -26,7 +26,6 @@ from quickbeam.shortlist.head import BlockHead
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared, rows_format
 from quickbeam.shortlist.router import EPS, Router, RouterConfig
-from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target import quantised
 from quickbeam.target.model import Model
@@ -413,9 +412,7 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(
     for short in (False, True):
         context = partial(ContextTokens, weight, 40)
         shortlist = (
-            Shortlist(
-                weight, layout, router=router, schedule=Schedule(2, 1, deepest=5), context=context
-            )
+            Shortlist(weight, layout, router=router, chosen=2, deepest=5, context=context)
             if short
             else None
         )

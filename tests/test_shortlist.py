@@ -5,6 +5,7 @@ pytest tests/test_shortlist.py
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -18,9 +19,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.router import Router, RouterConfig
-from quickbeam.shortlist.schedule import Schedule
-from quickbeam.shortlist.shortlist import Routed, Shortlist, union, union_on_cpu
-from quickbeam.target.native.library import kernels
+from quickbeam.shortlist.shortlist import Routed, Shortlist, best, best_on_cpu
 from test_shortlist_head import spread
 
 VOCAB, D, EMBED = 120, 16, 8
@@ -32,9 +31,7 @@ DEVICES = [
 ]
 
 
-def make(
-    kind: str = "all", device: str = "cpu", schedule: Schedule | None = None, **options: object
-) -> Shortlist:
+def make(kind: str = "all", device: str = "cpu", chosen: int = 4, **options: object) -> Shortlist:
     """`kind`: frequency (20 tokens), context, router (20 frequent ones, clusters of 9, the last one
     short) or all."""
     torch.manual_seed(0)
@@ -57,7 +54,7 @@ def make(
         weight,
         layout,
         router=router,
-        schedule=schedule or Schedule(4, 1),
+        chosen=chosen,
         context=context,
         **options,
     )
@@ -68,48 +65,11 @@ def nodes(n: int, seed: int = 1, device: str = "cpu") -> tuple[torch.Tensor, tor
     return torch.randn(n, D, device=device), torch.randn(n, EMBED, device=device)
 
 
-# Schedule
-
-
-def test_a_schedule_decays_with_depth_to_its_least() -> None:
-    assert [Schedule(10, 2, 0.7).clusters(depth) for depth in range(7)] == [10, 7, 4, 3, 2, 2, 2]
-    # which the product in floating point just misses
-    assert Schedule(100, 1, 0.7).clusters(2) == 49
-    assert [Schedule(3, 1, 1.0).clusters(depth) for depth in range(3)] == [3, 3, 3]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [(3, 4, 0.5), (3, 0, 0.5), (3, 1, 0.0), (3, 1, 1.1), (3, 1, float("nan")), (3, 1, 0.5, -1)],
-)
-def test_an_impossible_schedule_is_refused(wrong: tuple[int, int, float]) -> None:
-    with pytest.raises(InvalidInput, match="a schedule"):
-        Schedule(*wrong)
-
-
-@examples(100, derandomize=True)
-@given(st.integers(1, 400), st.integers(1, 40), st.floats(0.3, 1), st.data())
-def test_a_fitted_schedule_is_the_largest_that_keeps_to_its_share(
-    rest: int, size: int, decay: float, data: st.DataObject
-) -> None:
-    layout = Layout(torch.arange(30 + rest), 30, size, 30 + rest)
-    share = data.draw(st.integers(min(30 + size, 30 + rest), 30 + rest))
-    deepest = data.draw(st.integers(0, 8))
-    fitted = Schedule.fit(share, layout, decay, deepest)
-    room = layout.clusters - (30 + rest - share) / size
-    assert fitted.expected() <= room + 1e-6
-    assert (
-        fitted.most == layout.clusters
-        or Schedule(fitted.most + 1, max(1, int(room / 3)), decay, deepest).expected() > room
-    )
-    assert (
-        fitted.least == fitted.most
-        or Schedule(fitted.most, fitted.least + 1, decay, deepest).expected() > room
-    )
+# Room
 
 
 def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -> None:
-    shortlist = make(schedule=Schedule(4, 1, 0.7, deepest=1))
+    shortlist = make(deepest=1)
     hidden, embedded = nodes(2)
     root = shortlist.route(hidden[:1], embedded[:1], [0])
     first = shortlist.route(hidden, embedded, [1, 2], root)
@@ -119,17 +79,18 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -
     )
     assert shortlist.route(hidden, embedded, [2, 3], first) is first
     # nothing above: routed
-    assert shortlist.route(hidden, embedded, [2, 2]).clusters.tolist() != first.clusters.tolist()
+    assert len(shortlist.route(hidden, embedded, [2, 2]).clusters) == 4
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
     layout = Layout(torch.arange(115), 15, 10, 120)
-    assert Schedule.fit(9999, layout) == Schedule(10, 10)
-    assert Schedule.fit(65, layout, 1.0) == Schedule(5, 5, 1.0)
+    assert [layout.room(share) for share in (9999, 115, 114, 65, 34, 25)] == [10, 10, 9, 5, 1, 1]
     with pytest.raises(InvalidInput, match="must be at least 25"):
-        Schedule.fit(24, layout)
+        layout.room(24)
     with pytest.raises(InvalidInput, match="no clusters"):
-        Schedule.fit(24, Layout.by_frequency(torch.arange(50), 20, 50))
+        Layout.by_frequency(torch.arange(50), 20, 50).room(24)
+    short = Layout(torch.arange(18), 15, 10, 120)  # one cluster of 3
+    assert short.room(18) == 1
 
 
 # Context
@@ -205,87 +166,70 @@ def test_a_window_of_nothing_is_refused() -> None:
 # Routing
 
 
-def union_plain(logits: torch.Tensor, wanted: list[int], most: int) -> list[int]:
-    called = set()
-    for row, k in zip(logits.tolist(), wanted, strict=True):
-        called |= set(sorted(range(len(row)), key=lambda c: -row[c])[:k])
-    law = logits.softmax(-1)
-    worth = {cluster: float(law[:, cluster].max()) for cluster in sorted(called)}
-    return sorted(sorted(worth, key=lambda c: -worth[c])[:most])
-
-
 @examples(200, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
-def test_the_union_is_that_of_each_nodes_best_clusters(
+def test_the_clusters_are_those_that_the_nodes_want_most(
     n: int, clusters: int, data: st.DataObject
 ) -> None:
-    row = st.lists(st.integers(-3, 3), min_size=clusters, max_size=clusters)  # with ties
-    logits = torch.tensor(data.draw(st.lists(row, min_size=n, max_size=n))).float()
-    wanted = data.draw(st.lists(st.integers(1, 14), min_size=n, max_size=n))
-    most = data.draw(st.integers(1, clusters))
-    found = union(logits, torch.tensor(wanted), most).tolist()
-    expected = union_plain(logits, wanted, most)
-    assert union_on_cpu(logits.numpy(), wanted, most).tolist() == [
-        cluster for cluster in expected if cluster >= 0
+    row = st.lists(st.floats(-6, 6, width=32), min_size=clusters, max_size=clusters)
+    logits = torch.tensor(data.draw(st.lists(row, min_size=n, max_size=n)))
+    count = data.draw(st.integers(1, clusters))
+    worth = [
+        sum(math.exp(z[c]) / sum(map(math.exp, z)) for z in logits.tolist())
+        for c in range(clusters)
     ]
-    assert found == expected + [-1] * (most - len(expected))
+    most = sum(sorted(worth, reverse=True)[:count])
+    for found in (best(logits, count), torch.from_numpy(best_on_cpu(logits.numpy(), count))):
+        assert found.dtype is torch.int64 and found.tolist() == sorted(set(found.tolist()))
+        assert len(found) == count and sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
 
 
-def test_a_nodes_clusters_do_not_depend_on_its_neighbours() -> None:
-    shortlist = make("router", most=99)
-    hidden, embedded = nodes(5)
-    depths = [0, 1, 1, 2, 3]
-    alone = [
-        shortlist.route(hidden[i : i + 1], embedded[i : i + 1], depths[i : i + 1]).clusters.tolist()
-        for i in range(5)
-    ]
-    assert [len(clusters) for clusters in alone] == [4, 2, 2, 1, 1]
-    assert len({tuple(clusters) for clusters in alone}) > 1
-    together = shortlist.route(hidden, embedded, depths).clusters.tolist()
-    assert together == sorted(set().union(*alone))
+def test_among_equals_the_first_win_and_bad_scores_come_last() -> None:
+    bad, infinite = math.nan, math.inf
+    for row, count, expected in (
+        ([0.0, 1.0, 1.0, 0.0, 1.0], 2, [1, 2]),
+        ([0.0, 1.0, 1.0, 0.0, 1.0], 4, [0, 1, 2, 4]),
+        ([2.0] * 5, 3, [0, 1, 2]),
+        ([bad, 0.0, bad, -infinite, 1.0], 2, [1, 4]),
+        ([bad, 0.0, bad, -infinite, 1.0], 3, [0, 1, 4]),
+        ([bad] * 5, 2, [0, 1]),
+        ([0.0, -infinite, 1.0, -infinite, -infinite], 3, [0, 1, 2]),
+    ):
+        for rows in (1, 3):
+            logits = torch.tensor([row] * rows)
+            assert best(logits, count).tolist() == expected
+            assert best_on_cpu(logits.numpy(), count).tolist() == expected
+    # a node whose scores are bad leaves the choice to the others
+    logits = torch.tensor([[bad] * 4, [0.0, 3.0, 1.0, 2.0]])
+    assert best_on_cpu(logits.numpy(), 2).tolist() == best(logits, 2).tolist() == [1, 3]
+
+
+def test_a_node_that_is_certain_leaves_room_to_one_that_is_not() -> None:
+    logits = torch.full((2, 8), -9.0)
+    logits[0, 6] = 9.0  # the first node wants one cluster
+    logits[1, :4] = 1.0  # the second any of four
+    assert best_on_cpu(logits.numpy(), 5).tolist() == [0, 1, 2, 3, 6]
+
+
+def test_every_call_scores_as_many_clusters() -> None:
+    shortlist = make("router")
+    for n, seed in ((1, 0), (1, 1), (3, 2), (8, 3)):
+        hidden, embedded = nodes(n, seed)
+        assert len(shortlist.route(hidden, embedded, [0] * n).clusters) == 4
+        # nodes that agree, too
+        hidden, embedded = hidden[:1].expand(5, -1), embedded[:1].expand(5, -1)
+        assert len(shortlist.route(hidden, embedded, [0] * 5).clusters) == 4
+    assert make("router", chosen=99).chosen == 11  # all there are
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_routing_is_limited_repeatable_and_leaves_chance_alone(device: str) -> None:
+def test_routing_is_repeatable_and_leaves_chance_alone(device: str) -> None:
     shortlist = make("router", device)
     hidden, embedded = nodes(8, device=device)
-    assert (
-        shortlist.most == 4
-        and make("router", most=3).most == 3
-        and make("router", most=99).most == 11
-    )
     state = torch.get_rng_state()
     first, second = (shortlist.route(hidden, embedded, [0] * 8).clusters for _ in range(2))
     assert torch.equal(first, second) and len(first) == 4
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.skipif(kernels() is None, reason="needs native kernels")
-def test_calls_come_to_score_what_is_asked_for() -> None:
-    """Nodes that agree call for fewer clusters than the schedule assumes."""
-    torch.manual_seed(0)
-    vocab, size = 1040, 16
-    layout = Layout(torch.randperm(vocab), 80, size, vocab)
-    router = Router(RouterConfig(D, EMBED, 12, layout.clusters))
-    torch.nn.init.normal_(router.down.weight)
-    weight, schedule = torch.randn(vocab, D).bfloat16(), Schedule.fit(400, layout, deepest=5)
-    room = 20 / schedule.expected()
-    assert room == pytest.approx(1, abs=0.1)
-    counts = dict[str, float]()
-    for name, options in (("follows", {}), ("fixed", {"most": schedule.most})):
-        shortlist = Shortlist(weight, layout, router=router, schedule=schedule, **options)
-        state, other, scored = shortlist.begin([]), shortlist.begin([]), []
-        for step in range(60):
-            one, other_one = nodes(1, step)
-            hidden, embedded = one.expand(4, -1).bfloat16(), other_one.expand(4, -1)
-            for depth in range(6):
-                routed = shortlist.route(hidden, embedded, [depth] * 4, None, state.scale)
-                state.score(hidden, routed)
-                scored.append(len(routed.clusters))
-        counts[name] = sum(scored[120:]) / len(scored[120:])
-        assert other.scale == 1.0 and (name == "follows" or state.scale == 1.0)
-    assert counts["fixed"] < 0.75 * schedule.expected()
-    assert counts["follows"] == pytest.approx(schedule.expected(), rel=0.1)
 
 
 def test_without_a_router_nothing_is_routed() -> None:
@@ -359,15 +303,15 @@ def test_a_context_alone_must_hold_a_token() -> None:
 
 def test_parts_that_do_not_fit_are_refused() -> None:
     weight, layout = torch.randn(30, 4), Layout(torch.arange(30), 10, 5, 30)
-    router, schedule = Router(RouterConfig(4, 4, 4, 4)), Schedule(2, 1)
+    router = Router(RouterConfig(4, 4, 4, 4))
     for parts, says in [
         ({"router": router}, "go together"),
-        ({"schedule": schedule}, "go together"),
+        ({"chosen": 2}, "go together"),
         (
-            {"router": Router(RouterConfig(4, 4, 4, 3)), "schedule": schedule},
+            {"router": Router(RouterConfig(4, 4, 4, 3)), "chosen": 2},
             "3 clusters, the layout has 4",
         ),
-        ({"router": router, "schedule": schedule, "most": 0}, "at most 0 clusters"),
+        ({"router": router, "chosen": -1}, "of -1 clusters"),
     ]:
         with pytest.raises(InvalidInput, match=says):
             Shortlist(weight, layout, **parts)

@@ -278,7 +278,7 @@ class EagleDrafter(Drafter):
                 depths, shared = list(work.asked.values()), work.state.shortlist.shared
                 routes = scores is not None and shared.routes(depths, above)
                 routed = (
-                    shared.choose(scores[first : first + count], depths, work.state.shortlist.scale)
+                    shared.choose(scores[first : first + count])
                     if routes and scores is not None
                     else shared.kept(above)
                 )
@@ -341,7 +341,6 @@ class EagleDrafter(Drafter):
             following,
             list(work.asked.values()),
             above,
-            state.shortlist.scale,
         )
         routed = self.overlap.start(route, parents, following)
         state.counted.seconds += perf_counter() - began

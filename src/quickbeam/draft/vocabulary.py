@@ -16,7 +16,6 @@ from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.native import rows_format
-from quickbeam.shortlist.schedule import Schedule
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
@@ -96,7 +95,8 @@ def make_shortlist(
         weight,
         layout,
         router=artefact.router,
-        schedule=Schedule.fit(size, layout, deepest=artefact.deepest),
+        chosen=layout.room(size),
+        deepest=artefact.deepest,
         context=context,
     )
 

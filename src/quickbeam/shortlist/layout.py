@@ -89,6 +89,22 @@ class Layout:
             torch.cat([self.order[:kept], self.order[self.frequent :]]), kept, self.size, self.vocab
         )
 
+    def room(self, share: int) -> int:
+        """Return how many clusters a shortlist of `share` tokens has room for.
+
+        The frequent tokens count, those of the context don't. Raises `InvalidInput` where the
+        layout has no clusters or `share` leaves no room for one.
+        """
+        if not self.clusters:
+            raise InvalidInput("this layout has no clusters to choose from")
+        whole, smallest = len(self.order), self.frequent + self.size
+        if share < min(smallest, whole):
+            raise InvalidInput(
+                f"a shortlist of {share} tokens: must be at least {smallest} "
+                f"({self.frequent} frequent ones and a cluster of {self.size})"
+            )
+        return self.clusters if share >= whole else (share - self.frequent) // self.size
+
     @staticmethod
     def by_frequency(ranking: torch.Tensor, size: int, vocab: int) -> Layout:
         """Return a layout of the first `size` tokens of `ranking`, without clusters.

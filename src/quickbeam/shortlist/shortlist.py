@@ -18,18 +18,13 @@ from quickbeam.shortlist.head import BlockHead, Scores, native_fits
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared
 from quickbeam.shortlist.router import FastRouter, Router
-from quickbeam.shortlist.schedule import Schedule
 from quickbeam.target.native.library import kernels
-
-SUPPOSED = 8  # how many calls the schedule's assumption counts for
-WIDEST = 2.0  # the schedule is at most multiplied or divided by this
 
 
 class Routed(NamedTuple):
-    # [k] int64 on the head's device, ascending, no repeats; off the CPU k is always `most`, padded
-    # with -1
+    """The clusters that a call scores: `[k]` int64 on the head's device, ascending, no repeats."""
+
     clusters: torch.Tensor
-    scale: float = 1.0  # what the schedule was multiplied by (`ShortlistState.scale`)
 
 
 class Shortlist:
@@ -41,10 +36,11 @@ class Shortlist:
     - `weight`: `[vocab, d]`, the drafter's head in the order of token ids.
     - `layout`: the frequent block and the clusters. With `Layout.nothing` and no router only the
       context is scored, which must then hold a token.
-    - `router`: chooses clusters, and needs a `schedule`. Without one no cluster is scored.
+    - `router`: chooses the clusters of a call. Without one no cluster is scored.
+    - `chosen`: how many clusters a call scores.
+    - `deepest`: if all nodes of a call are deeper in the tree than this, the router is not asked,
+      and the call scores what the call before it did. With 0, it is asked for the root alone.
     - `context`: makes a sequence's `ContextTokens`, empty at first.
-    - `most`: the largest number of clusters in one call; None: `schedule.most`, which the native
-      kernels exceed where other calls score less (`ShortlistState.scale`).
     - `backend`: see `BlockHead`.
 
     A call consists of `route` for what goes into the drafter's layer, then `ShortlistState.score`
@@ -61,13 +57,17 @@ class Shortlist:
         layout: Layout,
         *,
         router: Router | None = None,
-        schedule: Schedule | None = None,
+        chosen: int = 0,
+        deepest: int = 0,
         context: Callable[[], ContextTokens] | None = None,
-        most: int | None = None,
         backend: str | None = None,
     ) -> None:
-        if (router is None) != (schedule is None):
-            raise InvalidInput("a router and a schedule go together: give both or none")
+        if (router is None) != (chosen == 0):
+            raise InvalidInput(
+                "a router and the number of clusters that it chooses go together: give both or none"
+            )
+        if chosen < 0:
+            raise InvalidInput(f"a shortlist of {chosen} clusters a call: must be at least 1")
         if router is not None and router.config.clusters != layout.clusters:
             raise InvalidInput(
                 f"the router scores {router.config.clusters} clusters, the layout "
@@ -77,15 +77,9 @@ class Shortlist:
             raise InvalidInput(
                 "this shortlist is empty: it needs frequent tokens, a router or the context"
             )
-        if most is not None and most < 1:
-            raise InvalidInput(f"a shortlist of at most {most} clusters: must be at least 1")
-        self.layout, self.make_context, self._schedule = layout, context, schedule
-        self.most = 0 if schedule is None else min(most or schedule.most, layout.clusters)
-        self.head = BlockHead(weight, layout, most=self.most, backend=backend)
-        # how many clusters a call is to score on average; 0 where the schedule is kept as it is,
-        # because of `most` or because the head's calls have a fixed size
-        follows = schedule is not None and most is None and self.head.backend == "native"
-        self.usual = schedule.expected() if schedule is not None and follows else 0.0
+        self.layout, self.make_context, self.deepest = layout, context, deepest
+        self.chosen = min(chosen, layout.clusters)
+        self.head = BlockHead(weight, layout, most=self.chosen, backend=backend)
         self.device = weight.device
         self._router = None if router is None else FastRouter(router, weight.dtype, weight.device)
         # the same router for the native kernels, where they are used
@@ -114,46 +108,36 @@ class Shortlist:
         embedded: torch.Tensor,
         depths: Sequence[int],
         above: Routed | None = None,
-        scale: float = 1.0,
     ) -> Routed:
         """Choose the clusters of one call on nodes of these `depths`.
 
         `hidden`: hidden states `[n, dh]`. `embedded`: embeddings `[n, de]`. `above`: what the
-        tree's last call scored. If all nodes of this call are below `Schedule.deepest`, the call
-        scores that again.
+        tree's last call scored. If all nodes of this call are below `deepest`, the call scores that
+        again.
 
-        Each node chooses as many of its best clusters as the schedule gives its depth, times
-        `scale` (and so with `most`); among equals the first win. The call scores their union, so a
-        node's own clusters don't depend on its neighbours. If the union holds more than `most`,
-        those stay that have the largest probability (softmax over the clusters) in some node of the
-        call.
+        Each cluster is worth the sum of its probabilities (softmax over the clusters) in all nodes
+        of the call: that many of them are expected to want it. The best `chosen` are scored. So a
+        node that wants one cluster for certain leaves room to one that wants many, and a call with
+        few nodes has more room for each. DynaSpec (2510.13847, §4.2) decays the number with a
+        node's depth instead; its formula is not published in what we could read.
         """
         if self._router is None or not self.routes(depths, above):
             return self.kept(above)
-        return self.choose(self._router(hidden, embedded), depths, scale)
+        return self.choose(self._router(hidden, embedded))
 
     def routes(self, depths: Sequence[int], above: Routed | None = None) -> bool:
         """Whether a call on nodes of these depths asks the router (see `route`)."""
-        return self._schedule is not None and (
-            above is None or min(depths) <= self._schedule.deepest
-        )
+        return self._router is not None and (above is None or min(depths) <= self.deepest)
 
     def kept(self, above: Routed | None) -> Routed:
         """Return what a call scores that does not ask the router."""
         return above or self._nowhere
 
-    def choose(self, logits: torch.Tensor, depths: Sequence[int], scale: float = 1.0) -> Routed:
+    def choose(self, logits: torch.Tensor) -> Routed:
         """Return the clusters of `route`, from the router's scores `[n, clusters]`."""
-        assert self._schedule is not None
-        wanted = [self._schedule.clusters(depth) for depth in depths]
         if logits.device.type == "cpu":
-            wanted = [max(1, round(count * scale)) for count in wanted]
-            most = max(1, round(self.most * scale))
-            return Routed(torch.from_numpy(union_on_cpu(logits.numpy(), wanted, most)), scale)
-        # From pinned memory: any other copy would block the host until the device has finished all
-        # work before it.
-        pinned = torch.tensor(wanted, pin_memory=logits.device.type == "cuda")
-        return Routed(union(logits, pinned, self.most))
+            return Routed(torch.from_numpy(best_on_cpu(logits.numpy(), self.chosen)))
+        return Routed(best(logits, self.chosen))
 
     def _chosen(self, routed: Routed) -> torch.Tensor:
         """Return `[clusters + 2]` bool: which parts of the layout are scored.
@@ -172,7 +156,7 @@ class Shortlist:
         `tokens`: the context's. The second is `[m]` bool: whether the block head scores the token,
         too. It is `None` where `tokens` is. Off the CPU, the count is a tensor on the device.
         """
-        if self.device.type == "cpu":  # in numpy, for the reason given at `union_on_cpu`
+        if self.device.type == "cpu":  # in numpy, for the reason given at `best_on_cpu`
             chosen = self._always.numpy().copy()
             chosen[routed.clusters.numpy()] = True
             size = int(self._sizes.numpy()[chosen].sum())
@@ -209,25 +193,9 @@ class ShortlistState:
         if self.context is not None:
             self.context.reset(ids)
         self._scored: torch.Tensor | int = 0
-        # calls, and how many clusters they would have scored at scale 1; both begin as if some
-        # calls had been as the schedule assumes
-        self._calls = SUPPOSED
-        self._clusters = SUPPOSED * shared.usual
         # what the native kernels scored last: the clusters, the version of the context, what was
         # prepared for them, and how many tokens that scores
         self._ready: tuple[Routed, int, Prepared, int] | None = None
-
-    @property
-    def scale(self) -> float:
-        """What the schedule is multiplied by, so that calls score as much as is asked for.
-
-        How many nodes a call has, and how far they agree, depends on the text: on code, calls would
-        score 12 to 17 % fewer clusters than the schedule assumes. So it follows the calls of this
-        sequence. It stays 1 where `Shortlist.usual` is 0.
-        """
-        if not self.shared.usual:
-            return 1.0
-        return min(WIDEST, max(1 / WIDEST, self.shared.usual * self._calls / self._clusters))
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Read tokens for the context.
@@ -247,8 +215,6 @@ class ShortlistState:
         score.
         """
         head = self.shared.head
-        self._calls += 1
-        self._clusters += len(routed.clusters) / routed.scale
         if isinstance(head.run, NativeBlocks):
             return self._score_native(head.run, feature, routed)
         logits, tokens = head(feature, routed.clusters)
@@ -324,61 +290,32 @@ class ShortlistState:
         return int(self._scored)
 
 
-def union_on_cpu(
-    logits: npt.NDArray[np.float32], wanted: Sequence[int], most: int
-) -> npt.NDArray[np.int64]:
-    """Return what `union` returns, without its padding.
+def best(logits: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the `count` clusters that the rows want most, `[count]` int64, ascending.
 
-    In numpy, whose small operations cost a fifth of torch's.
+    `logits`: `[n, clusters]`. What they want is the sum of each row's probabilities. Among equals
+    the first win. A score that is NaN has probability 0.
     """
-    called = np.zeros(logits.shape[1], bool)
-    for count in set(wanted):  # nodes of one depth choose the same number, so usually one
-        rows = logits if wanted.count(count) == len(wanted) else logits[np.equal(wanted, count)]
-        called |= _largest(rows, count).any(0)
-    chosen: npt.NDArray[np.int64] = called.nonzero()[0]
-    if len(chosen) > most:
-        peak = logits.max(1, keepdims=True)
-        total = np.exp(logits - peak).sum(1, keepdims=True)
-        worth = (np.exp(logits[:, chosen] - peak) / total).max(0)
-        chosen = np.sort(chosen[(-worth).argsort(kind="stable")[:most]])
-    return chosen
+    law = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
+    wanted = law.nan_to_num(0.0).sum(0)
+    return wanted.argsort(descending=True, stable=True)[:count].sort().values
 
 
-def _largest(rows: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.bool_]:
-    """Return a mask of the `count` largest numbers of each row.
+def best_on_cpu(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.int64]:
+    """Return what `best` returns, without sorting all clusters, which would take longer.
 
-    Among equals the first win, and NaN comes last. Sorting many clusters would take longer.
-    """
-    clusters = rows.shape[1]
-    if count >= clusters:
-        return np.ones(rows.shape, bool)
-    if (bad := np.isnan(rows)).any():
-        rows = np.where(bad, -np.inf, rows)
-    at = clusters - count
-    least = np.partition(rows, at, axis=1)[:, at, None]
-    found: npt.NDArray[np.bool_] = rows >= least
-    if np.count_nonzero(found) > len(rows) * count:
-        equal = rows == least
-        room = count - (found & ~equal).sum(1, keepdims=True)
-        found &= ~equal | (equal.cumsum(1) <= room)
-    return found
-
-
-def union(logits: torch.Tensor, wanted: torch.Tensor, most: int) -> torch.Tensor:
-    """Return the clusters that the rows choose together: the union of each row's largest logits.
-
-    `logits`: `[n, clusters]`. `wanted`: `[n]`, how many clusters each row chooses. Returns
-    `[min(most, clusters)]` int64, ascending, padded with -1. If the union has more than `most`
-    clusters, those stay that have the largest probability in any row.
+    It is mostly in numpy, whose small operations cost a fifth of torch's.
     """
     clusters = logits.shape[1]
-    ranks = logits.argsort(dim=-1, descending=True, stable=True)
-    granted = (
-        torch.arange(clusters, device=logits.device)
-        < wanted.to(logits.device, non_blocking=True)[:, None]
-    )
-    called = torch.zeros_like(granted).scatter_(1, ranks, granted).any(0)
-    worth = logits.softmax(-1).amax(0).masked_fill_(~called, -1.0)
-    best = worth.argsort(descending=True, stable=True)[:most]
-    best = torch.where(called[best], best, clusters).sort().values
-    return torch.where(best < clusters, best, -1)
+    if count >= clusters:
+        return np.arange(clusters)
+    wanted = torch.from_numpy(logits).softmax(-1).sum(0).numpy()
+    if not wanted[0] < np.inf:  # some row has bad scores, so all sums are NaN
+        return best(torch.from_numpy(logits), count).numpy()
+    least = np.partition(wanted, clusters - count)[clusters - count]
+    found: npt.NDArray[np.int64] = (wanted >= least).nonzero()[0]
+    if len(found) > count:  # of equal ones the first
+        above = wanted[found] > least
+        kept = above | ((~above).cumsum() <= count - np.count_nonzero(above))
+        found = found[kept]
+    return found
