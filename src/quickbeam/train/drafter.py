@@ -132,7 +132,7 @@ def for_products(head: torch.Tensor) -> torch.Tensor:
 
 def fast_bfloat16(device: torch.device) -> bool:
     """Return whether PyTorch has fast products in bfloat16 on `device`."""
-    return device.type != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return device.type == "cuda" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 class LossVocabulary:

@@ -178,9 +178,9 @@ class DrafterTraining:
         """Write conversations until there are `tokens` tokens of text, or all prompts are answered.
 
         `report` is called after every pass with the number of tokens, those of conversations that
-        are not complete yet included, and the tokens per second. What is complete
-        stays when it is interrupted, and a prompt that it answers is not answered again. Raises
-        `QuickbeamError` if the text can't be written.
+        are not complete yet included, and the tokens per second. What is complete stays when it is
+        interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
+        the text can't be written.
         """
         plan, rank, processes = (
             self.plan,
