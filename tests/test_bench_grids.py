@@ -153,6 +153,7 @@ FIGURES = {
             ("16", "auto"),
             {"over ar": "1.05x", "decoding": "-", "decoding over ar": "-", "first token ms": "120"},
         ),
+        ("identical", ("auto",), {"identical, 1 at a time": "8/8"}),
     ],
     "weights": [
         (

@@ -4,6 +4,7 @@ one. `pytest tests/test_cli.py`"""
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -88,7 +89,7 @@ def test_statistics_tell_the_seed_of_a_sampled_answer():
 def test_every_option_arrives(run):
     sampling = (
         "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 "
-        "--repetition-penalty 1.1 --presence-penalty 0.2"
+        "--repetition-penalty 1.1 --presence-penalty 0.2 --logit-bias 3=-2.5 --logit-bias 9=-inf"
     )
     sampling += (
         " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 "
@@ -136,7 +137,7 @@ def test_every_option_arrives(run):
         "repetition_penalty": 1.1,
         "presence_penalty": 0.2,
         "frequency_penalty": 0.3,
-        "logit_bias": {},
+        "logit_bias": {3: -2.5, 9: -math.inf},
         "stop": ("END", "."),
         "stop_token_ids": (3, 4),
         "ignore_eos": True,

@@ -151,6 +151,41 @@ def test_the_command(toy_folder, tmp_path):
     assert set(found) >= {"environment", "model", "settings", "concurrency", "over_ar"}
 
 
+def test_filters_and_biases_reach_the_answers(toy_folder, tmp_path, monkeypatch):
+    record, served, seen = tmp_path / "record.json", throughput.serve, []
+
+    def watched(*args):
+        for answered in served(*args):
+            seen.append(answered.token_ids)
+            yield answered
+
+    monkeypatch.setattr(throughput, "serve", watched)
+    asked = ["--model", toy_folder, "--methods", "ar,pld", "--concurrency", "2", "--raw"]
+    asked += ["--limit", "2", "--max-tokens", "4", "--temperature", "1", "--seed", "1"]
+    filters = {"top_p": 0.9, "top_k": 40, "min_p": 0.05, "repetition_penalty": 1.1}
+    for name, value in filters.items():
+        asked += [f"--{name.replace('_', '-')}", str(value)]
+
+    def tokens(*biases):
+        seen.clear()
+        given = [word for bias in biases for word in ("--logit-bias", bias)]
+        result = CliRunner().invoke(
+            app, ["bench", "throughput", *asked, *given, "--json", str(record)]
+        )
+        assert result.exit_code == 0, result.stderr
+        found = json.loads(record.read_text())
+        assert found["settings"]["logit_bias"] == list(biases)
+        assert {name: found["settings"][name] for name in filters} == filters
+        drafted = found["concurrency"]["2"]["pld"]
+        assert drafted["identical"] == drafted["prompts"] > 0
+        return {token for ids in seen for token in ids}
+
+    free = tokens()
+    assert tokens("7=1e9") == {7}
+    banned = [f"{token}=-inf" for token in sorted(free)]
+    assert not tokens(*banned) & free
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -161,6 +196,12 @@ def test_the_command(toy_folder, tmp_path):
         ["--served", "--rate", "3"],
         ["--server", "toy=toy {port}", "--temperature", "0.6"],
         ["--server", "toy=toy {port}", "--rate", "3"],
+        ["--server", "toy=toy {port}", "--logit-bias", "5=1"],
+        ["--logit-bias", "5"],
+        ["--logit-bias", "five=1"],
+        ["--logit-bias", "5=1", "--logit-bias", "5=2"],
+        ["--logit-bias", "5=nan"],
+        ["--top-p", "2"],
         ["--server", "toy=toy {port}", "--cancel", "0.1"],
         ["--json", "no-such-folder/record.json"],
     ],
@@ -169,7 +210,7 @@ def test_bad_options_are_refused_in_a_line(options, monkeypatch):
     monkeypatch.setattr("quickbeam.llm.LLM", None)  # nothing is loaded before
     result = CliRunner().invoke(app, ["bench", "throughput", *options])
     assert result.exit_code == 2 and len(result.stderr.strip().splitlines()) == 1
-    assert options[0] in result.stderr
+    assert options[0] in result.stderr or options[0][2:].replace("-", "_") in result.stderr
 
 
 def test_ctrl_c_keeps_what_was_measured(toy_folder, tmp_path, monkeypatch):

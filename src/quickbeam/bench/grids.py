@@ -219,12 +219,26 @@ def _throughput(content: Content) -> list[Grid]:
             "ms a token 95 %": figure(one["p95_tpot_ms"], ".0f"),
             "MAT": figure(one["mean_accepted_tokens"]),
             "nodes": figure(one["nodes_per_step"]),
-            "identical": NONE
-            if one["identical"] is None
-            else f"{one['identical']}/{one['prompts']}",
+            "identical": _identical(one),
         }
         for load, by_name in content["concurrency"].items()
         for name, one in by_name.items()
+    ]
+    names = dict.fromkeys(name for by_name in content["concurrency"].values() for name in by_name)
+    compared = [
+        {
+            "method": name,
+            **{
+                f"{column}, {load} at a time": text
+                for load, by_name in content["concurrency"].items()
+                if (one := by_name.get(name)) is not None
+                for column, text in (
+                    ("identical", _identical(one)),
+                    ("MAT", figure(one["mean_accepted_tokens"])),
+                )
+            },
+        }
+        for name in names
     ]
     return [
         grid(
@@ -233,8 +247,15 @@ def _throughput(content: Content) -> list[Grid]:
             "steps in which no prompt is read",
             rows,
             2,
-        )
+        ),
+        grid(
+            "identical", "answers that are those of plain decoding, given one at a time", compared
+        ),
     ]
+
+
+def _identical(one: Content) -> str:
+    return NONE if one["identical"] is None else f"{one['identical']}/{one['prompts']}"
 
 
 def _over(one: Content, plain: Content | None, key: str) -> str:

@@ -31,7 +31,8 @@ def generate(
     repetition_penalty: options.RepetitionPenalty = 1.0,
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
-    stop: options.Stop = [],  # noqa: B006 (typer copies it)
+    logit_bias: options.LogitBias = [],  # noqa: B006 (typer copies it)
+    stop: options.Stop = [],  # noqa: B006
     stop_token_id: options.StopTokenId = [],  # noqa: B006
     ignore_eos: options.IgnoreEos = False,
     logprobs: options.Logprobs = None,
@@ -86,6 +87,7 @@ def generate(
         repetition_penalty=repetition_penalty,
         presence_penalty=presence_penalty,
         frequency_penalty=frequency_penalty,
+        logit_bias=options.biases(logit_bias),
         stop=tuple(stop),
         stop_token_ids=tuple(stop_token_id),
         ignore_eos=ignore_eos,

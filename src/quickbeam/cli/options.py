@@ -177,6 +177,14 @@ FrequencyPenalty = Annotated[
     float,
     typer.Option("--frequency-penalty", help="Subtracted once for every occurrence in the output."),
 ]
+LogitBias = Annotated[
+    list[str],
+    typer.Option(
+        "--logit-bias",
+        metavar="ID=VALUE",
+        help="Added to the logit of this token; -inf bans it. May be repeated.",
+    ),
+]
 Stop = Annotated[
     list[str], typer.Option("--stop", metavar="TEXT", help="End before this text. May be repeated.")
 ]
@@ -267,6 +275,26 @@ def _text(option: str, path: Path) -> str:
         raise InvalidInput(f"{option} {path}: can't be read ({error.strerror})") from error
     except UnicodeError as error:
         raise InvalidInput(f"{option} {path}: not UTF-8 text ({error})") from error
+
+
+def biases(given: list[str]) -> dict[int, float]:
+    """Return what `SamplingParams` takes for `--logit-bias`, given as ID=VALUE.
+
+    Raises `InvalidInput` for other text and for a token that is named twice. Whether the model has
+    the tokens shows when it answers.
+    """
+    found: dict[int, float] = {}
+    for text in given:
+        token, equals, value = text.partition("=")
+        try:
+            if not equals or int(token) in found:
+                raise ValueError
+            found[int(token)] = float(value)
+        except ValueError:
+            raise InvalidInput(
+                f"--logit-bias {text!r}: must be ID=VALUE, as in 42=-5, each token once"
+            ) from None
+    return found
 
 
 def coupling(given: Coupling | None) -> str:

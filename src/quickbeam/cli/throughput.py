@@ -17,6 +17,7 @@ from quickbeam.cli.common import progress_bar, save_record, stdout
 from quickbeam.cli.passes import numbers
 from quickbeam.errors import InvalidInput
 from quickbeam.hub import DEFAULT
+from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
     from quickbeam.bench.throughput import Cell
@@ -66,6 +67,11 @@ def throughput(
         int, typer.Option("--rounds", min=1, help="How often every cell is run, in turn.")
     ] = 1,
     temperature: options.Temperature = 0.0,
+    top_p: options.TopP = 1.0,
+    top_k: options.TopK = 0,
+    min_p: options.MinP = 0.0,
+    repetition_penalty: options.RepetitionPenalty = 1.0,
+    logit_bias: options.LogitBias = [],  # noqa: B006 (typer copies it)
     seed: options.Seed = 0,
     coupling: options.CouplingOption = None,
     drafter: options.Drafter = None,
@@ -84,7 +90,7 @@ def throughput(
             help="A peer that serves OpenAI's interface, in a process of its own; "
             "greedy answers only.",
         ),
-    ] = [],  # noqa: B006 (typer copies it)
+    ] = [],  # noqa: B006
     served: Annotated[
         bool,
         typer.Option(
@@ -103,10 +109,25 @@ def throughput(
     loads = numbers("--concurrency", concurrency, 1024)
     if rate is not None and not rate > 0:
         raise InvalidInput(f"--rate {rate}: must be above 0 requests a second")
-    if (served or server) and (temperature > 0 or cancel or rate is not None):
+    filters: dict[str, Any] = {
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+    }
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        coupling=options.coupling(coupling),
+        logit_bias=options.biases(logit_bias),
+        **filters,
+    )
+    altered = params.temperature > 0 or params.adjusts_logits
+    if (served or server) and (altered or cancel or rate is not None):
         raise InvalidInput(
             f"{'--served' if served else '--server'} asks for greedy answers, all at once: "
-            "leave out --temperature, --rate and --cancel"
+            "leave out --temperature, --repetition-penalty, --logit-bias, --rate and --cancel"
         )
     if json_file is not None:
         check_output("--json", json_file)
@@ -127,7 +148,6 @@ def throughput(
                 requests,
             )
             from quickbeam.llm import LLM
-            from quickbeam.params import SamplingParams
 
             items = parse_methods(methods)
             if peers := [item.name for item in items if item.is_peer]:
@@ -151,12 +171,6 @@ def throughput(
             )
             for item in items:
                 llm.prepare(item.method, item.vocab, item.shortlist)
-            params = SamplingParams(
-                max_tokens=max_tokens,
-                temperature=temperature,
-                seed=seed,
-                coupling=options.coupling(coupling),
-            )
             prompts = encode(llm, asked_of, raw)
             asked = requests(fitting(llm, prompts, max_tokens), rate, cancel, max_tokens)
             text = {
@@ -209,6 +223,8 @@ def throughput(
                 "skipped": len(prompts) - len(asked),
                 "max_tokens": max_tokens,
                 "temperature": temperature,
+                **filters,
+                "logit_bias": logit_bias,
                 "seed": seed,
                 "coupling": params.coupling,
                 "rate": rate,
