@@ -9,6 +9,7 @@ import json
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +20,13 @@ from cases import few
 from drafters import KnownDrafter
 from quickbeam import LLM, SamplingParams
 from quickbeam.bench.questions import Question
-from quickbeam.bench.trees import Results, Step, emitted, measure, parse_trees, reached
+from quickbeam.bench.trees import Results, Step, emitted, following, measure, parse_trees, reached
 from quickbeam.cli.app import app
 from quickbeam.draft.base import Context
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler
+from quickbeam.target.target import Target
 from quickbeam.tree import TokenTree
 from quickbeam.trees.base import Grown, Growth
 from quickbeam.trees.dyspec import DySpec
@@ -132,8 +134,9 @@ def test_a_coupled_trees_figure_is_the_length_of_the_path_that_its_noise_takes(
         )
         noise = Noise(seed, 0, 70) if temperature else None
         context = Context(ids, torch.zeros(1), temperature, noise=noise).begin(policy.sources)
-        step = Step(ToyTarget(model, ids), policy.drafter, policy, 12, sampler, {69})  # type: ignore[arg-type]
-        found = step.coupled(context)
+        target: Any = ToyTarget(model, ids)
+        after = following(target, ids[-1])
+        found = Step(target, policy.drafter, policy, 12, sampler, {69}, after).coupled(context)
 
         (tree,), node, path, whole = policy.trees, 0, [0], 1
         # word for word: what the noise of each place emits, as long as it is in the tree
@@ -154,6 +157,28 @@ def test_a_coupled_trees_figure_is_the_length_of_the_path_that_its_noise_takes(
         assert (found, policy.paths) == (whole, [path])
         lengths.add(whole)
     assert len(lengths) > 3
+
+
+def test_logits_behind_a_place_are_those_of_a_tree_and_computed_once(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(toy_folder, "ar", dtype="float32") as llm:
+        target, tree = Target(llm.model), TokenTree(5)
+        target.prefill([3, 1, 4, 1])
+        for parent, token in ((0, 9), (0, 2), (1, 6), (1, 5), (3, 3), (2, 9)):
+            tree.add(parent, token, "any")
+        whole, passes, verify = target.verify(tree), [], target.verify
+
+        def counted(chain: TokenTree) -> torch.Tensor:
+            passes.append(tuple(chain.token))
+            return verify(chain)
+
+        monkeypatch.setattr(target, "verify", counted)
+        after = following(target, 5)
+        for _ in range(2):
+            for node in reversed(range(len(tree))):
+                assert torch.equal(after(tree.tokens(node)), whole[node])
+        assert len(passes) == len(set(passes)) == len(tree)
 
 
 def test_the_text_is_the_seeds_and_trees_are_grown_with_other_noise(

@@ -12,7 +12,9 @@ temperature 0 that depends on chance as well, and chance is averaged out:
   known, and verified by the same noise (`verify.py`, equality). The text is written with one noise.
   The noise that comes after a place is independent of the text up to there, so other noises serve
   as well as the text's own. At each place the tree is grown and verified with several noises of
-  other seeds, the same ones for all policies, and the mean counts.
+  other seeds, the same ones for all policies, and the mean counts. With one noise the same tokens
+  are emitted whatever tree is grown (`verify.py`), so the target runs over each of them once for
+  all policies and budgets, and over no other node.
 - `+residual` stands for the papers' rule. The tree is grown once, without noise, and its children
   are drawn. Then no outcome of verification is drawn. The probabilities of all outcomes are summed
   up instead, from the target's distributions at the tree's nodes (`reached`).
@@ -232,9 +234,9 @@ def _places(
             if ids[-1] in llm.eos_ids:
                 break
             if number % every == 0:
-                promised = dict[Item, float]()
+                promised, after = dict[Item, float](), following(target, ids[-1])
                 for item, policy in policies.items():
-                    step = Step(target, drafter, policy, item[1], sampler, llm.eos_ids)
+                    step = Step(target, drafter, policy, item[1], sampler, llm.eos_ids, after)
                     if params.greedy:
                         promised[item] = step.coupled(context)
                     elif item[0].endswith(DRAWN):
@@ -253,11 +255,31 @@ def _places(
         target.store.release()
 
 
+def following(target: Target, last: int) -> Callable[[Sequence[int]], torch.Tensor]:
+    """Return a function of tokens that gives the target's logits `[vocab]` after them.
+
+    The tokens follow `last`, the last token of the text so far. The logits after each sequence of
+    tokens are computed once.
+    """
+    known = dict[tuple[int, ...], torch.Tensor]()
+
+    def after(tokens: Sequence[int]) -> torch.Tensor:
+        if (key := tuple(tokens)) not in known:
+            chain = TokenTree(last)
+            for parent, token in enumerate(key):
+                chain.add(parent, token, "text")
+            known[key] = target.verify(chain)[-1].clone()
+        return known[key]
+
+    return after
+
+
 @dataclass(frozen=True)
 class Step:
     """A policy's next tree at a place, and how many tokens a step with it emits.
 
-    Tokens behind one of `ends` (ids that end an answer) don't count.
+    Tokens behind one of `ends` (ids that end an answer) don't count. `after` gives the target's
+    logits behind the place (`following`).
     """
 
     target: Target
@@ -266,21 +288,22 @@ class Step:
     budget: int
     sampler: Sampler
     ends: Container[int]
+    after: Callable[[Sequence[int]], torch.Tensor]
 
     def coupled(self, context: Context) -> float:
         """Return the number of tokens with the noise of `context`, or at temperature 0.
 
         The policy learns from the outcome.
         """
-        (tree, learn, _), logits = self._grown(context)
+        tree, learn, _ = self._grown(context)
         noise, position = context.noise, len(context.ids)
 
         def token(node: int) -> int:
+            below = tree.tokens(node)
+            logits = self.after(below)
             if noise is None:
-                return self.sampler.best(logits[node], _below(tree, node))
-            return self.sampler.emitted(
-                logits[node], noise, position + tree.depth[node], _below(tree, node)
-            )
+                return self.sampler.best(logits, below)
+            return self.sampler.emitted(logits, noise, position + len(below), below)
 
         path, _ = verify_equal(tree, token)
         learn(tree, path)
@@ -291,29 +314,20 @@ class Step:
 
         The policy learns from one outcome.
         """
-        (tree, learn, _), logits = self._grown(context)
+        tree, learn, _ = self._grown(context)
+        logits = self.target.verify(tree)
 
         def law(node: int) -> torch.Tensor:
-            return self.sampler.law(logits[node], _below(tree, node))
+            return self.sampler.law(logits[node], tree.tokens(node))
 
         path, _ = verify_residual(tree, law, generator)
         learn(tree, path)
         return emitted(tree, reached(tree, law), self.ends)
 
-    def _grown(self, context: Context) -> tuple[Grown, torch.Tensor]:
-        """The tree with what its policy learns, and the target's logits at its nodes.
-
-        The logits are `[n, vocab]`.
-        """
-        found = grown(
+    def _grown(self, context: Context) -> Grown:
+        return grown(
             self.policy.grow(context, self.budget, self.target.depth_limit()), self.drafter.answer
         )
-        return found, self.target.verify(found.tree)
-
-
-def _below(tree: TokenTree, node: int) -> list[int]:
-    """The tokens below the root, down to a node."""
-    return [tree.token[i] for i in tree.path(node)[1:]]
 
 
 def emitted(tree: TokenTree, chances: Sequence[float], ends: Container[int]) -> float:
