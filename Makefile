@@ -41,9 +41,9 @@ docs: install
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The figures of the documents, measured anew on a quiet machine: all, or some by ONLY=methods,trees
+# The figures of the documents that are missing or older than the code, on a quiet machine. ALL=1: all; ONLY=methods,trees: these
 report: install
-	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY))
+	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY)) $(if $(ALL),--all)
 
 clean:
 	rm -rf $(VENV) build dist mutants .coverage* .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -285,7 +285,7 @@ def test_an_entry_that_fails_does_not_stop_the_others(place: Place) -> None:
     place.run("--only", "heads")
     before = place.read("benchmarks/heads.json")
     place.write("fail-heads", "")
-    result = place.run(code=1)
+    result = place.run("--all", code=1)
     assert (
         "    failed: out of luck" in result.stdout
         and ("1 of 3 entries failed: heads") in result.stderr
@@ -326,6 +326,28 @@ def test_interrupted_it_keeps_what_is_done(place: Place) -> None:
     assert (place.folder / "told").exists(), "the command ends as by Ctrl-C"
     assert sorted(path.name for path in place.records.iterdir()) == ["heads.json", "plan.yaml"]
     assert "| 0.13 | 40.00 |" in place.read("README.md")
+    (place.folder / "wait-throughput").unlink()
+    kept = place.record("heads")[KEY]["date"]
+    said = place.run().stdout
+    assert "1 of 3 entries are of this code; --all measures them too" in said, "it goes on"
+    assert "1/1 load" in said and place.record("heads")[KEY]["date"] == kept
+
+
+def test_only_what_is_missing_or_old_is_measured_unless_all_is_asked_for(place: Place) -> None:
+    def measured(*options: str) -> list[str]:
+        lines = place.run(*options).stdout.splitlines()
+        return [line.split()[1] for line in lines if " (about " in line]
+
+    assert measured() == ["heads", "load"] and measured() == []
+    assert measured("--all") == ["heads", "load"] and measured("--only", "load") == ["load"]
+    place.write("src/heads/deep/a.h", "three\n")
+    assert "(about 1 min; older than the code" in place.run("--list").stdout
+    assert "(about 2 min; measured with this code)" in place.run("--list").stdout
+    assert measured() == ["heads"]
+    command = "quickbeam bench throughput --methods ar"
+    place.write("benchmarks/plan.yaml", PLAN.replace(command, f"{command},pld"))
+    assert measured() == ["load"], "another command"
+    assert "--all, --only: give one of them" in place.run("--all", "--only", "load", code=2).stderr
 
 
 def test_blanks_are_filled_and_paths_of_the_machine_are_not_kept(

@@ -23,6 +23,7 @@ from quickbeam.bench.saved import Saved, read
 from quickbeam.errors import InvalidInput
 
 OPEN, CLOSE = re.compile(r"<!-- report: *(\S+) *-->"), "<!-- /report -->"
+MISSING = "not measured yet"
 FENCE = re.compile(r"(`{3,}|~{3,})")
 
 
@@ -126,14 +127,18 @@ def wrong(plan: Plan, out: Path, entries: Sequence[Entry]) -> Iterator[str]:
     """
     shown = {place.name for path in plan.documents() for place in places(path, _text(path), plan)}
     for entry in entries:
-        saved = load(entry, out)
-        if saved is not None and (why := stale(saved, entry, plan.root)):
-            yield f"{entry.name}: {why}"
-        elif saved is None and (not entry.blanks or entry.name in shown):
-            yield f"{entry.name}: not measured yet"
+        why = due(plan, entry, out)
+        if why != MISSING or not entry.blanks or entry.name in shown:
+            yield from [f"{entry.name}: {why}"] if why else []
     for path, text in rendered(plan, out, images=False).items():
         if _text(path) != text:
             yield f"{path}: not what the figures say; `quickbeam bench plan --render` writes it"
+
+
+def due(plan: Plan, entry: Entry, out: Path) -> str | None:
+    """Return why an entry should be measured, or None: it never was, or its figures are old."""
+    saved = load(entry, out)
+    return MISSING if saved is None else stale(saved, entry, plan.root)
 
 
 def load(entry: Entry, out: Path) -> Saved | None:

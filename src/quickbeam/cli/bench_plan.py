@@ -31,6 +31,10 @@ def bench_plan(
     only: Annotated[
         str | None, typer.Option("--only", metavar="NAME,…", help="These entries alone.")
     ] = None,
+    everything: Annotated[
+        bool,
+        typer.Option("--all", help="All entries, also those whose figures are of this code."),
+    ] = False,
     settings: Annotated[
         list[str],
         typer.Option(
@@ -53,14 +57,17 @@ def bench_plan(
         bool, typer.Option("--list", help="Measure nothing; show the entries.")
     ] = False,
 ) -> None:
-    """Measure the entries of a plan one after the other, keep their records, and write tables and
-    plots into the plan's documents. Entries with a {NAME} that nothing fills are left out. An entry
-    that fails doesn't stop the others. Ctrl-C keeps those that are done."""
+    """Measure the entries of a plan whose figures are missing or older than the code, one after the
+    other. Their records are kept, and tables and plots are written into the plan's documents.
+    Entries with a {NAME} that nothing fills are left out. An entry that fails doesn't stop the
+    others. Ctrl-C keeps those that are done; the same command goes on from there."""
     from quickbeam.bench import documents
     from quickbeam.bench.plan import VARIABLE, read_plan
 
     if sum((render, check, listed)) > 1:
         raise InvalidInput("--render, --check, --list: give one of them")
+    if everything and only is not None:
+        raise InvalidInput("--all, --only: give one of them")
     plan = read_plan(path)
     entries = (
         list(plan.entries)
@@ -83,7 +90,9 @@ def bench_plan(
         return
     if listed:
         for entry in entries:
-            _say(f"{entry.name}: {entry.title} (about {entry.minutes:g} min)\n    {entry.command}")
+            why = documents.due(plan, entry, place) or "measured with this code"
+            _say(f"{entry.name}: {entry.title} (about {entry.minutes:g} min; {why})")
+            _say(f"    {entry.command}")
         _say(f"{len(entries)} entries, about {sum(entry.minutes for entry in entries):g} min")
         return
     if any(entry.plot for entry in plan.entries) and importlib.util.find_spec("matplotlib") is None:
@@ -92,6 +101,11 @@ def bench_plan(
         )
     failed, interrupted = list[str](), False
     if not render:
+        if only is None and not everything:
+            due = [entry for entry in entries if documents.due(plan, entry, place)]
+            if left := len(entries) - len(due):
+                _say(f"{left} of {len(entries)} entries are of this code; --all measures them too")
+            entries = due
         runnable = [entry for entry in entries if all(blank in values for blank in entry.blanks)]
         for entry in entries:
             if entry not in runnable and only is not None:
