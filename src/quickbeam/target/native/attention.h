@@ -87,7 +87,7 @@ struct QueryTile {
 
 class Attention {
  public:
-  static constexpr int64_t QUERIES = 24, ROWS = 8;
+  static constexpr int64_t QUERIES = 48, ROWS = 16;
   static constexpr int64_t WAVE = 1 << 20;  // scores that tiles worked on together may have
 
   // query: [kv_heads][rows of the batch][group][key_dim]. Tiles go in waves, each in three phases that all threads share.
@@ -257,7 +257,7 @@ class Attention {
         part(t, q, std::min(PART, t.queries - q), b, std::min<int64_t>(4, last - b), sums, shape_.kv.value_dim);
   }
 
-  static constexpr int64_t PART = 32;  // queries at a time
+  static constexpr int64_t PART = 48;  // queries at a time
 
   void part(const QueryTile& t, int64_t first, int64_t queries, int64_t block, int64_t blocks, float* sums, int64_t dim) {
     const int64_t stride = blocks * 16, width = t.width();
@@ -270,20 +270,12 @@ class Attention {
       pair_product(w + at - t.begin, width, queries, values, PAGE * 16, std::min(PAGE, t.common - at) / 2, blocks, sums, stride, true, next,
                    next ? blocks * PAGE / 2 : 0);
     }
+    for (int64_t i = 0, end; i < queries; i = end) {
+      end = std::min(queries, ((first + i) / group_ + 1) * group_ - first);
+      own(t, t.row + (first + i) / group_, end - i, w + i * width - t.begin, block, blocks, sums + i * stride);
+    }
     for (int64_t i = 0; i < queries; ++i) {
-      const int64_t row = t.row + (first + i) / group_, length = seen(row);
-      const Entry* mine = w + i * width - t.begin;
-      for (int64_t p = std::max(t.common, first_seen(row) & ~int64_t(1)); p < length; p += 2) {
-        const int64_t a = order_at(row, p), b = p + 1 < length ? order_at(row, p + 1) : -1;
-        const bf16* from = shape_.kv.value_page(t.span->pages[a / PAGE], t.head) + a % PAGE / 2 * 32;
-        const bf16* with = b < 0 ? nullptr : shape_.kv.value_page(t.span->pages[b / PAGE], t.head) + b % PAGE / 2 * 32;
-        const Entry both[2] = {mine[p], b < 0 ? Entry(0) : mine[p + 1]};
-        for (int64_t c = 0; c < blocks; ++c) {
-          const int64_t skip = (block + c) * PAGE * 16;
-          float* s = sums + i * stride + c * 16;
-          store(s, dot_joined(both, from + skip, a & 1, with ? with + skip : nullptr, b & 1, load(s)));
-        }
-      }
+      const int64_t row = t.row + (first + i) / group_;
       const int64_t head = t.head * group_ + (first + i) % group_;
       const Lanes whole = all(sums_[size_t(row * shape_.heads + head)]);
       for (int64_t c = 0; c < blocks; ++c) {
@@ -292,6 +284,25 @@ class Attention {
         const int64_t at = (block + c) * 16;
         std::memcpy(out_ + (row * shape_.heads + head) * dim + at, result, size_t(std::min<int64_t>(16, dim - at)) * 2);
       }
+    }
+  }
+
+  // What a row sees from the tile's common positions on, for some queries of that row, whose weights are given by position. Pairs of values
+  // that live apart are put side by side, as they stand in a page.
+  void own(const QueryTile& t, int64_t row, int64_t queries, const Entry* weights, int64_t block, int64_t blocks, float* sums) {
+    alignas(64) bf16 joined[4][PAGE * 16];
+    const int64_t length = seen(row);
+    for (int64_t from = std::max(t.common, first_seen(row) & ~int64_t(1)), to; from < length; from = to) {
+      to = std::min(length, from + PAGE);
+      for (int64_t p = from; p < to; p += 2) {
+        const int64_t a = order_at(row, p), b = p + 1 < length ? order_at(row, p + 1) : -1;
+        const bf16* first = shape_.kv.value_page(t.span->pages[a / PAGE], t.head) + block * PAGE * 16 + a % PAGE / 2 * 32;
+        const bf16* second = b < 0 ? nullptr : shape_.kv.value_page(t.span->pages[b / PAGE], t.head) + block * PAGE * 16 + b % PAGE / 2 * 32;
+        for (int64_t c = 0; c < blocks; ++c)
+          join(first + c * PAGE * 16, a & 1, second ? second + c * PAGE * 16 : nullptr, b & 1, joined[c] + (p - from) * 16);
+      }
+      // of an odd number of positions, the last pair's second weight and value are 0
+      pair_product(weights + from, t.width(), queries, joined[0], PAGE * 16, (to - from + 1) / 2, blocks, sums, blocks * 16, true);
     }
   }
 };

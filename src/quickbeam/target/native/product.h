@@ -17,7 +17,7 @@
 namespace qb {
 
 // Pairs of inputs between two looks at what to fetch, by the tile's rows: with few rows it waits for memory, with many for the multipliers.
-constexpr int64_t pace(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 8 : 16; }
+constexpr int64_t pace(int rows) { return rows <= 2 ? 4 : 8; }
 
 // rows x blocks of 16 outputs, `pairs` pairs of inputs. x: [rows][x_stride], w: blocks w_stride apart, y: [rows][y_stride], which the sums go on
 // from (`more`) or begin in. `ahead`: what will be read next, of which `lines` of 64 bytes are fetched meanwhile.
@@ -59,7 +59,7 @@ using Tile = void (*)(const Entry*, int64_t, const bf16*, int64_t, int64_t, floa
 // What fits the registers: by rows, how many blocks of outputs side by side.
 #ifdef QB_DOT
 constexpr int MOST_ROWS = 8, MOST_BLOCKS = 8;
-constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 3, 3};
+constexpr int WIDEST[MOST_ROWS + 1] = {0, 8, 8, 6, 6, 4, 4, 2, 2};
 #elif defined(QB_ZMM)
 constexpr int MOST_ROWS = 8, MOST_BLOCKS = 4;
 constexpr int WIDEST[MOST_ROWS + 1] = {0, 4, 4, 4, 4, 2, 2, 2, 2};

@@ -220,19 +220,13 @@ inline Lanes load_odd(const bf16* p) {
 #endif
 #endif
 
-// c + both numbers of `pair` times pairs whose numbers come from different places: (p[2i + p_odd], q[2i + q_odd]), 0 where q is null.
-inline Lanes dot_joined(const Entry* pair, const bf16* p, int p_odd, const bf16* q, int q_odd, Lanes c) {
-  alignas(64) uint32_t a[16], b[16] = {};
+// 16 pairs whose numbers come from different places: (p[2i + p_odd], q[2i + q_odd]), 0 for the second where q is null.
+inline void join(const bf16* p, int p_odd, const bf16* q, int q_odd, bf16* to) {
+  uint32_t a[16], b[16] = {};
   std::memcpy(a, p, 64);
   if (q) std::memcpy(b, q, 64);
   for (int i = 0; i < 16; ++i) a[i] = ((a[i] >> (16 * p_odd)) & 0xffff) | (b[i] >> (16 * q_odd) << 16);
-  alignas(64) bf16 both[32];
-  std::memcpy(both, a, 64);
-#ifdef QB_DOT
-  return dot(all_pair(pair), load_pairs(both), c);
-#else
-  return fma(all(pair[1]), load_odd(both), fma(all(pair[0]), load_even(both), c));
-#endif
+  std::memcpy(to, a, 64);
 }
 
 inline float sum(const Lanes& a) {
