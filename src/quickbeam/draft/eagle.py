@@ -34,6 +34,7 @@ CHUNK = 512  # the most rows of committed tokens that one pass runs
 # How many of the likeliest tokens of the last logits a shortlist takes up. They hint at the tokens
 # that follow the root.
 OFFERED = 16
+NOTHING = (torch.empty(0), torch.empty(0))  # outputs and features of rows that only leave keys
 
 
 class EagleDrafter(Drafter):
@@ -189,7 +190,8 @@ class EagleDrafter(Drafter):
                 )
             for work, (out, feature) in zip(works, self._run(works), strict=True):
                 work.state.commit(len(work.tokens))
-                work.state.out, work.state.feature = out[-1:], feature[-1:]
+                if work.asked:
+                    work.state.out, work.state.feature = out[-1:], feature[-1:]
             left = [state for state in left if self._readable(state, asked is None) > 0]
 
     def _below(self, request: DraftRequest) -> Work:
@@ -238,7 +240,7 @@ class EagleDrafter(Drafter):
         """Run all works, and the router, in one pass of the kernels.
 
         A committed row sees the committed rows up to itself. A node's row sees all of these and its
-        path.
+        path. Where no distribution is wanted, only keys and values are computed.
         """
         committed, listed = not works[0].nodes, RowList()
         for work in works:
@@ -269,6 +271,9 @@ class EagleDrafter(Drafter):
         shortlist = routing[0].state.shortlist if routing else None
         router = shortlist.shared.native_router if shortlist is not None else None
         rows, last = listed.rows(), max(listed.positions)
+        if not listed.wanted:
+            native.remember(hidden, rows, last)
+            return iter([NOTHING] * len(works))
         out, feature, scores = native.run(hidden, committed, rows, last, router)
         first = 0
         for work in works:
@@ -299,7 +304,10 @@ class EagleDrafter(Drafter):
         )
 
     def _run_alone(self, work: Work) -> torch.Tensor:
-        """Run the rows of one sequence with PyTorch's operators, and return their outputs."""
+        """Run the rows of one sequence with PyTorch's operators, and return their outputs.
+
+        Where no distribution is wanted, only keys and values are computed.
+        """
         state, hidden = work.state, work.hidden
         store = state.cache
         assert isinstance(store, KVStore)
@@ -330,7 +338,11 @@ class EagleDrafter(Drafter):
         embedded = self.network.embed(
             torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device)
         )
-        if state.shortlist is None or not work.asked:
+        if not work.asked:
+            _, _, key, value = self.network.project(hidden, embedded, step.new_positions)
+            step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
+            return NOTHING[0]
+        if state.shortlist is None:
             return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()
         parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]

@@ -199,23 +199,13 @@ class EagleHead(nn.Module):
             hidden = self.fused_norm(hidden)
         return self.fc(hidden) if self.config.join == "attention" else hidden
 
-    def forward(
-        self,
-        hidden: torch.Tensor,
-        embedded: torch.Tensor,
-        positions: torch.Tensor,
-        attend: Attention,
-    ) -> torch.Tensor:
-        """Run the layer once and return its output `[..., n, d]`.
+    def project(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the residual `[..., n, d]` and the queries, keys and values of `forward`.
 
-        The output stands in for the hidden state of the next row, and `logits` reads it.
-
-        - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
-        - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
-        - `positions`: `[..., n]`.
-        - `attend(query, key, value)`: the attention. `query` is `[..., n, heads, head_dim]`; `key`
-          and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
-          Returns `[..., n, heads * head_dim]`.
+        A row's key and value depend on its own inputs alone, so they are all that is kept of
+        committed rows. The arguments are those of `forward`.
         """
         config = self.config
         if config.join == "attention":
@@ -237,12 +227,32 @@ class EagleHead(nn.Module):
         qk = qkv[..., :rotated, :]
         first, second = qk.chunk(2, -1)
         qk = qk * cos + torch.cat([-second, first], -1) * sin
-        x = residual + self.out(
-            attend(qk[..., : config.heads, :], qk[..., config.heads :, :], qkv[..., rotated:, :])
-        )
+        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
+        return residual, query, key, qkv[..., rotated:, :]
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """Run the layer once and return its output `[..., n, d]`.
+
+        The output stands in for the hidden state of the next row, and `logits` reads it.
+
+        - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
+        - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
+        - `positions`: `[..., n]`.
+        - `attend(query, key, value)`: the attention. `query` is `[..., n, heads, head_dim]`; `key`
+          and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
+          Returns `[..., n, heads * head_dim]`.
+        """
+        residual, query, key, value = self.project(hidden, embedded, positions)
+        x = residual + self.out(attend(query, key, value))
         gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
         x = x + self.down(self.activation(gate) * up)
-        return self.norm(x) if config.norm_output else x  # type: ignore[no-any-return]
+        return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
 
     def feature(self, out: torch.Tensor) -> torch.Tensor:
         """Return what the head reads of an output: the output, normed where there is a norm."""

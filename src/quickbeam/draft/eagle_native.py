@@ -58,6 +58,7 @@ class NativeEagle:
             [gate, up], network.gate_up.bias, gated=True
         )
         self._programs: dict[tuple[bool, NativeRouter | None], Program] = {}
+        self._keys: Program | None = None
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
         self._head: Program | None = None
 
@@ -102,6 +103,16 @@ class NativeEagle:
         program.run(rows, given, self._angles_to(last_position))
         return Ran(out, feature, routed)
 
+    def remember(self, states: torch.Tensor, rows: Rows, last_position: int) -> None:
+        """Write the keys and values of committed rows, and compute nothing else of them.
+
+        The arguments are those of `run`.
+        """
+        if self._keys is None:
+            self._keys = Program(self._kernels)
+            self._enter(self._keys, True, None)
+        self._keys.run(rows, {"states": states.contiguous()}, self._angles_to(last_position))
+
     def logits(self, feature: torch.Tensor) -> torch.Tensor:
         """Return the logits `[n, draft vocabulary]` float32 of the whole head.
 
@@ -142,16 +153,37 @@ class NativeEagle:
             Program(self._kernels),
             self._width,
         )
+        query, residual = self._enter(program, committed, router)
+        attended, normed = program.buffer(self._out.inputs), program.buffer(d)
+        inner = program.buffer(config.intermediate_size)
+        out, feature = program.given("out", d), program.given("feature", d)
+        program.attend(query, attended, config.heads, self.shape, 0, config.head_dim**-0.5)
+        program.linear(self._out, attended, residual, library.ADD)
+        self._norm(program, residual, normed, network.mlp_norm)
+        program.linear(self._gate_up, normed, inner, library.GATED)
+        program.linear(self._down, inner, residual, library.ADD)
+        if config.final_norm:
+            self._norm(program, residual, feature, network.norm)
+        else:
+            program.copy(residual, feature)
+        if config.norm_output:
+            self._norm(program, residual, out, network.norm)
+        else:
+            program.copy(residual, out)
+        return program
+
+    def _enter(
+        self, program: Program, committed: bool, router: NativeRouter | None
+    ) -> tuple[Buffer, Buffer]:
+        """Add everything before the attention: keys and values are written, and the router runs.
+
+        Returns the buffers of the queries and of the residual.
+        """
+        network, config, d = self.network, self.network.config, self._width
         wide = config.join == "attention"
         state, residual = program.buffer(d, True), program.buffer(d, True)
-        token, normed, inner = (
-            program.buffer(d),
-            program.buffer(d),
-            program.buffer(config.intermediate_size),
-        )
-        joined, qkv = program.buffer(2 * d), program.buffer(self._qkv.outputs, True)
-        query, attended = program.buffer(self._out.inputs), program.buffer(self._out.inputs)
-        out, feature = program.given("out", d), program.given("feature", d)
+        token, normed, joined = program.buffer(d), program.buffer(d), program.buffer(2 * d)
+        qkv, query = program.buffer(self._qkv.outputs, True), program.buffer(self._out.inputs)
         given = len(config.layers) * config.target_size if committed else d
         states = program.given("states", given)
         embedding: Any = network.embedding
@@ -184,20 +216,7 @@ class NativeEagle:
                 program.copy(residual, normed)
             program.linear(self._qkv, normed, qkv)
         program.heads(qkv, query, config.heads, self.shape, 0)
-        program.attend(query, attended, config.heads, self.shape, 0, config.head_dim**-0.5)
-        program.linear(self._out, attended, residual, library.ADD)
-        self._norm(program, residual, normed, network.mlp_norm)
-        program.linear(self._gate_up, normed, inner, library.GATED)
-        program.linear(self._down, inner, residual, library.ADD)
-        if config.final_norm:
-            self._norm(program, residual, feature, network.norm)
-        else:
-            program.copy(residual, feature)
-        if config.norm_output:
-            self._norm(program, residual, out, network.norm)
-        else:
-            program.copy(residual, out)
-        return program
+        return query, residual
 
     def _fuse(self, program: Program, states: Buffer, width: int) -> Buffer:
         """Add the norms of the target's hidden states, where the configuration has them."""
