@@ -380,6 +380,16 @@ def test_where_drafting_is_clearly_faster_nothing_is_compared() -> None:
     assert all(compared(Comparison(), 1000, 4, 1.6, 1.2))
 
 
+@pytest.mark.parametrize("many", [8, 32])
+def test_what_clearly_loses_is_seldom_tried(many: int) -> None:
+    """From the beginning: comparing loses a small share of the time."""
+    for gain, cost in ((1.2, 1.8), (1.1, 3.0)):
+        drafted = compared(Comparison(), 400, many, gain, cost)
+        lost = sum(drafted) * (1 - gain / cost)
+        assert lost < 0.06 * len(drafted)
+        assert not all(drafted[:8]) or many < 16  # the first comparison begins early
+
+
 def test_a_change_of_what_is_faster_is_noticed() -> None:
     comparison = Comparison()
     compared(comparison, 2000, 16, 1.3, 1.6)
@@ -418,7 +428,7 @@ def test_steps_of_one_method_are_compared() -> None:
         budget.observe([METHOD] * 16, load, 16, 2.0)
     assert budget.comparison(METHOD, load).drafts  # nothing was said of a comparison
     load.comparison = budget.comparison(METHOD, load)
-    for _ in range(Comparison.REST):
+    for _ in range(Comparison.EARLY // 16):
         assert load.comparison.drafts
         budget.observe([METHOD] * 16, load, 16, 2.0)
     assert not load.comparison.drafts

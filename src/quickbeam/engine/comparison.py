@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 
 class Comparison:
     """Measures, now and then, steps with drafts against steps without, a few of either in turn.
@@ -12,8 +14,9 @@ class Comparison:
 
     The two kinds of steps take turns because a machine's speed changes within seconds. After a
     comparison the faster kind goes on. As long as it stays the faster one, each such rest is twice
-    as long as the one before. Where drafting is clearly faster by what is known anyway, nothing is
-    compared.
+    as long as the one before. It is longer still where the slower kind lost much: comparing takes
+    no more than a share `LOST` of the time. Where drafting is clearly faster by what is known
+    anyway, nothing is compared.
 
     `faster`: whether drafting was the faster kind in the last comparison. At first it is a guess.
     """
@@ -23,16 +26,19 @@ class Comparison:
     # Measured steps of a turn: with drafts so many of single sequences, because their tokens vary.
     # Without drafts each gives one token, so a few are enough.
     DRAFTED, PLAIN = 32, 2
-    REST = 16  # steps before the first comparison; after it, as many as that took
+    REST = 16  # steps before the first comparison, at most; after it, as many as that took
+    EARLY = 64  # the same counted in steps of single sequences: with many, a few steps say enough
     LONGEST = 16  # how many times as long a rest becomes
+    LOST = 0.02  # the share of the time that the slower kind's steps may lose
 
     def __init__(self, faster: bool = True) -> None:
         self.drafts = self.faster = faster  # `drafts`: whether the next step is to draft
         self._turns = 0  # turns left of a comparison, 0 in a rest
-        self._steps = self.REST  # steps left of the turn or of the rest
+        self._steps = 0  # steps left of the turn or of the rest
+        self._begun = False
         self._changed = False  # whether the next step is the first of a turn
         self._longer = 1
-        self._taken = 0  # steps of the comparison so far
+        self._taken = {True: 0, False: 0}  # steps of each kind in the comparison so far
         # for each kind: tokens of a sequence, and seconds by those that a plain step should take
         self._tokens, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
 
@@ -44,11 +50,14 @@ class Comparison:
         `plain`: the seconds it should take without drafts. `recent`: tokens a second of recent
         steps, by those of plain decoding.
         """
+        if not self._begun:
+            self._begun = True
+            self._steps = max(1, min(self.REST, self.EARLY // sequences))
         # The first step of a turn is left out: it also reads what the drafter missed in the last.
         if self._turns and not self._changed:
             self._tokens[self.drafts] += tokens / sequences
             self._seconds[self.drafts] += seconds / plain
-        self._taken += 1
+        self._taken[self.drafts] += 1
         self._changed = False
         self._steps -= 1
         if self._steps > 0:
@@ -62,7 +71,7 @@ class Comparison:
             self._steps = self.REST
             return
         else:
-            self._turns, self._taken = 2 * self.TURNS, 0
+            self._turns, self._taken = 2 * self.TURNS, {True: 0, False: 0}
             for sums in (self._tokens, self._seconds):
                 sums.update({kind: value / 2 for kind, value in sums.items()})
         self.drafts, self._changed = not self.drafts, True
@@ -74,4 +83,5 @@ class Comparison:
         faster = speed[True] >= speed[False]
         self._longer = min(2 * self._longer, self.LONGEST) if faster == self.faster else 1
         self.drafts = self.faster = faster
-        self._steps = self._taken * self._longer
+        lost = self._taken[not faster] * (1 - speed[not faster] / speed[faster])
+        self._steps = max(sum(self._taken.values()) * self._longer, math.ceil(lost / self.LOST))
