@@ -300,16 +300,19 @@ class Budget:
         """Return the comparison of a method with plain decoding, under a load of about as many
         sequences.
 
-        A new one begins with what was found for the next smaller load.
+        A new one begins with a guess. The more sequences, the less drafting gains, so the guess is
+        no where drafting lost under the next smaller load or under the next larger one.
         """
         bucket = _bucket(len(load.contexts))
         if (setting, bucket) not in self._comparisons:
             known = {
-                size: one for (name, size), one in self._comparisons.items() if name == setting
+                size: one.faster
+                for (name, size), one in self._comparisons.items()
+                if name == setting
             }
-            smaller = max((size for size in known if size < bucket), default=None)
-            guess = smaller is None or known[smaller].faster
-            self._comparisons[setting, bucket] = Comparison(guess)
+            smaller = known.get(max((size for size in known if size < bucket), default=0), True)
+            larger = known.get(min((size for size in known if size > bucket), default=0), True)
+            self._comparisons[setting, bucket] = Comparison(smaller and larger)
         return self._comparisons[setting, bucket]
 
     def drafts(self, setting: Hashable, sequences: int) -> bool:

@@ -19,6 +19,7 @@ class Comparison:
     anyway, nothing is compared.
 
     `faster`: whether drafting was the faster kind in the last comparison. At first it is a guess.
+    Where the guess is no, nothing is drafted for `UNTRIED` steps.
     """
 
     CLEAR = 1.2  # how many times as fast as plain decoding drafting has to be for that
@@ -28,6 +29,7 @@ class Comparison:
     DRAFTED, PLAIN = 32, 2
     REST = 16  # steps before the first comparison, at most; after it, as many as that took
     EARLY = 64  # the same counted in steps of single sequences: with many, a few steps say enough
+    UNTRIED = 64  # steps before the first comparison where the guess is that drafting loses
     LONGEST = 16  # how many times as long a rest becomes
     LOST = 0.02  # the share of the time that the slower kind's steps may lose
 
@@ -52,7 +54,8 @@ class Comparison:
         """
         if not self._begun:
             self._begun = True
-            self._steps = max(1, min(self.REST, self.EARLY // sequences))
+            early = max(1, min(self.REST, self.EARLY // sequences))
+            self._steps = early if self.faster else self.UNTRIED
         # The first step of a turn is left out: it also reads what the drafter missed in the last.
         if self._turns and not self._changed:
             self._tokens[self.drafts] += tokens / sequences
