@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     DynamicCache,
     GenerationMixin,
+    LlamaForCausalLM,
     LogitsProcessorList,
     PreTrainedModel,
     StoppingCriteria,
@@ -48,6 +49,12 @@ ROWS = torch.tensor([TEXT, [PAD] * 5 + [11, 12, 13, 11, 12, 13, 11], [PAD] * 9 +
 MASK = (ROWS != PAD).long()
 # not in older versions of transformers
 COUNTS_NO_PADDING = "padding_lengths" in inspect.getsource(GenerationMixin._get_logits_processor)
+# the name of the argument in older versions is past_key_values
+CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
 GREEDY = dict(do_sample=False, max_new_tokens=40, eos_token_id=END, pad_token_id=PAD)
 
 
@@ -355,7 +362,7 @@ def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedMod
     (dict(return_dict_in_generate=True, output_hidden_states=True), "output_hidden_states"),
     (dict(method="dypsec"), "dypsec"),
     (dict(position_ids=torch.arange(12)[None] + 3), "position_ids"),
-    (dict(past_key_values=DynamicCache()), "past_key_values"),
+    ({CACHE: DynamicCache()}, CACHE),
     (dict(attention_mask=torch.tensor([[1] * 11 + [0]])), "attention_mask"),
     (dict(attention_mask=torch.tensor([[1, 0] + [1] * 10])), "left"),
     (dict(logits_processor=LogitsProcessorList([processing.RepetitionPenaltyLogitsProcessor(1.2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import signature
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -183,12 +184,14 @@ def _pytorchs_kernels() -> Iterator[None]:
 def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[int]) -> Pass:
     vocab = model.get_output_embeddings().weight.shape[0]
     caches = {context: DynamicCache(config=model.config) for context in contexts}
+    # the argument's name since transformers 5.24, and before
+    name = "cache" if "cache" in signature(model.forward).parameters else "past_key_values"
     with torch.inference_mode():
         for context, cache in caches.items():
             for start in range(0, context, CHUNK):
                 model(
                     ids[None, start : min(start + CHUNK, context)],
-                    past_key_values=cache,
+                    **{name: cache},
                     use_cache=True,
                 )
 
@@ -196,7 +199,7 @@ def _transformers(model: PreTrainedModel, ids: torch.Tensor, contexts: Sequence[
     def run(width: int, context: int) -> Took:
         tokens = torch.tensor([comb(width, vocab).token], device=ids.device)
         start = perf_counter()
-        logits = model(tokens, past_key_values=caches[context], use_cache=True).logits
+        logits = model(tokens, **{name: caches[context]}, use_cache=True).logits
         logit = logits[0, 0, 0].item()
         took = perf_counter() - start
         caches[context].crop(-width)

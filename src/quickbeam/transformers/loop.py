@@ -24,8 +24,9 @@ from quickbeam.target.loading import refuse_unfit
 from quickbeam.transformers.engines import Options, engine_of
 from quickbeam.transformers.params import params_of
 
-# arguments of a forward pass that are accepted; `_prompts` checks the first three
-HARMLESS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
+CACHES = ("cache", "past_key_values")  # the argument's name since transformers 5.24, and before
+# arguments of a forward pass that are accepted; `_prompts` checks the first ones
+HARMLESS = {"attention_mask", "position_ids", *CACHES, "use_cache", "logits_to_keep"}
 EXTRAS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -223,12 +224,13 @@ def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]
             "position_ids: quickbeam counts positions from the first token of a "
             "prompt; leave them out"
         )
-    cache = kwargs.get("past_key_values")
-    if cache is not None and getattr(cache, "_is_user_defined", False):
-        raise InvalidInput(
-            "past_key_values: quickbeam keeps its own keys and values, those of "
-            "earlier prompts too; leave it out"
-        )
+    for name in CACHES:
+        cache = kwargs.get(name)
+        if cache is not None and getattr(cache, "_is_user_defined", False):
+            raise InvalidInput(
+                f"{name}: quickbeam keeps its own keys and values, those of "
+                "earlier prompts too; leave it out"
+            )
     return [row[on.bool()].tolist() for row, on in zip(input_ids, mask, strict=True)]
 
 
