@@ -390,6 +390,12 @@ def test_what_clearly_loses_is_seldom_tried(many: int) -> None:
         assert not all(drafted[:8]) or many < 16  # the first comparison begins early
 
 
+def test_steps_in_which_every_answer_fails_are_compared_without_an_error() -> None:
+    comparison = Comparison()
+    for _ in range(200):
+        comparison.observe(4, 0, 1.0, 1.0, 0.0)
+
+
 def test_a_change_of_what_is_faster_is_noticed() -> None:
     comparison = Comparison()
     compared(comparison, 2000, 16, 1.3, 1.6)
@@ -410,7 +416,7 @@ def test_the_first_step_of_a_turn_is_not_counted() -> None:
     assert comparison.faster
 
 
-def test_loads_are_compared_by_themselves_and_begin_with_what_a_smaller_one_found() -> None:
+def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_found() -> None:
     budget = Budget(CostModel({1: 1.0, 64: 2.0}))
     four = budget.comparison(METHOD, crowd(3))
     assert four.drafts and four is budget.comparison(METHOD, crowd(3))

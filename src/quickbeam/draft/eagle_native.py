@@ -58,7 +58,7 @@ class NativeEagle:
             [gate, up], network.gate_up.bias, gated=True
         )
         self._programs: dict[tuple[bool, NativeRouter | None], Program] = {}
-        self._keys: Program | None = None
+        self._keys: Program | None = None  # that of `remember`
         self._angles = (torch.empty(0, 1), torch.empty(0, 1))
         self._head: Program | None = None
 

@@ -14,9 +14,9 @@ class Comparison:
 
     The two kinds of steps take turns because a machine's speed changes within seconds. After a
     comparison the faster kind goes on. As long as it stays the faster one, each such rest is twice
-    as long as the one before. It is longer still where the slower kind lost much: comparing takes
-    no more than a share `LOST` of the time. Where drafting is clearly faster by what is known
-    anyway, nothing is compared.
+    as long as the one before. It is longer still where the slower kind lost much, so that comparing
+    loses no more than a share `LOST` of the time in the long run. Where drafting is clearly faster
+    by what is known anyway, nothing is compared.
 
     `faster`: whether drafting was the faster kind in the last comparison. At first it is a guess.
     Where the guess is no, nothing is drafted for `UNTRIED` steps.
@@ -36,8 +36,8 @@ class Comparison:
     def __init__(self, faster: bool = True) -> None:
         self.drafts = self.faster = faster  # `drafts`: whether the next step is to draft
         self._turns = 0  # turns left of a comparison, 0 in a rest
-        self._steps = 0  # steps left of the turn or of the rest
-        self._begun = False
+        # steps left of the turn or of the rest; None before the first step
+        self._steps: int | None = None
         self._changed = False  # whether the next step is the first of a turn
         self._longer = 1
         self._taken = {True: 0, False: 0}  # steps of each kind in the comparison so far
@@ -52,8 +52,7 @@ class Comparison:
         `plain`: the seconds it should take without drafts. `recent`: tokens a second of recent
         steps, by those of plain decoding.
         """
-        if not self._begun:
-            self._begun = True
+        if self._steps is None:
             early = max(1, min(self.REST, self.EARLY // sequences))
             self._steps = early if self.faster else self.UNTRIED
         # The first step of a turn is left out: it also reads what the drafter missed in the last.
@@ -86,5 +85,7 @@ class Comparison:
         faster = speed[True] >= speed[False]
         self._longer = min(2 * self._longer, self.LONGEST) if faster == self.faster else 1
         self.drafts = self.faster = faster
-        lost = self._taken[not faster] * (1 - speed[not faster] / speed[faster])
-        self._steps = max(sum(self._taken.values()) * self._longer, math.ceil(lost / self.LOST))
+        self._steps = sum(self._taken.values()) * self._longer
+        if speed[faster]:  # else every answer failed
+            lost = self._taken[not faster] * (1 - speed[not faster] / speed[faster])
+            self._steps = max(self._steps, math.ceil(lost / self.LOST))
