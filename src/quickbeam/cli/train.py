@@ -17,6 +17,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from quickbeam.cli import options
 from quickbeam.cli.common import progress_bar, stderr
 from quickbeam.hub import DEFAULT
+from quickbeam.train.openers import LANGUAGES
 
 if TYPE_CHECKING:
     from quickbeam.train.router import Epoch
@@ -105,6 +106,14 @@ def drafter(
             help="Share of conversations about a longer text, made of what was written before.",
         ),
     ] = 0.15,
+    languages: Annotated[
+        str,
+        typer.Option(
+            "--languages",
+            help="Of the questions and documents that the model writes, in equal parts: "
+            f"{', '.join(LANGUAGES)}.",
+        ),
+    ] = "en",
     start: Annotated[
         Path | None,
         typer.Option(
@@ -136,7 +145,18 @@ def drafter(
             seed=seed,
         )
         training = DrafterTraining(
-            Plan(model, out, tokens, prompts, slots, length, quote, start, recipe)
+            Plan(
+                model,
+                out,
+                tokens,
+                prompts,
+                slots,
+                length,
+                quote,
+                start,
+                [word.strip() for word in languages.split(",") if word.strip()],
+                recipe,
+            )
         )
     first = training.accelerator.is_main_process
     needs = training.needs()

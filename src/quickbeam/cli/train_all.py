@@ -40,6 +40,10 @@ def train_all(
         float,
         typer.Option("--quote", min=0, max=1, help="Share of conversations about a longer text."),
     ] = 0.15,
+    languages: Annotated[
+        str,
+        typer.Option("--languages", help="Of the text, comma-separated; see train drafter."),
+    ] = "en",
     start: Annotated[
         Path | None,
         typer.Option("--start", help="Begin with the weights of this drafter (a folder)."),
@@ -76,6 +80,7 @@ def train_all(
         length=length,
         slots=slots,
         quote=quote,
+        languages=languages,
         start=start,
         seed=seed,
     )

@@ -9,7 +9,7 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +24,7 @@ from quickbeam.target.kv_cache import LayerShape
 from quickbeam.target.kv_store import KVPool
 from quickbeam.target.loading import eos_ids, load_model
 from quickbeam.target.model import Model
-from quickbeam.train import drafter, text
+from quickbeam.train import drafter, openers, text
 from quickbeam.train.shards import Shards, ShardWriter, Unwritten, read_prompts
 from quickbeam.train.trainer import Report, Trainer
 
@@ -39,6 +39,7 @@ class Plan:
     text. `prompts`: a file of conversations to answer (`read_prompts`); None lets the model write
     questions of its own. `slots`: conversations that are written at a time. `length`: the most
     tokens of a conversation. `quote`: the share of conversations that are about a longer text.
+    `languages`: of the model's own questions and documents (`openers.LANGUAGES`).
     `start`: the folder of a drafter whose weights the training begins with.
     """
 
@@ -50,6 +51,7 @@ class Plan:
     length: int = 512
     quote: float = 0.15
     start: Path | None = None
+    languages: Sequence[str] = ("en",)
     recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
 
     @property
@@ -73,6 +75,7 @@ class DrafterTraining:
     """
 
     def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
+        openers.questions(plan.languages)  # an unknown one is said before anything is loaded
         self.plan = plan
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
@@ -204,7 +207,14 @@ class DrafterTraining:
         shards = ShardWriter(plan.text, f"text{rank}")
         question = min(text.Recipe.question, plan.length // 3)
         seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
-        recipe = text.Recipe(length=plan.length, question=question, quote=plan.quote, seed=seed)
+        recipe = text.Recipe(
+            length=plan.length,
+            question=question,
+            quote=plan.quote,
+            openers=openers.questions(plan.languages),
+            documents=openers.documents(plan.languages),
+            seed=seed,
+        )
         model = Model(self.model, exact=False, gathered=True)
         model.watch(self.layers)
         began, fresh = time.perf_counter(), 0
@@ -293,6 +303,8 @@ class DrafterTraining:
         parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
         parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]
         parts += [f"--quote {plan.quote:g}"] if plan.quote != Plan.quote else []
+        if tuple(plan.languages) != Plan.languages:
+            parts += [f"--languages {','.join(plan.languages)}"]
         parts += [f"--start {plan.start.name}"] if plan.start else []
         for name, value in asdict(recipe).items():
             if value != getattr(plain, name):

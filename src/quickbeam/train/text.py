@@ -17,52 +17,11 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
 from quickbeam.target.model import Model
+from quickbeam.train.openers import documents, questions
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Talk
 
 Message = dict[str, str]
-
-# How half of the questions begin, so that the text covers what users ask for and not only what the
-# model likes to ask. They are ours. Add none that begins as the questions of a benchmark do that we
-# measure with.
-OPENERS = (
-    "Write a", "Write a short story about", "Write an email", "Write a Python function",
-    "Write a program that", "Explain", "Explain how",
-    "What is", "What are the", "How do I", "How can", "How many", "Why", "Who was", "When did",
-    "Where is", "Which", "Can you", "Give me",
-    "List", "Name three", "Describe", "Compare", "Translate to English:",
-    "Translate the following sentence from Spanish to English:",
-    "Translate to French:", "Summarize the following article:\n\n", "Sum up what follows.\n\n",
-    "Give a summary of this text:\n\n",
-    "Rewrite",
-    "Correct the mistakes in this text:", "Continue this story:",
-    "Answer the question using the text below.\n\n", "Passage:", "Document:",
-    "Read the text and answer the question.\n\n", "Solve", "Calculate", "If a", "A train",
-    "There are", "John has", "Maria buys",
-    "A farmer", "A shop sells", "Find the", "Prove that", "Let x", "Classify", "Extract",
-    "Imagine you are", "You are", "Pretend",
-    "Act as", "Create a", "Design", "Plan", "Suggest", "Tell me about", "Tell me a", "Is it",
-    "Should I", "I want to", "I have a",
-    "Here is a", "Given the", "Complete this function:\n\ndef ", "def ",
-    "What does this code do?\n\n", "Fix this code:\n\n", "In the",
-    "Translate into English: Die", "Translate this to English: Er",
-    "What does this mean in English: Ich", "Translate into English: Il",
-    "Translate this to English: El", "Translate English to German:",
-    "How would you say in French:",
-)  # fmt: skip
-
-# How documents begin. They are ours.
-DOCUMENTS = (
-    "LONDON --", "NEW YORK --", "By Sarah", "By James", "The mayor of", "Police said", "A man was",
-    "A woman from", "Scientists at",
-    "In 19", "On Monday,", "According to", "The company", "The president", "Once upon a time",
-    "Chapter 1\n\n", "Dear", "Abstract:",
-    "The history of", "He was born in", "She is a", "Located in", "The film", "The team",
-    "Researchers", "How to", "The average",
-    "There are several", "When I", "For many years", "Officials in", "The river", "The band",
-    "Doctors", "The court", "Parents of",
-    "The novel", "During the war", "Der", "Die",
-)  # fmt: skip
 
 
 class Quote(NamedTuple):
@@ -120,9 +79,9 @@ class Recipe:
     document: int = 256
     user_temperature: float = 0.9
     document_temperature: float = 0.8  # at a higher one, small models write no sentences
-    openers: Sequence[str] = OPENERS
+    openers: Sequence[str] = tuple(questions(["en"]))
     quotes: Sequence[Quote] = QUOTES
-    documents: Sequence[str] = DOCUMENTS
+    documents: Sequence[str] = tuple(documents(["en"]))
     seed: int = 0
 
 

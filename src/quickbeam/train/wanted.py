@@ -34,7 +34,7 @@ from quickbeam.train.shortlists import CARD, FIGURES, HELD_ROWS, DrafterFolder, 
 CHUNK = 1024  # rows at once
 LISTED_SHARE = 48  # one token in this many is always scored
 DEEPEST = 5  # the largest depth at which the router is asked
-SHARES = (0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
+SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 # tokens of the smallest clusters; rounds of 2-means; width of a token's features
 LEAST, ROUNDS, WIDE = 8, 4, 192
 TAUGHT = 8  # likeliest tokens of a place that the features of tokens are made from

@@ -1,0 +1,48 @@
+"""How the model's own text begins, by language."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from quickbeam.errors import InvalidInput
+from quickbeam.train import openers, stages
+from quickbeam.train.text import Recipe
+
+WORDS = [(openers.questions, openers.QUESTIONS), (openers.documents, openers.DOCUMENTS)]
+
+
+def test_every_language_has_questions_and_documents() -> None:
+    assert set(openers.QUESTIONS) == set(openers.DOCUMENTS) == set(openers.LANGUAGES)
+
+
+@pytest.mark.parametrize(("made", "words"), WORDS)
+def test_languages_have_equal_parts(made: object, words: dict[str, list[str]]) -> None:
+    of = {opener: language for language in ("ar", "en", "ru") for opener in words[language]}
+    drawn = made(["en", "ru", "ar"])  # type: ignore[operator]
+    assert len(set(Counter(of[opener] for opener in drawn).values())) == 1
+    assert set(drawn) == set(of)
+
+
+def test_english_alone_is_the_recipe_of_before() -> None:
+    recipe = Recipe()
+    assert list(recipe.openers) == list(openers.QUESTIONS["en"])
+    assert list(recipe.documents) == list(openers.DOCUMENTS["en"])
+
+
+@pytest.mark.parametrize("languages", [["en", "tlh"], []])
+def test_an_unknown_language_is_named_before_the_model_is_loaded(
+    languages: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput, match=r"language .* choose of en, code"):
+        stages.DrafterTraining(stages.Plan("no such model", tmp_path, languages=languages))
+
+
+def test_the_card_names_the_languages(toy_folder: str, tmp_path: Path) -> None:
+    def command(**more: object) -> str:
+        return stages.DrafterTraining(stages.Plan(toy_folder, tmp_path, **more)).command()
+
+    assert "--languages" not in command()
+    assert "--languages en,zh" in command(languages=["en", "zh"])
