@@ -247,6 +247,8 @@ class Budget:
     HOLD = 8  # how many steps a tree's prices are kept, if the rest of the pass stays about as wide
     # how many steps a number of nodes is kept, because choosing one takes a tenth of a millisecond
     CHOICE = 4
+    ACCEPTED = 0.7  # of the likeliest drafts after each sequence, how many are right at best
+    NEAR = 2  # how many times as large a load may be from which a smaller one's guess comes
     # for this many trees of a size the least time counts, because the very first may be slow
     FIRST = 4
 
@@ -300,19 +302,28 @@ class Budget:
         """Return the comparison of a method with plain decoding, under a load of about as many
         sequences.
 
-        A new one begins with a guess. The more sequences, the less drafting gains, so the guess is
-        no where drafting lost under the next smaller load or under the next larger one.
+        A new one begins with a guess. It is no where a node for each sequence costs more than it
+        can be expected to bring (`ACCEPTED`). It also comes from the loads that were compared. The
+        more sequences, the less drafting gains, so the guess is no where drafting lost under the
+        next smaller one, or under the next larger one if that is at most `NEAR` times as large.
         """
         bucket = _bucket(len(load.contexts))
         if (setting, bucket) not in self._comparisons:
             known = {
                 size: one.faster
                 for (name, size), one in self._comparisons.items()
-                if name == setting
+                if name == setting and one.concluded
             }
-            smaller = known.get(max((size for size in known if size < bucket), default=0), True)
-            larger = known.get(min((size for size in known if size > bucket), default=0), True)
-            self._comparisons[setting, bucket] = Comparison(smaller and larger)
+            smaller = max((size for size in known if size < bucket), default=0)
+            near = _bucket(self.NEAR * _sequences(bucket))
+            larger = min((size for size in known if bucket < size <= near), default=0)
+            many = len(load.contexts)
+            node = self.cost.alone(2 * many, many) - self.cost.alone(many, many)
+            self._comparisons[setting, bucket] = Comparison(
+                node < self.ACCEPTED * self.plain(load)
+                and known.get(smaller, True)
+                and known.get(larger, True)
+            )
         return self._comparisons[setting, bucket]
 
     def drafts(self, setting: Hashable, sequences: int) -> bool:
@@ -499,3 +510,8 @@ def _bucket(sequences: int) -> int:
     Up to 4 sequences each number is a class of its own. Beyond, classes go by half powers of two.
     """
     return sequences if sequences <= 4 else round(2 * math.log2(sequences)) + 1
+
+
+def _sequences(bucket: int) -> int:
+    """Return about how many sequences the loads of a class (`_bucket`) have."""
+    return bucket if bucket <= 4 else round(2 ** ((bucket - 1) / 2))

@@ -19,7 +19,8 @@ class Comparison:
     by what is known anyway, nothing is compared.
 
     `faster`: whether drafting was the faster kind in the last comparison. At first it is a guess.
-    Where the guess is no, nothing is drafted for `UNTRIED` steps.
+    Where the guess is no, nothing is drafted for `UNTRIED` steps. `concluded`: whether a comparison
+    has come to its end.
     """
 
     CLEAR = 1.2  # how many times as fast as plain decoding drafting has to be for that
@@ -29,12 +30,13 @@ class Comparison:
     DRAFTED, PLAIN = 32, 2
     REST = 16  # steps before the first comparison, at most; after it, as many as that took
     EARLY = 64  # the same counted in steps of single sequences: with many, a few steps say enough
-    UNTRIED = 64  # steps before the first comparison where the guess is that drafting loses
+    UNTRIED = 128  # steps before the first comparison where the guess is that drafting loses
     LONGEST = 16  # how many times as long a rest becomes
     LOST = 0.02  # the share of the time that the slower kind's steps may lose
 
     def __init__(self, faster: bool = True) -> None:
         self.drafts = self.faster = faster  # `drafts`: whether the next step is to draft
+        self.concluded = False
         self._turns = 0  # turns left of a comparison, 0 in a rest
         # steps left of the turn or of the rest; None before the first step
         self._steps: int | None = None
@@ -85,6 +87,7 @@ class Comparison:
         faster = speed[True] >= speed[False]
         self._longer = min(2 * self._longer, self.LONGEST) if faster == self.faster else 1
         self.drafts = self.faster = faster
+        self.concluded = True
         self._steps = sum(self._taken.values()) * self._longer
         if speed[faster]:  # else every answer failed
             lost = self._taken[not faster] * (1 - speed[not faster] / speed[faster])
