@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from quickbeam.bench import recall
 from quickbeam.cli.app import app
+from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.artefact import Artefact
 from quickbeam.shortlist.layout import Layout
 from quickbeam.shortlist.router import RouterConfig
@@ -360,3 +361,22 @@ def test_a_shortlist_is_made_in_one_go(toy_folder: str, folder: Path) -> None:  
     for options, words in bad:
         refused = CliRunner().invoke(app, [*arguments, *options])
         assert refused.exit_code == 2 and words in " ".join(refused.output.split()), refused.output
+
+
+def test_the_list_may_be_that_of_a_drafter_with_more_text(
+    toy_folder: str,
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    ranking = torch.randperm(257, generator=torch.Generator().manual_seed(3))
+    other, wrong = tmp_path / "other", tmp_path / "wrong"
+    for where, of in ((other, ranking), (wrong, torch.arange(100))):
+        where.mkdir()
+        Artefact(Layout(of, 4, 8, len(of)), of, None).save(where)
+    settings = toy_folder, folder, 6, 8, 200, Teaching(width=16, epochs=1), 1
+    wanted.WantedTraining(*settings, other).run(lambda told, done: None)
+    found = Artefact.load(folder)
+    assert torch.equal(found.ranking, ranking) and torch.equal(found.layout.order[:6], ranking[:6])
+    assert "--list-of other" in (folder / "ROUTER.md").read_text()
+    with pytest.raises(InvalidInput, match="its shortlist is of 100 tokens"):
+        wanted.WantedTraining(*settings, wrong)

@@ -328,7 +328,16 @@ def shortlist(
         typer.Option(
             "--listed",
             min=1,
-            help="Tokens that are always scored. Default: one in 48 of the vocabulary.",
+            help="Tokens that are always scored. Default: one in 48 of the vocabulary, "
+            "at most 1,024.",
+        ),
+    ] = None,
+    list_of: Annotated[
+        Path | None,
+        typer.Option(
+            "--list-of",
+            help="Folder of a drafter whose shortlist says which tokens are frequent, of more "
+            "text than this one's.",
         ),
     ] = None,
     size: Annotated[
@@ -351,7 +360,7 @@ def shortlist(
         from quickbeam.train.wanted import Teaching, WantedTraining
 
         found = WantedTraining(
-            model, out, listed, size, rows, Teaching(width=width, epochs=epochs), depths
+            model, out, listed, size, rows, Teaching(width=width, epochs=epochs), depths, list_of
         ).run(report)
     for count, (plain, one) in found.items():
         stderr().print(

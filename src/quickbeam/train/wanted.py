@@ -32,7 +32,7 @@ from quickbeam.train.places import Places, collect_places
 from quickbeam.train.shortlists import CARD, FIGURES, HELD_ROWS, DrafterFolder, replace
 
 CHUNK = 1024  # rows at once
-LISTED_SHARE = 48  # one token in this many is always scored
+LISTED_SHARE, MOST_LISTED = 48, 1024  # one token in so many is always scored, but at most these
 DEEPEST = 5  # the largest depth at which the router is asked
 SHARES = (0.01, 0.02, 0.03, 0.06, 0.125, 0.25)  # of the vocabulary, in reports
 # tokens of the smallest clusters; rounds of 2-means; width of a token's features
@@ -293,10 +293,12 @@ def routed_by_chance(
 class WantedTraining(DrafterFolder):
     """Makes a drafter's shortlist in one go: frequent tokens, clusters and a router.
 
-    `listed`: how many frequent tokens are always scored; None for one in `LISTED_SHARE`. `size`:
-    tokens per cluster, which are wanted in the same places. `rows`: places on which the router is
-    trained to find what neither the list nor the context has. The router is asked at every depth up
-    to `DEEPEST`. Raises `InvalidInput` for a `listed` or a `size` that is out of range.
+    `listed`: how many frequent tokens are always scored; None for one in `LISTED_SHARE`, at most
+    `MOST_LISTED`. `size`: tokens per cluster, which are wanted in the same places. `rows`: places
+    on which the router is trained to find what neither the list nor the context has. The router is
+    asked at every depth up to `DEEPEST`. `ranked`: the folder of a drafter whose shortlist says
+    which tokens are frequent; None counts this training's text. Raises `InvalidInput` for a
+    `listed` or a `size` that is out of range, and for a shortlist of another vocabulary.
     """
 
     def __init__(
@@ -308,10 +310,19 @@ class WantedTraining(DrafterFolder):
         rows: int,
         how: Teaching,
         depths: int,
+        ranked: Path | None = None,
     ) -> None:
         super().__init__(model, out)
         vocab = len(self.head)
-        self.listed = max(1, vocab // LISTED_SHARE) if listed is None else listed
+        if listed is None:
+            listed = min(max(1, vocab // LISTED_SHARE), MOST_LISTED)
+        self.listed, self.ranked = listed, ranked
+        self.ranking = None if ranked is None else Artefact.load(ranked).ranking
+        if self.ranking is not None and len(self.ranking) != vocab:
+            raise InvalidInput(
+                f"--list-of {ranked}: its shortlist is of {len(self.ranking)} tokens, "
+                f"the vocabulary has {vocab}"
+            )
         if not 1 <= self.listed < vocab:
             raise InvalidInput(
                 f"--listed {self.listed}: must be 1 to {vocab - 1}, as the "
@@ -332,7 +343,7 @@ class WantedTraining(DrafterFolder):
         counted = self._collect(held, HELD_ROWS, True, partial(report, "held-out places"))
         self.to_cpu()
         report("clusters", None)
-        ranked = ranking(self.counts())
+        ranked = ranking(self.counts()) if self.ranking is None else self.ranking
         order = ranked[self.listed :].sort().values
         order = order[halved(label_features(self.network, self.head, taught)[order])]
         clusters = Clusters.cut(order, self.size, len(self.head))
@@ -395,6 +406,7 @@ class WantedTraining(DrafterFolder):
             f"quickbeam train shortlist --rows {self.rows} --listed {self.listed} --size "
             f"{self.size} --depths {self.depths}"
         )
+        command += "" if self.ranked is None else f" --list-of {self.ranked.name}"
         lines = [
             f"| {rows:,} | {listed.recall:.4f} | {one.recall:.4f} | {listed.alone:.4f} | "
             f"{one.alone:.4f} | {one.rare_recall:.3f} |"
