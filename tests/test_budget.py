@@ -436,15 +436,6 @@ def test_loads_are_compared_by_themselves_and_begin_with_what_their_neighbours_f
     assert many.comparison(METHOD, crowd(7)).drafts and many.comparison(METHOD, crowd(3)).drafts
 
 
-def test_where_a_node_for_each_costs_more_than_it_brings_nothing_is_drafted_at_first() -> None:
-    budget = Budget(CostModel({1: 1.0, 16: 1.2, 32: 1.8, 64: 3.6}))
-    assert budget.comparison(METHOD, crowd(15)).drafts
-    large = budget.comparison(METHOD, crowd(31))
-    assert not large.drafts
-    drafted = compared(large, 2000, 32, 2.0, 1.5)  # repeated text: found out all the same
-    assert not any(drafted[: Comparison.UNTRIED]) and all(drafted[-500:])
-
-
 def test_steps_of_one_method_are_compared() -> None:
     budget, load = Budget(CostModel({1: 1.0, 64: 2.0})), crowd(15)
     for _ in range(Comparison.REST + 1):

@@ -36,7 +36,7 @@ def test_english_alone_is_the_recipe_of_before() -> None:
 def test_an_unknown_language_is_named_before_the_model_is_loaded(
     languages: list[str], tmp_path: Path
 ) -> None:
-    with pytest.raises(InvalidInput, match=r"language .* choose of en, code"):
+    with pytest.raises(InvalidInput, match=r"language .* choose among en, code"):
         stages.DrafterTraining(stages.Plan("no such model", tmp_path, languages=languages))
 
 

@@ -247,7 +247,6 @@ class Budget:
     HOLD = 8  # how many steps a tree's prices are kept, if the rest of the pass stays about as wide
     # how many steps a number of nodes is kept, because choosing one takes a tenth of a millisecond
     CHOICE = 4
-    ACCEPTED = 0.7  # of the likeliest drafts after each sequence, how many are right at best
     NEAR = 2  # how many times as large a load may be from which a smaller one's guess comes
     # for this many trees of a size the least time counts, because the very first may be slow
     FIRST = 4
@@ -302,10 +301,9 @@ class Budget:
         """Return the comparison of a method with plain decoding, under a load of about as many
         sequences.
 
-        A new one begins with a guess. It is no where a node for each sequence costs more than it
-        can be expected to bring (`ACCEPTED`). It also comes from the loads that were compared. The
-        more sequences, the less drafting gains, so the guess is no where drafting lost under the
-        next smaller one, or under the next larger one if that is at most `NEAR` times as large.
+        A new one begins with a guess from the loads that were compared. The more sequences, the
+        less drafting gains, so the guess is no where drafting lost under the next smaller one, or
+        under the next larger one if that is at most `NEAR` times as large.
         """
         bucket = _bucket(len(load.contexts))
         if (setting, bucket) not in self._comparisons:
@@ -317,12 +315,8 @@ class Budget:
             smaller = max((size for size in known if size < bucket), default=0)
             near = _bucket(self.NEAR * _sequences(bucket))
             larger = min((size for size in known if bucket < size <= near), default=0)
-            many = len(load.contexts)
-            node = self.cost.alone(2 * many, many) - self.cost.alone(many, many)
             self._comparisons[setting, bucket] = Comparison(
-                node < self.ACCEPTED * self.plain(load)
-                and known.get(smaller, True)
-                and known.get(larger, True)
+                known.get(smaller, True) and known.get(larger, True)
             )
         return self._comparisons[setting, bucket]
 

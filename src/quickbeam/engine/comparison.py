@@ -30,7 +30,7 @@ class Comparison:
     DRAFTED, PLAIN = 32, 2
     REST = 16  # steps before the first comparison, at most; after it, as many as that took
     EARLY = 64  # the same counted in steps of single sequences: with many, a few steps say enough
-    UNTRIED = 128  # steps before the first comparison where the guess is that drafting loses
+    UNTRIED = 64  # steps before the first comparison where the guess is that drafting loses
     LONGEST = 16  # how many times as long a rest becomes
     LOST = 0.02  # the share of the time that the slower kind's steps may lose
 

@@ -139,9 +139,9 @@ def documents(languages: Sequence[str]) -> list[str]:
 def _evenly(words: Mapping[str, Sequence[str]], languages: Sequence[str]) -> list[str]:
     if unknown := [language for language in languages if language not in words]:
         raise InvalidInput(
-            f"no language {unknown[0]!r} to write text in: choose of {', '.join(LANGUAGES)}"
+            f"no language {unknown[0]!r} to write text in: choose among {', '.join(LANGUAGES)}"
         )
     if not languages:
-        raise InvalidInput(f"no language to write text in: choose of {', '.join(LANGUAGES)}")
+        raise InvalidInput(f"no language to write text in: choose among {', '.join(LANGUAGES)}")
     longest = max(len(words[language]) for language in languages)
     return [opener for language in languages for opener in islice(cycle(words[language]), longest)]
