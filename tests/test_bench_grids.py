@@ -194,6 +194,7 @@ FIGURES = {
     ],
     "recall": [
         ("ways", ("list",), {"rows": "2,949", "recall": "0.9731", "of rare": "0.125"}),
+        ("sizes", ("list",), {"recall 2,949": "0.9731"}),
         ("mass", ("router",), {"it is": "0.5100", "gain": "+0.0100 ± 0.0020"}),
     ],
     "heads": [

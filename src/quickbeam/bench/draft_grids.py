@@ -53,6 +53,20 @@ def recall(content: Content) -> list[Grid]:
         }
         for one in content["ways"]
     ]
+    sizes = list(dict.fromkeys(one["rows"] for one in content["ways"]))
+    ways = {
+        name: {one["rows"]: one for one in content["ways"] if one["name"] == name}
+        for name in dict.fromkeys(one["name"] for one in content["ways"])
+    }
+    by_size = [
+        {"chosen by": name}
+        | {
+            f"{word} {rows:,}": figure(found[rows][key], ".4f") if rows in found else NONE
+            for word, key in (("recall", "recall"), ("alone", "alone"), ("right", "right"))
+            for rows in sizes
+        }
+        for name, found in ways.items()
+    ]
     told = [
         {
             "router": one["name"],
@@ -71,7 +85,13 @@ def recall(content: Content) -> list[Grid]:
             f"wanted tokens that would be scored, on {content['text']:,} tokens of "
             "the model's own text",
             rows,
-        )
+        ),
+        grid(
+            "sizes",
+            "wanted tokens that would be scored, by the rows of the head: with the context "
+            "(recall), without it (alone), and of what the drafter has right (right)",
+            by_size,
+        ),
     ]
     if told:
         title = "is the drafter's likeliest scored token the wanted one? log loss, in nats a place"
