@@ -180,6 +180,17 @@ def test_impossible_tokens_are_never_accepted() -> None:
         assert verify_residual(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
 
 
+def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    p = torch.tensor([0.0, 1.0])
+    monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 0.0)
+    for law in (None, torch.tensor([0.5, 0.5])):
+        tree = TokenTree(0)
+        tree.add(0, 0, "impossible", law=law)
+        assert verify_residual(tree, lambda node: p, generator()) == Verdict([0], 1)
+
+
 def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
     p = torch.tensor([0.5, 0.3, 0.2])
     certain = TokenTree(0)
