@@ -61,8 +61,8 @@ def recall(content: Content) -> list[Grid]:
     by_size = [
         {"chosen by": name}
         | {
-            f"{word} {rows:,}": figure(found[rows][key], ".4f") if rows in found else NONE
-            for word, key in (("recall", "recall"), ("alone", "alone"), ("right", "right"))
+            f"{key} {rows:,}": figure(found[rows][key], ".4f") if rows in found else NONE
+            for key in ("recall", "alone", "right")
             for rows in sizes
         }
         for name, found in ways.items()
