@@ -424,7 +424,7 @@ def test_a_cancelled_answer_keeps_what_it_gave_and_gives_back_its_memory(model: 
     )
 
 
-# --- what passes cost (the budget itself: test_budget.py) -----------------------------------------
+# --- what passes cost (followed by the budget: test_cost.py) --------------------------------------
 
 
 def test_measuring_what_passes_cost_leaves_what_is_under_way_alone(model: Model) -> None:

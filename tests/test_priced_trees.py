@@ -1,0 +1,113 @@
+"""Trees whose nodes and calls have prices.
+pytest tests/test_priced_trees.py"""
+
+from __future__ import annotations
+
+import pytest
+
+from drafters import context_of, grow, tree_of, zipf_drafter
+from quickbeam.engine.budget import NodePrices
+from quickbeam.trees.acceptance import Printed
+from quickbeam.trees.dyspec import DySpec
+from toy import path_tokens
+
+
+def flat(node: float, nodes: int = 64, trial: bool = False) -> NodePrices:
+    return NodePrices([1, nodes], [0.0, node * (nodes - 1)], trial)
+
+
+@pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])
+def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
+    policy, drafter = DySpec(zipf_drafter(), Printed()), zipf_drafter()
+    context = context_of([3], 0.0)
+    context.prices = flat(node)
+    tree = tree_of(policy, context, 64, 20, call=0.0)
+    expected, layer = {}, {(): 1.0}
+    while layer:  # by brute force, layer by layer
+        below = {}
+        for path, value in layer.items():
+            for token, p in enumerate(drafter.law([3, *path]).tolist()):
+                if value * p > node * 1.001:
+                    below[(*path, token)] = value * p
+        expected.update(below)
+        layer = below
+    found = {tuple(path_tokens(tree, i)): tree.value[i] for i in range(1, len(tree))}
+    # Nodes whose own law finds too little are not asked for: they would cost more than they give.
+    assert set(found) <= set(expected) or len(expected) > 63
+    missing = sorted(value for path, value in expected.items() if path not in found)
+    assert len(tree) == 64 or not missing or missing[-1] < 4 * node
+    assert all(
+        found[path] == pytest.approx(expected[path], rel=1e-4)
+        for path in set(found) & set(expected)
+    )
+
+
+def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
+    """A pass over two tokens often takes no longer than one over one."""
+    rows, sizes = [], []
+    for prices in (NodePrices([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03]), flat(0.03)):
+        drafter = zipf_drafter()
+        policy = DySpec(drafter, Printed())
+        for i in range(40):
+            context = context_of([i], 0.0)
+            context.prices = prices
+            sizes.append(len(tree_of(policy, context, 64, 20, call=0.05)))
+        rows.append(drafter.rows)
+    assert abs(rows[0] - rows[1]) <= 0.05 * rows[1] and rows[1] > 100
+    assert sum(sizes[:40]) == pytest.approx(sum(sizes[40:]), rel=0.1)
+
+
+def test_what_promises_too_little_is_not_asked_for() -> None:
+    drafter = zipf_drafter()
+    policy = DySpec(drafter, Printed())
+    context, calls = context_of([0], 0.0), []
+    context.prices = flat(0.02)
+    for call in (0.0, 0.05, 0.2, 0.5, 0.7):
+        policy.promises = type(policy.promises)()
+        before = drafter.rounds
+        tree = tree_of(policy, context, 64, 20, call)
+        calls.append(drafter.rounds - before)
+        assert (len(tree) == 1) == (calls[-1] == 0)
+    assert calls == sorted(calls, reverse=True) and calls[0] > calls[2] > 0 == calls[-1]
+    context.prices = flat(0.02, trial=True)
+    assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
+    tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without prices, the paper's own
+    assert len(drafter.calls) > 1
+
+
+@pytest.mark.parametrize("promised", [0.0, 0.5])
+def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
+    policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
+    for _ in range(60_000):
+        policy.promises.observe(0, promised, 1.0, 2)
+    assert 0 < policy.promises.truth <= 1
+    context.prices = flat(0.02, trial=True)
+    assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
+
+
+def test_a_calls_nodes_count_as_far_as_they_were_seen() -> None:
+    policy = DySpec(zipf_drafter(), Printed())
+    assert policy.promises.finds == 2
+    for _ in range(300):
+        policy.promises.observe(1, 1.0, 1.0, 1)
+    assert policy.promises.finds == pytest.approx(1, abs=0.05)
+    for _ in range(300):
+        policy.promises.observe(1, 1.0, 1.0, 9)  # each was worth its price
+    assert policy.promises.finds == 2
+
+
+def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
+    """Nodes that others had more use for promise nothing: all that was tried came true."""
+    policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
+    context.prices = flat(0.001)
+    tree, learn, truth = grow(policy, context, 64, 20)
+    assert truth == policy.promises.truth and len(tree) > 20
+    told = []
+    policy.promises.observe = lambda *said: told.append(said)  # type: ignore[method-assign]
+    learn(tree.first(3), [0, 1])
+    learn(tree, [0, 1])
+    assert [accepted for accepted, *_ in told] == [1, 1] and told[0][2] == told[1][2]
+    assert [added for *_, added in told] == [2, len(tree) - 1]
+    assert [promised for _, promised, *_ in told] == pytest.approx(
+        [sum(tree.value[1:3]), sum(tree.value[1:])]
+    )
