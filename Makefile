@@ -5,7 +5,7 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-all coverage mutate lint docs report clean
+.PHONY: install demo test test-long test-all coverage mutate lint docs report clean
 
 install: $(STAMP)
 	@$(BIN)/python -m quickbeam.target.native.build
@@ -21,6 +21,10 @@ demo: install
 
 test: install
 	$(PYTEST) -m 'not long'
+
+# what `make test` leaves out
+test-long: install
+	$(PYTEST) -m long
 
 test-all: install
 	QUICKBEAM_TESTS=all $(PYTEST)
