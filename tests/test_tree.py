@@ -55,6 +55,11 @@ def test_visible_of_a_chain_is_causal(length: int) -> None:
     )
 
 
+def test_the_root_is_nobodys_proposal() -> None:
+    tree = chain(3, 4)
+    assert tree.source == ["root", "test"] and tree.parent == [-1, 0]
+
+
 @examples(100, derandomize=True)
 @given(trees())
 def test_path_and_depth(tree: TokenTree) -> None:
