@@ -24,6 +24,7 @@ from transformers import (
 from cases import examples
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.grammar import Grammar
+from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, TokenCounts, draw, logprobs, most_probable, nucleus
 
@@ -463,3 +464,24 @@ def test_what_the_parameters_ask_for() -> None:
         )
     assert not SamplingParams(n=3, include_stop_str_in_output=True).adjusts_logits
     assert not SamplingParams(temperature=1.0, top_k=5, top_p=0.5, min_p=0.1).adjusts_logits
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0.7, "repetition_penalty": 1.5},
+        {"temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.5},
+    ],
+)
+def test_an_emitted_token_is_what_the_places_noise_draws_from_the_law(
+    params: dict[str, float],
+) -> None:
+    """The law is that behind the path, whether it is filtered or not."""
+    noise, path = Noise(7, 0, V), [3, 4, 5]
+    sampler = Sampler(SamplingParams(**params), [0], V)  # type: ignore[arg-type]
+    logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
+    behind, before = sampler.law(logits, path).log(), sampler.law(logits).log()
+    drawn = [sampler.emitted(logits, noise, place, path) for place in range(100)]
+    assert drawn == [noise.largest(behind.numpy(), place, 1.0) for place in range(100)]
+    assert drawn != [noise.largest(before.numpy(), place, 1.0) for place in range(100)]
+    assert drawn != [noise.largest(behind.numpy(), place, 2.0) for place in range(100)]
