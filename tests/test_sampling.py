@@ -139,7 +139,13 @@ def test_nan_logits_are_an_error_that_says_what_to_try(
 
 
 @examples(150)
-@given(logits=distinct_logits, prompt=ids, output=ids, path=ids, penalty=st.floats(0.3, 3))
+@given(
+    logits=distinct_logits,
+    prompt=ids,
+    output=ids,
+    path=ids,
+    penalty=st.sampled_from([0.5, 1.0, 2.0]) | st.floats(0.3, 3),
+)
 def test_repetition_penalty_agrees_with_transformers(
     logits: torch.Tensor, prompt: list[int], output: list[int], path: list[int], penalty: float
 ) -> None:
