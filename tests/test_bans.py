@@ -301,13 +301,15 @@ class Pieces:
 
 
 def test_words_are_banned_with_and_without_a_leading_space() -> None:
-    tokenizer = Pieces(["a", "b", " ", " a", "ab", "\n"])
+    tokenizer = Pieces(["a", "b", " ", " a", "ab", "\n", "X"])
     assert bad_word_ids(tokenizer, ["a"]) == [[0], [3]]
     assert bad_word_ids(tokenizer, [" a"]) == bad_word_ids(tokenizer, ["a"])
     assert bad_word_ids(tokenizer, ["ab"]) == [[4], [3, 1]]  # of other lengths too
     assert bad_word_ids(tokenizer, ["b"]) == [[1]]  # " ", "b" ends with it
     assert bad_word_ids(tokenizer, ["ab", "b", "ab"]) == [[4], [1]]
     assert bad_word_ids(tokenizer, ["\n"]) == [[5]]
+    assert bad_word_ids(tokenizer, ["\na"]) == [[5, 0]]  # only spaces make no difference
+    assert bad_word_ids(tokenizer, ["Xa"]) == [[6, 0]]
     assert bad_word_ids(tokenizer, [" "]) == [[2]]
     assert bad_word_ids(tokenizer, []) == []
 

@@ -308,6 +308,21 @@ def test_all_nodes_at_once_emit_what_each_does(
         most_probable(logits)
 
 
+def test_most_nodes_at_once_need_none_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is looked at whole only where its likeliest chunks don't decide it."""
+    vocab, whole, one = 3000, list[int](), Sampler.emitted
+
+    def counted(sampler: Sampler, logits: torch.Tensor, noise: Noise, position: int) -> int:
+        whole.append(position)
+        return one(sampler, logits, noise, position)
+
+    monkeypatch.setattr(Sampler, "emitted", counted)
+    sampler = Sampler(SamplingParams(temperature=1.0), [0], vocab)
+    logits = 6 * torch.randn(60, vocab, generator=torch.Generator().manual_seed(1))
+    sampler.emitted_all(logits, Noise(3, 0, vocab), range(60))
+    assert len(whole) < 30
+
+
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
     law = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
     for filters, kept in (
