@@ -20,7 +20,7 @@ from quickbeam import LLM
 from quickbeam.draft.base import Context, Laws
 from quickbeam.draft.ngram import Ngram
 from quickbeam.errors import QuickbeamError
-from quickbeam.noise import Noise
+from quickbeam.noise import CHUNK, LIKELY, Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, most_probable
 from quickbeam.tree import TokenTree
@@ -321,6 +321,30 @@ def test_most_nodes_at_once_need_none_by_itself(monkeypatch: pytest.MonkeyPatch)
     logits = 6 * torch.randn(60, vocab, generator=torch.Generator().manual_seed(1))
     sampler.emitted_all(logits, Noise(3, 0, vocab), range(60))
     assert len(whole) < 30
+
+
+def test_the_likeliest_chunk_that_is_left_out_is_not_forgotten() -> None:
+    """Eight chunks promise more than the ninth, which holds the token, and all others less."""
+    vocab, position = 20 * CHUNK, 5
+    noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
+    peaks, owners = noise.peaks(position)
+    numbers = noise.of(np.arange(vocab), np.full(vocab, position)).reshape(-1, CHUNK)
+    logits = torch.full((1, vocab), -50.0)
+    for chunk in range(LIKELY):
+        logits[0, chunk * CHUNK + numbers[chunk].argmin()] = 10 - peaks[chunk]
+    logits[0, owners[LIKELY]] = 9.5 - peaks[LIKELY]
+    assert sampler.emitted(logits[0], noise, position) == owners[LIKELY]
+    assert sampler.emitted_all(logits, noise, [position]) == [owners[LIKELY]]
+
+
+def test_a_row_with_one_possible_token_emits_it() -> None:
+    vocab = 20 * CHUNK
+    noise, sampler = Noise(4, 0, vocab), Sampler(SamplingParams(temperature=1.0), [0], vocab)
+    tokens = [0, CHUNK - 1, 3 * CHUNK, vocab - 1]
+    logits = torch.full((len(tokens), vocab), -math.inf)
+    for row, token in zip(logits, tokens, strict=True):
+        row[token] = 0.0
+    assert sampler.emitted_all(logits, noise, range(len(tokens))) == tokens
 
 
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:

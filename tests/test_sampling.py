@@ -312,6 +312,17 @@ def test_emitted_tokens_are_the_grammars_too() -> None:
     assert heard == [[3, 4], [5]]
 
 
+def test_the_grammar_bans_last_and_knows_the_path() -> None:
+    def ban(scores: torch.Tensor, path: list[int]) -> torch.Tensor:
+        assert path == [3, 4] and scores[7] == 2.5  # with the bias
+        return scores.index_fill(0, torch.tensor([7]), -math.inf)
+
+    grammar: Any = SimpleNamespace(ban=ban)
+    params = SamplingParams(grammar=Grammar.regex("a*"), logit_bias={7: 2.5})
+    scores = Sampler(params, [1], V, grammar=grammar).process(torch.zeros(V), [3, 4])
+    assert scores.tolist() == [-math.inf if token == 7 else 0.0 for token in range(V)]
+
+
 def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
     """The way of accelerators, on a stand-in for their tensors."""
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 2.0, 4.0]])
