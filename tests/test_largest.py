@@ -33,7 +33,7 @@ def rows() -> list[np.ndarray]:
 
 @every_set
 def test_the_kernels_find_the_largest(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "kernels", lambda: load(isa))
+    monkeypatch.setattr(module, "settled", lambda: load(isa))
     for row in rows():
         for count in (1, 2, 16, 60, 6000):
             tokens, values = largest(torch.from_numpy(row), count)

@@ -20,7 +20,15 @@ from quickbeam.draft.base import Laws
 from quickbeam.tree import TokenTree
 from quickbeam.trees import DRAFTED
 from quickbeam.trees.draws import drawn
-from quickbeam.trees.wide import CHUNK, distinct, independent, likeliest, likeliest_plain, peaks
+from quickbeam.trees.wide import (
+    CHUNK,
+    distinct,
+    independent,
+    likeliest,
+    likeliest_by_sorting,
+    likeliest_plain,
+    peaks,
+)
 from toy import chi_square
 
 vocabs = st.sampled_from([1, 5, 127, 128, 129, 300, 1000, 4096, 5003])
@@ -54,6 +62,7 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(
     least = [float(law[seed % vocab]) for law in laws] if floored else None
     found = likeliest(laws, count, least)
     assert found == likeliest_plain(laws, count, least)
+    assert found == likeliest_by_sorting(laws, count, least or [0.0] * size)
     for law, floor, (tokens, values) in zip(laws, least or [0.0] * size, found, strict=True):
         order = [token for token in law.argsort(descending=True).tolist() if law[token] > floor][
             :count
@@ -67,9 +76,10 @@ def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(
     seed: int, vocab: int, count: int
 ) -> None:
     laws = torch.cat((dyadic(3, vocab, seed), torch.zeros(1, vocab), torch.full((1, vocab), 0.5)))
-    for law, (tokens, values) in zip(laws, likeliest(laws, count), strict=True):
-        ranked = sorted((-p, token) for token, p in enumerate(law.tolist()) if p > 0)[:count]
-        assert (tokens, values) == ([token for _, token in ranked], [-p for p, _ in ranked])
+    for found in (likeliest(laws, count), likeliest_by_sorting(laws, count, [0.0] * len(laws))):
+        for law, (tokens, values) in zip(laws, found, strict=True):
+            ranked = sorted((-p, token) for token, p in enumerate(law.tolist()) if p > 0)[:count]
+            assert (tokens, values) == ([token for _, token in ranked], [-p for p, _ in ranked])
 
 
 def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:

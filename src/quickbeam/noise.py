@@ -205,6 +205,7 @@ class Noise:
         self.seed, self.choice, self.vocab, self.loops = seed % 2**64, choice, vocab, loops
         self.key = self.seed & 0xFFFFFFFF, self.seed >> 32
         self._places: OrderedDict[int, Peaks] = OrderedDict()
+        self.held: OrderedDict[int, Any] = OrderedDict()  # what `loops` keep, by position
 
     def peaks(self, position: int) -> Peaks:
         """Return the largest number of each chunk `[chunks]` at a position, and the token that has
@@ -258,6 +259,7 @@ class Noise:
     def forget(self) -> None:
         """Drop the cached places. Nothing is lost, since every number can be computed again."""
         self._places.clear()
+        self.held.clear()
 
     def words(self, first: Array, positions: Array, purpose: int) -> Array:
         """Return random words `[4, n]` for chunks or tokens `first` `[n]` at `positions` `[n]`.

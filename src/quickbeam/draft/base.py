@@ -157,7 +157,13 @@ class Laws(NamedTuple):
 
     def names(self, columns: Sequence[int]) -> list[int]:
         """Return the tokens of these columns."""
-        return list(columns) if self.tokens is None else self.tokens[list(columns)].tolist()
+        if self.tokens is None:
+            return list(columns)
+        if self.tokens.device.type == "cpu":
+            # an operator of PyTorch's would find cold caches behind a pass
+            names = self.tokens.numpy().data
+            return [names[column] for column in columns]
+        return self.tokens[list(columns)].tolist()
 
     def named(
         self, streams: Sequence[Iterator[tuple[int, float]]]

@@ -1,15 +1,16 @@
-"""The largest of a row of logits, which say what the target nearly chose."""
+"""The largest numbers of a row: what the target nearly chose, or what a drafter finds likeliest."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from ctypes import c_float, c_int64
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from quickbeam.target.native.library import kernels
+from quickbeam.target.native.library import Kernels, settled
 
 GAPS = (6.0, 10.0, 16.0)  # distances below the largest logit, tried in this order
 MANY = 2048  # with more tokens than this near the largest logit, sorting only these is no gain
@@ -26,13 +27,27 @@ def largest(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
     if logits.device.type != "cpu" or logits.dtype is not torch.float32:
         top = logits.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
         return _finite(top.indices.tolist(), top.values.tolist())
-    if (found := kernels()) is None:
+    if (found := settled()) is None:
         return largest_by_sorting(logits.numpy(), count)
+    return ranked(found, logits[None], count, [-math.inf])[0]
+
+
+def ranked(
+    kernels: Kernels, rows: torch.Tensor, count: int, floors: Sequence[float]
+) -> list[tuple[list[int], list[float]]]:
+    """Return the columns of the `count` largest numbers of each row, and these numbers.
+
+    `rows`: `[m, s]` float32 on a CPU. Only numbers above the row's floor count, rounded to float32.
+    The largest comes first, and of equal ones the first column. NaN is left out.
+    """
     # C's arrays: behind a pass of the target caches are cold, and tensors would take twice as long
-    tokens, values = (c_int64 * count)(), (c_float * count)()
-    row = logits.contiguous()
-    kept = found.ranked(row.data_ptr(), len(row), count, tokens, values)
-    return tokens[:kept], values[:kept]
+    columns, values, found = (c_int64 * count)(), (c_float * count)(), []
+    rows = rows.contiguous()
+    at, size = rows.data_ptr(), rows.shape[1]
+    for i, floor in enumerate(floors):
+        kept = kernels.ranked(at + 4 * size * i, size, count, floor, columns, values)
+        found.append((columns[:kept], values[:kept]))
+    return found
 
 
 def largest_by_sorting(row: npt.NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:

@@ -48,8 +48,8 @@ def proposals(
     if context.noise is None:
         rows = likeliest(laws.values, count, least)
     else:
-        values = np.ascontiguousarray(laws.values.cpu().numpy())
-        tokens = None if laws.tokens is None else np.ascontiguousarray(laws.tokens.cpu().numpy())
+        values = _array(laws.values)
+        tokens = None if laws.tokens is None else _array(laws.tokens)
         unlikely = [
             0.0 if context.filters is None else MARGIN * ruled_out_below(q, context.filters)
             for q in values
@@ -61,6 +61,12 @@ def proposals(
     for i, token in laws.forced.items():
         found[i] = [token], [1.0]
     return found
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    """Return a tensor as a contiguous array. On a CPU they share their memory."""
+    tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
+    return np.ascontiguousarray(tensor.numpy())
 
 
 def ruled_out_below(q: Array, filters: SamplingParams) -> float:

@@ -15,10 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from quickbeam.draft.largest import ranked
+from quickbeam.target.native.library import settled
+
 CHUNK = 64
 ROUNDING = 1 - 1e-6  # a factor for bounds, so that float32 can't round them up
-# Bars that `likeliest` tries. On two of our own questions, the first one left 16 tokens or more in
-# 47 of 48 distributions after roots.
+# Bars that `likeliest_by_sorting` tries. On two of our own questions, the first one left 16 tokens
+# or more in 47 of 48 distributions after roots.
 BARS = (1e-5, 1e-7, 0.0)
 # with more than this many times the wanted tokens, a partition is faster than sorting them
 MANY = 4
@@ -48,14 +51,24 @@ def likeliest_plain(
 def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
     """Do what `likeliest_plain` does, faster on a CPU. In a tie the lowest id comes first.
 
-    `least` counts as rounded to float32. A row is read once for the values above a bar, and only
-    those few are sorted. If `least` gives no bar that is high enough, the first of `BARS` that
-    leaves `count` tokens is used.
+    `least` counts as rounded to float32. A row is read once: by the native kernels where they run.
     """
     if laws.device.type != "cpu":
         return likeliest_plain(laws, count, least)
+    floors = least or [0.0] * len(laws)
+    if (found := settled()) is None:
+        return likeliest_by_sorting(laws, count, floors)
+    return ranked(found, laws, min(count, laws.shape[-1]), floors)
+
+
+def likeliest_by_sorting(laws: torch.Tensor, count: int, least: Sequence[float]) -> list[Row]:
+    """Return what `likeliest` does, where the native kernels don't run.
+
+    A row is read once for the values above a bar, and only those few are sorted. If `least` gives
+    no bar that is high enough, the first of `BARS` that leaves `count` tokens is used.
+    """
     rows = []
-    for law, floor in zip(laws.numpy(), least or [0.0] * len(laws), strict=True):
+    for law, floor in zip(laws.numpy(), least, strict=True):
         if count == 1:
             best = int(law.argmax())
             rows.append(([best], [float(law[best])]) if law[best] > floor else ([], []))

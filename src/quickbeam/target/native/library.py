@@ -19,7 +19,7 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6
+VERSION = 7
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 FORMATS = ("bfloat16", "int8", "int4")  # of weights; an operation names one by its index
@@ -116,12 +116,6 @@ class Luck(Structure):
     )
 
 
-class Place(Structure):
-    """The structure `Place` of noise.h."""
-
-    _fields_ = (("luck", Luck), ("least", c_double), ("floor", c_double))
-
-
 class Kernels:
     """The functions of one library. `name`: its instruction set.
 
@@ -190,12 +184,12 @@ class Kernels:
             c_int64,
         )
         self.perturb = library.qb_perturb
-        places = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Place))
-        self.perturb.argtypes = (*places, c_double, c_double, c_int64, c_void_p, c_void_p)
+        row = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Luck))
+        self.perturb.argtypes = (*row, *4 * (c_double,), c_int64, c_void_p, c_void_p)
         self.perturb.restype = c_int64
         self.ranked = library.qb_ranked
         self.ranked.argtypes, self.ranked.restype = (
-            (c_void_p, c_int64, c_int64, c_void_p, c_void_p),
+            (c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
             c_int64,
         )
 
@@ -242,6 +236,15 @@ def kernels() -> Kernels | None:
     The environment decides (see `choice`). Raises `InvalidInput` for a wish that can't be met.
     """
     return _choose(choice.wish())[0]
+
+
+@functools.cache
+def settled() -> Kernels | None:
+    """Return what `kernels` returned when this was first called.
+
+    It is for short loops: behind a pass of the target, reading the environment takes longer.
+    """
+    return kernels()
 
 
 def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:

@@ -5,10 +5,32 @@ Their results are those of its NumPy loops.
 
 from __future__ import annotations
 
+from ctypes import addressof, c_char, c_double, c_int64
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from quickbeam.noise import CHUNK, CUT, Array, Loops, Noise, Peaks, Places, Row, Wanted
-from quickbeam.target.native.library import Kernels, Luck, Place
+from quickbeam.noise import CHUNK, CUT, HELD, Array, Loops, Noise, Peaks, Places, Row, Wanted
+from quickbeam.target.native.library import Kernels, Luck
+
+
+def address(array: Array) -> int:
+    """Return where an array's numbers begin: what `array.ctypes.data` is, found sooner."""
+    try:
+        return addressof(c_char.from_buffer(array.data))
+    except (TypeError, ValueError):  # it is read-only, or empty
+        return int(array.ctypes.data)
+
+
+class Held(NamedTuple):
+    """The largest numbers of a place's chunks and their tokens, as the kernels read them.
+
+    `memory` has the numbers of all `chunks`, then the tokens. `luck` points at both.
+    """
+
+    memory: Any
+    chunks: int
+    luck: Luck
 
 
 class NativeLoops(Loops):
@@ -23,46 +45,43 @@ class NativeLoops(Loops):
         return words
 
     def peaks(self, noise: Noise, position: int) -> Peaks:
-        chunks = -(-noise.vocab // CHUNK)
-        largest, whose = np.empty(chunks), np.empty(chunks, dtype=np.int64)
-        self._kernels.peaks(
-            position, noise.choice, *noise.key, chunks, largest.ctypes.data, whose.ctypes.data
+        held = self._held(noise, position)
+        return np.frombuffer(held.memory, count=held.chunks), np.frombuffer(
+            held.memory, dtype=np.int64, offset=8 * held.chunks
         )
-        return largest, whose
 
     def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
         scores = np.ascontiguousarray(scores, dtype=np.float32)
-        return int(
-            self._kernels.largest(
-                scores.ctypes.data, len(scores), self._luck(noise, position), scale
-            )
-        )
+        luck = self._held(noise, position).luck
+        return int(self._kernels.largest(address(scores), len(scores), luck, scale))
 
-    @staticmethod
-    def _luck(noise: Noise, position: int) -> Luck:
-        peaks, owners = noise.peaks(position)
-        return Luck(peaks.ctypes.data, owners.ctypes.data, position, noise.choice, *noise.key)
+    def _held(self, noise: Noise, position: int) -> Held:
+        """Return what the loops need of a place. It is made once; behind a pass, each tensor or
+        array that is made would take longer than the numbers do."""
+        found: Held | None = noise.held.get(position)
+        if found is None:
+            chunks = -(-noise.vocab // CHUNK)
+            memory = (c_double * (2 * chunks))()
+            at, owners = addressof(memory), addressof(memory) + 8 * chunks
+            self._kernels.peaks(position, noise.choice, *noise.key, chunks, at, owners)
+            luck = Luck(at, owners, position, noise.choice, *noise.key)
+            found = noise.held[position] = Held(memory, chunks, luck)
+            while len(noise.held) > HELD:
+                noise.held.popitem(last=False)
+        return found
 
     def perturb(
         self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
     ) -> list[Row]:
         found = list[Row]()
-        column, chance = np.empty(wanted.most, dtype=np.int64), np.empty(wanted.most)
-        size, names, chunks = (
-            rows.shape[1],
-            None if tokens is None else tokens.ctypes.data,
-            -(-noise.vocab // CHUNK),
-        )
-        start, step = rows.ctypes.data, rows.strides[0]
+        column, chance = (c_int64 * wanted.most)(), (c_double * wanted.most)()
+        size, names = rows.shape[1], None if tokens is None else address(tokens)
+        start, step = address(rows), rows.strides[0]
         for i, (position, least, floor) in enumerate(zip(*places, strict=True)):
-            law = (
-                Place(self._luck(noise, position), least, floor),
-                wanted.temperature,
-                max(CUT, floor / 4),
-                wanted.most,
-            )
+            held = self._held(noise, position)
+            place = held.chunks, held.luck, least, floor, wanted.temperature, max(CUT, floor / 4)
             kept = self._kernels.perturb(
-                start + i * step, size, names, chunks, *law, column.ctypes.data, chance.ctypes.data
+                start + i * step, size, names, *place, wanted.most, column, chance
             )
-            found.append((column[:kept].tolist(), chance[:kept].tolist()))
+            found.append((column[:kept], chance[:kept]))
         return found

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from quickbeam.target.native import library
@@ -162,12 +162,12 @@ class Rows:
             *flat,
             *wanted,
         ]
-        self._numbers = np.array(numbers, dtype=np.int64)
+        self._numbers = array("q", numbers)
         first = 0
         self._spans = (library.Span * max(1, len(spans)))()
         for span, (rows, pages) in zip(self._spans, spans, strict=False):
             span.row, span.rows, span.pages, first = first, rows, pages, first + rows
-        at = self._numbers.ctypes.data
+        at, _ = self._numbers.buffer_info()
         starts = [at + 8 * k for k in (0, n, 2 * n, 3 * n, 4 * n, 5 * n + 1, 5 * n + 1 + len(flat))]
         self.batch = library.Batch(
             n, len(spans), len(wanted), ctypes.addressof(self._spans), *starts, None, None

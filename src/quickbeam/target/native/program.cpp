@@ -434,7 +434,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 6; }
+int64_t qb_version() { return 7; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -562,13 +562,13 @@ void qb_peaks(int64_t position, int64_t choice, uint32_t key0, uint32_t key1, in
 
 int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
 
-int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Place* place, double temperature,
-                   double cut, int64_t wanted, int64_t* column, double* chance) {
-  return qb::perturb(row, columns, token, chunks, *place, temperature, cut, wanted, column, chance);
+int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Luck* luck, double lowest, double floor,
+                   double temperature, double cut, int64_t wanted, int64_t* column, double* chance) {
+  return qb::perturb(row, columns, token, chunks, *luck, lowest, floor, temperature, cut, wanted, column, chance);
 }
 
-int64_t qb_ranked(const float* row, int64_t count, int64_t most, int64_t* place, float* number) {
-  return qb::ranked(row, count, most, place, number);
+int64_t qb_ranked(const float* row, int64_t count, int64_t most, float floor, int64_t* place, float* number) {
+  return qb::ranked(row, count, most, floor, place, number);
 }
 
 }  // extern "C"

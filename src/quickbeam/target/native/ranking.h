@@ -1,17 +1,16 @@
-// The largest of a row of numbers (draft/largest.py).
+// The largest of a row of numbers (draft/largest.py, trees/wide.py).
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <limits>
 
 namespace qb {
 
-// Places and numbers of the `most` largest of `count` numbers, the largest first, of equal ones the first. NaN and -inf are left out.
-// Returns how many there are.
-inline int64_t ranked(const float* row, int64_t count, int64_t most, int64_t* place, float* number) {
+// Places and numbers of the `most` largest of those of `count` numbers that exceed `floor`, the largest first, of equal ones the first. NaN is
+// left out. Returns how many there are.
+inline int64_t ranked(const float* row, int64_t count, int64_t most, float floor, int64_t* place, float* number) {
   constexpr int64_t CHUNK = 64;
   int64_t kept = 0;
-  float bar = -std::numeric_limits<float>::infinity();  // what a number must exceed
+  float bar = floor;  // what a number must exceed
   for (int64_t first = 0; first < count && most > 0; first += CHUNK) {
     const int64_t end = std::min(count, first + CHUNK);
     int any = 0;
