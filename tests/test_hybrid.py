@@ -27,6 +27,7 @@ from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
 from quickbeam.trees import make_policy
 from quickbeam.trees.acceptance import Likeliest, Printed
+from quickbeam.trees.best_first import Search
 from quickbeam.trees.dyspec import DySpec
 from quickbeam.trees.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
 from quickbeam.verify import verify_equal
@@ -151,6 +152,50 @@ def test_likely_paths_are_continued_from_the_text() -> None:
         call=0.75,
     )
     assert (4, 11, 12) in paths(tree) and drafter.rounds <= 1
+
+
+def trees_under_prices(seed: int) -> list[tuple[object, ...]]:
+    """Trees of both searches under random prices: nodes in order, with their values and sources."""
+    rng, found = random.Random(seed), []
+    passes = [1.0, 1.0, 1.0]  # as a rule the first few nodes cost nothing
+    for _ in range(4):
+        passes.append(passes[-1] * rng.choice([1.02, 1.2, 1.5]))
+    for policy in (DySpec(zipf_drafter(30), Likeliest()), hybrid(zipf_drafter(30))):
+        policy.promises._accepted *= rng.choice([0.3, 1.0, 2.0])  # trees keep less or more
+        for _ in range(4):
+            text = [rng.randrange(8) for _ in range(30)]
+            prices = NodePrices([1, 2, 4, 8, 16, 32, 64], [0.5 * one for one in passes])
+            tree = tree_of(policy, priced(text, prices), 40, 9, call=rng.choice([0.0, 0.1]))
+            found.append((paths(tree), tree.value, tree.source, tree.probability))
+    return found
+
+
+def test_paths_that_are_not_entered_would_have_been_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entered, sizes = Search.new, list[int]()
+
+    def new(self, *about):
+        sizes[-1] += 1
+        return entered(self, *about)
+
+    monkeypatch.setattr(Search, "new", new)
+    trees = []
+    for dear in (Search.too_dear, lambda self, cost, place: False):
+        monkeypatch.setattr(Search, "too_dear", dear)
+        sizes.append(0)
+        trees.append([trees_under_prices(seed) for seed in range(25)])
+    assert trees[0] == trees[1] and sizes[0] < 0.85 * sizes[1]
+    assert max(len(nodes) for some in trees[0] for nodes, *_ in some) > 20
+
+
+def test_dropping_paths_that_are_worth_their_node_is_found_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = Search.too_dear
+    monkeypatch.setattr(Search, "too_dear", lambda self, cost, place: right(self, cost, place + 2))
+    with pytest.raises(AssertionError):
+        test_paths_that_are_not_entered_would_have_been_dropped(monkeypatch)
 
 
 def test_how_often_the_text_repeats_itself_is_learned() -> None:

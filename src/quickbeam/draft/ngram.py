@@ -61,19 +61,25 @@ class NgramIndex(SourceState):
                 after[gram] = end
         self._entered = len(ids)
 
-    def match(self, suffix: Sequence[int]) -> Match | None:
+    def match(self, suffix: Sequence[int], least: int = 1) -> Match | None:
         """Find the newest occurrence of the longest end of `suffix` that the text holds.
 
-        At most `max_n` tokens are matched, and some token of the text must follow the occurrence.
-        Returns None without a match. `suffix` is the end of the text, perhaps continued by tokens
-        that are only guessed; its last `max_n` tokens are enough.
+        At least `least` and at most `max_n` tokens are matched, and some token of the text must
+        follow the occurrence. Returns None without a match. `suffix` is the end of the text,
+        perhaps continued by tokens that are only guessed; its last `max_n` tokens are enough.
         """
-        self._enter()
-        for n in range(min(self.max_n, len(suffix)), self.min_n - 1, -1):
-            position = self._after.get(tuple(suffix[len(suffix) - n :]))
-            if position is not None:
-                return Match(position, n)
-        return None
+        if self._entered < len(self.ids):
+            self._enter()
+        after, size, least = self._after, len(suffix), max(least, self.min_n)
+        # The shortest comes first: most suffixes have no match, and without it no longer one has.
+        position = after.get(tuple(suffix[size - least :])) if least <= size else None
+        if position is None:
+            return None
+        for n in range(min(self.max_n, size), least, -1):
+            longer = after.get(tuple(suffix[size - n :]))
+            if longer is not None:
+                return Match(longer, n)
+        return Match(position, least) if least <= self.max_n else None
 
     def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
         """Return up to `limit` matches of `suffix` that are followed by different tokens.
@@ -97,11 +103,9 @@ class NgramIndex(SourceState):
 
         This shows how long the repetition has gone on.
         """
-        ids, length = self.ids, 0
-        while (
-            length < min(limit, match.position)
-            and ids[match.position - 1 - length] == ids[len(ids) - 1 - length]
-        ):
+        ids, length, most = self.ids, 0, min(limit, match.position)
+        before, end = match.position - 1, len(self.ids) - 1
+        while length < most and ids[before - length] == ids[end - length]:
             length += 1
         return length
 

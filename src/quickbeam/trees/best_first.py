@@ -44,6 +44,7 @@ class Search:
 
     - `policy`: asks its drafter. The drafter sees a tree of its own, of the expanded nodes only.
     - `chances`: estimates the acceptance rate of a child from its rank and its probability.
+    - `truth`: accepted tokens for each expected one. Used where the context has prices of nodes.
     - `floor`: a path that is no likelier than this adds no node. It can still replace a path that
       is less likely.
 
@@ -51,7 +52,12 @@ class Search:
     """
 
     def __init__(
-        self, policy: DraftedPolicy, context: Context, size: int, chances: Chances = PLAIN
+        self,
+        policy: DraftedPolicy,
+        context: Context,
+        size: int,
+        chances: Chances = PLAIN,
+        truth: float = 1.0,
     ) -> None:
         self.best: list[Candidate] = []
         self._chances = chances
@@ -59,6 +65,7 @@ class Search:
         self._said: dict[tuple[int, int], tuple[int, float]] = {}
         self.expanded = {0: 0}  # by number: the candidate's node in the drafter's tree
         self._policy, self._context, self._size, self.floor = policy, context, size, 0.0
+        self._prices, self._truth = context.prices, truth
         self._seen = TokenTree(context.ids[-1])
         self._numbers = 1  # how many numbers are given out
         self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0, "root")
@@ -107,6 +114,15 @@ class Search:
         last = self.best[-1].cost
         return last if len(self.best) == self._size else max(last, -self.floor)
 
+    def too_dear(self, cost: float, place: int) -> bool:
+        """Whether a path is not worth its node if at least `place - 1` likelier ones are found.
+
+        `keep_worthwhile` would drop it. Its likelier siblings and all that is on the way to it are
+        such paths, so most paths need not be entered at all.
+        """
+        prices = self._prices
+        return prices is not None and -cost * self._truth <= prices.node(place)
+
     def worth(self, one: Candidate) -> float:
         """Return the probability that asking about `one` is of use.
 
@@ -137,7 +153,8 @@ class Search:
             if token == known:
                 continue
             chance = child(rank, probability) * share
-            if one.cost * chance >= worst:
+            cost = one.cost * chance
+            if cost >= worst or self.too_dear(cost, one.depth + 1 + rank):
                 break
             best.append(self.new(one, token, chance, name))
             said[one.number, token] = rank, probability
@@ -157,12 +174,8 @@ class Search:
         )
 
     def tree(self) -> TokenTree:
-        """Return the tree of the root and `best`, in order of worth.
-
-        Sets `place`, which then maps a candidate's number to its node.
-        """
+        """Return the tree of the root and `best`, in order of worth: node i is `best[i - 1]`."""
         tree, place = TokenTree(self._context.ids[-1]), {0: 0}
-        self.place = place
         for one in self.best:
             _, probability = self._said.get((one.parent, one.token), (0, None))
             place[one.number] = tree.add(
@@ -170,15 +183,14 @@ class Search:
             )
         return tree
 
-    def said(self) -> dict[int, tuple[int, float]]:
-        """Return each node's rank among its parent's children and the drafter's probability.
+    def said(self, node: int) -> tuple[int, float] | None:
+        """Return the rank of a node of `tree` among its parent's children, and the drafter's
+        probability.
 
-        Only nodes of the finished tree that the drafter proposed are in it.
+        Returns None if the drafter did not propose it.
         """
-        both = (
-            (self.place[one.number], self._said.get((one.parent, one.token))) for one in self.best
-        )
-        return {node: found for node, found in both if found is not None}
+        one = self.best[node - 1]
+        return self._said.get((one.parent, one.token))
 
 
 def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:

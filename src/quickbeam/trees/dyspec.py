@@ -248,17 +248,16 @@ class DySpec(DraftedPolicy):
         return sum(max(0.0, search.worth(one) * gain - price) for one in due)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
-        return Search(self, context, size, self.likeliest)
+        return Search(self, context, size, self.likeliest, self.promises.truth)
 
     def _learn(
         self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0
     ) -> None:
         """Learn from a verified tree of deterministic proposals."""
-        said = search.said()
         for node, accepted in zip_longest(path, path[1:]):
             for child in tree.children[node].values():
-                if child in said:
-                    self.likeliest.observe(*said[child], child == accepted)
+                if (said := search.said(child)) is not None:
+                    self.likeliest.observe(*said, child == accepted)
         if asked:
             # only the part of the tree that was verified counts
             added = self._asked_for(search, tree, range(1, len(tree)))

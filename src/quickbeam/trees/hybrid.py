@@ -93,9 +93,9 @@ class HybridSearch(Search):
         ngram: NgramIndex,
         repeats: Repeats,
     ) -> None:
-        super().__init__(policy, context, size, policy.likeliest)
+        super().__init__(policy, context, size, policy.likeliest, policy.promises.truth)
         if context.prices is not None:
-            self.floor = context.prices.node(1) / policy.promises.truth
+            self.floor = context.prices.node(1) / self._truth
         # by the number of a continuation's candidate: tokens of repetition before it, and what the
         # drafter says of it
         self.lengths: dict[int, tuple[int, int]] = {}
@@ -125,8 +125,7 @@ class HybridSearch(Search):
         for one in [one for one in self.best if one.number not in self._matched]:
             self._matched.add(one.number)
             tail = self._tail(one)
-            match = self._ngram.match(tail)
-            if match and match.length >= SURE:
+            if match := self._ngram.match(tail, SURE):
                 guessed = tail[-min(one.depth, len(tail)) :]
                 self._continue(one, self._ngram.continuation(match, LONGEST, guessed), match.length)
         return True
@@ -139,15 +138,13 @@ class HybridSearch(Search):
         if not self._continued(one):
             super().force(one, token, worst)
 
-    @property
-    def repeating(self) -> dict[int, tuple[int, int]]:
-        """For each node of the finished tree that continues the text: the tokens of repetition
-        before it, and what the drafter says of it."""
-        return {
-            self.place[number]: found
-            for number, found in self.lengths.items()
-            if number in self.place
-        }
+    def repeating(self, node: int) -> tuple[int, int] | None:
+        """Return, for a node of `tree` that continues the text, the tokens of repetition before it,
+        and what the drafter says of it.
+
+        Returns None for any other node.
+        """
+        return self.lengths.get(self.best[node - 1].number)
 
     def take(
         self, one: Candidate, row: Row, worst: float, share: float = 1.0, known: int | None = None
@@ -197,7 +194,8 @@ class HybridSearch(Search):
         ):
             forced = self._context.forced(above.path) == token
             chance = 1.0 if forced else self._repeats.chance(length + i)
-            if above.cost * chance >= worst:
+            cost = above.cost * chance
+            if cost >= worst or self.too_dear(cost, above.depth + 1):
                 break
             self.chances[above.number] = chance
             above = self.new(above, token, chance, GRAMMAR if forced else Ngram.name)
@@ -243,18 +241,13 @@ class Hybrid(DySpec):
         self, search: Search, tree: TokenTree, path: Sequence[int], asked: float = 0.0
     ) -> None:
         assert isinstance(search, HybridSearch)
-        _observe(self.repeats, search.repeating, tree, path)
+        _observe(self.repeats, search, tree, path)
         super()._learn(search, tree, path, asked)
 
 
-def _observe(
-    repeats: Repeats, lengths: dict[int, tuple[int, int]], tree: TokenTree, path: Sequence[int]
-) -> None:
-    """Record whether the nodes that continue the text were accepted.
-
-    `lengths`: for each such node, the tokens of repetition before it, and what the drafter says.
-    """
+def _observe(repeats: Repeats, search: HybridSearch, tree: TokenTree, path: Sequence[int]) -> None:
+    """Record whether the nodes that continue the text were accepted."""
     for node, following in zip(path, [*path[1:], None], strict=True):
         for child in tree.children[node].values():
-            if child in lengths:
-                repeats.observe(*lengths[child], child == following)
+            if (found := search.repeating(child)) is not None:
+                repeats.observe(*found, child == following)
