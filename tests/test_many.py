@@ -824,13 +824,15 @@ def test_what_a_sequence_keeps_of_a_pass_is_its_own(world):
     names, policies = ("hybrid", "logitspec", "logitspec", "dyspec", "hybrid"), here.policies()
     prompts = [tuple(3 + (i * 7 + k) % 90 for k in range(100)) for i in range(5)]
     ones = [
-        engine.add(request(here.model, policies[name], params, prompt, budget=6, setting=name))
-        for name, prompt in zip(names, prompts, strict=True)
+        engine.add(request(here.model, policies[name], params, prompt, budget=nodes, setting=name))
+        # the drafter of the fourth is not asked, so its hidden states wait
+        for name, prompt, nodes in zip(names, prompts, (6, 6, 6, 1, 6), strict=True)
     ]
     while engine.busy:
         engine.step()
         for one in ones:
-            for rows in getattr(one.draft_state, "pending", []):
+            # those of the last pass are usually read in the next step, and may be a slice of it
+            for rows in getattr(one.draft_state, "pending", [])[:-1]:
                 assert storage(rows) == rows.nbytes
                 kept += 1
             if one.started and one.cache is None and not one.over:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.noise import CHUNK, LIKELY, Noise
+from quickbeam.noise import CHUNK, LIKELY, Array, Noise
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -227,9 +227,14 @@ class Sampler:
             scores, scale = self.law(logits, path).log_(), 1.0
         else:
             scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
-        token = noise.largest(scores.detach().cpu().numpy(), position, scale)
-        _require_finite(token >= 0)
-        return token
+        return _likeliest(scores.detach().cpu().numpy(), noise, position, scale)
+
+    def emitted_row(self, logits: Array, noise: Noise, position: int) -> int:
+        """Return `emitted` of raw logits `[vocab]` that are float32 in NumPy's array.
+
+        Use it only with parameters that neither adjust logits nor filter.
+        """
+        return _likeliest(logits, noise, position, 1 / max(self.params.temperature, 1e-30))
 
     def emitted_all(
         self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]
@@ -291,6 +296,12 @@ class Sampler:
         if params.min_p > 0:
             law = law.masked_fill(law < params.min_p * law.max(), 0.0)
         return law / law.sum() if params.top_p < 1 or params.min_p > 0 else law
+
+
+def _likeliest(scores: Array, noise: Noise, position: int, scale: float) -> int:
+    token = noise.largest(scores, position, scale)
+    _require_finite(token >= 0)
+    return token
 
 
 def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:

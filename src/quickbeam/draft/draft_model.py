@@ -13,6 +13,7 @@ from quickbeam.draft.base import Drafter, DrafterState, DraftRequest, Laws, law_
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.batch import Batch, Chain, Draft
+from quickbeam.target.inference import inference
 from quickbeam.target.kv_cache import Pool, SequenceCache
 from quickbeam.target.model import Model
 from quickbeam.target.native.quantised import BFLOAT16
@@ -112,7 +113,7 @@ class LMDrafter(Drafter):
         self.check_shortlist(shortlist)
         return LMState(self.model.pool.new(), ids)
 
-    @torch.inference_mode()
+    @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         for state in states:
             assert isinstance(state, LMState)
@@ -120,7 +121,7 @@ class LMDrafter(Drafter):
             if last - state.cache.length >= max(least, GAP):
                 self._read(state, last)
 
-    @torch.inference_mode()
+    @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         """Return distributions `[len(nodes), vocab]` float32 on the drafter's device, by one pass.
 

@@ -22,6 +22,7 @@ from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.overlap import Overlap
 from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.target.attention import Attend, Layer, Step, attend_plain, attend_sdpa
+from quickbeam.target.inference import inference
 from quickbeam.target.kv_cache import LayerShape, Pool
 from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import pack_linears
@@ -99,7 +100,7 @@ class EagleDrafter(Drafter):
             self.pool.new(), ids, shortlist.begin(ids) if shortlist is not None else None
         )
 
-    @torch.inference_mode()
+    @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         # `end` bounds the hidden states that were heard, so it needs no look here
         due = [
@@ -119,7 +120,7 @@ class EagleDrafter(Drafter):
         """
         return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
 
-    @torch.inference_mode()
+    @inference
     def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
         """Return distributions over the tokens that the head scored, on the target's device.
 

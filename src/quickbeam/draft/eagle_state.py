@@ -61,6 +61,8 @@ class EagleState(DrafterState):
         )
 
     def hear(self, hidden: torch.Tensor) -> None:
+        if self.pending:  # they wait for longer than a step
+            self.pending[-1] = _own(self.pending[-1])
         self.pending.append(hidden)
         self._waiting += len(hidden)
 
@@ -73,9 +75,10 @@ class EagleState(DrafterState):
             if self.tree is None or node is None or (routed := self.routed.get(node)) is None:
                 break
             self.counted.wanted += 1
-            held = self.shortlist.holds(token, routed)
+            always = self.shortlist.always(token)
+            held = always or self.shortlist.holds(token, routed)
             self.counted.held += held
-            if not self.shortlist.always(token):
+            if not always:
                 place = min(depth, DEPTHS - 1)
                 self.counted.rare[place] += 1
                 self.counted.rare_held[place] += held
@@ -122,9 +125,18 @@ class EagleState(DrafterState):
 
     def commit(self, count: int) -> None:
         """Commit the next `count` rows, and drop the hidden states that they were computed from."""
-        rest = self.pending[0][count:].clone()  # a slice would keep all of them in memory
-        self.pending, self._waiting = ([rest] if len(rest) else []), len(rest)
+        self._waiting = len(self.pending[0]) - count
+        self.pending = [_own(self.pending[0][count:])] if self._waiting else []
         self.cache.commit(range(count))
+
+
+def _own(rows: torch.Tensor) -> torch.Tensor:
+    """Return `rows` without the larger tensor that they are a slice of.
+
+    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
+    as they are.
+    """
+    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
 class Work(NamedTuple):

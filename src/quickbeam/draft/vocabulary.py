@@ -17,6 +17,7 @@ from quickbeam.shortlist.context import ContextTokens
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.native import rows_format
 from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.target.inference import inference
 from quickbeam.target.linear import NativeLinear
 from quickbeam.target.model import Model
 from quickbeam.target.quantised import QuantisedLinear
@@ -168,7 +169,7 @@ def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
     return artefact
 
 
-@torch.inference_mode()
+@inference
 def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
     """Return the rows of a head, `[vocab, size]`, in whatever form the head keeps them.
 

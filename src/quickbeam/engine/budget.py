@@ -228,6 +228,7 @@ class Load:
     nodes: dict[Hashable, int] = field(default_factory=dict)
     prompts: int = 0  # rows of prompts that the same pass reads
     plain: float | None = None  # seconds of this step without drafts, once computed
+    best: dict[Hashable, float] = field(default_factory=dict)  # by setting: `Budget.best_rate`
     # of the setting of all sequences, if it is one and their trees' sizes are not fixed
     comparison: Comparison | None = None
 
@@ -289,13 +290,16 @@ class Budget:
     def best_rate(self, setting: Hashable, load: Load) -> float:
         """Return tokens a second: the recent rate, but at least that of plain decoding.
 
-        It is the rate of this load, or a sequence's own if that runs alone.
+        It is the rate of this load, or a sequence's own if that runs alone. It stays the same for
+        the whole step.
         """
-        found = self.rate(setting, load)
-        if len(load.contexts) == 1:
-            (one,) = load.contexts
-            found = self._own.setdefault(one, found.begun())
-        return max(found.rate, len(load.contexts) / self.plain(load))
+        if setting not in load.best:
+            found = self.rate(setting, load)
+            if len(load.contexts) == 1:
+                (one,) = load.contexts
+                found = self._own.setdefault(one, found.begun())
+            load.best[setting] = max(found.rate, len(load.contexts) / self.plain(load))
+        return load.best[setting]
 
     def comparison(self, setting: Hashable, load: Load) -> Comparison:
         """Return the comparison of a method with plain decoding, under a load of about as many
@@ -473,6 +477,7 @@ class Budget:
         self, settings: Sequence[Hashable], load: Load, tokens: int, seconds: float
     ) -> None:
         """Record that a step of these methods emitted `tokens` in all and took `seconds`."""
+        load.best.clear()
         for setting in set(settings):
             self.rate(setting, load).observe(tokens, seconds)
         many = len(load.contexts)

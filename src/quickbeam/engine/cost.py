@@ -180,6 +180,7 @@ class CallCost:
     def __init__(self, plain: float) -> None:
         self._plain = plain
         self._seen: dict[int, deque[float]] = {}
+        self._low: dict[int, float] = {}  # the lower quartile of each of these
         self.row = 0.0  # seconds that each token adds that the drafter has to read first
 
     def seconds(self, sequences: int) -> float:
@@ -193,11 +194,13 @@ class CallCost:
         that is too low gets corrected, since the call is then made and timed. One that is too high
         never would be.
         """
+        if len(self._seen.get(sequences, ())) >= self.ENOUGH:
+            return self._low[sequences]
         if not self._seen:
             return self.GUESS * self._plain * self._more(sequences)
         found = {
-            count: sorted(seen)[len(seen) // 4] * self._more(sequences) / self._more(count)
-            for count, seen in self._seen.items()
+            count: low * self._more(sequences) / self._more(count)
+            for count, low in self._low.items()
         }
         near = min(found, key=lambda count: abs(math.log(count / sequences)))
         if len(self._seen[near]) >= self.ENOUGH and max(near, sequences) <= self.ALIKE * min(
@@ -217,6 +220,11 @@ class CallCost:
         """
         seconds = max(self.LEAST * seconds, seconds - tokens * self.row)
         self._seen.setdefault(sequences, deque(maxlen=self.CALLS)).append(seconds)
+        self._weigh(sequences)
+
+    def _weigh(self, sequences: int) -> None:
+        seen = self._seen[sequences]
+        self._low[sequences] = sorted(seen)[len(seen) // 4]
 
     def doubt(self) -> None:
         """Forget all but the last few calls, so that one cheap call outweighs them.
@@ -224,9 +232,10 @@ class CallCost:
         To be called before a call that is made although none seemed worth its time for a while.
         Those before it may have been slow because the machine was busy then.
         """
-        for seen in self._seen.values():
+        for sequences, seen in self._seen.items():
             while len(seen) > self.DOUBTED:
                 seen.popleft()
+            self._weigh(sequences)
 
     def read(self, tokens: int, seconds: float) -> None:
         """Record that the drafter read `tokens` tokens, apart from any call, in `seconds`."""

@@ -25,6 +25,7 @@ from quickbeam.engine.turns import Turns
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.noise import PLAIN
 from quickbeam.target.batch import Batch, Draft, Part, Passed
+from quickbeam.target.inference import inference
 from quickbeam.target.kv_cache import NoRoom, SequenceCache
 from quickbeam.target.model import Model
 from quickbeam.target.native.noise import NativeLoops
@@ -203,7 +204,7 @@ class Engine:
         nodes = list(self._nodes.values())
         return sum(nodes) / len(nodes) if nodes else 0.0
 
-    @torch.inference_mode()
+    @inference
     def step(self) -> None:
         """Run one step of all sequences.
 
@@ -442,7 +443,7 @@ class Engine:
         if len(path) < len(hidden):
             straight = path[-1] == len(path) - 1  # the usual case, in which a slice will do
             hidden = hidden[: len(path)] if straight else hidden[list(path)]
-        state.hear(_own(hidden))
+        state.hear(hidden)
         if self.prefixes is not None:
             size = self.prefixes.size
             for chunk in range(before // size, cache.length // size):
@@ -512,12 +513,3 @@ class Engine:
             self._budget.observe(
                 [one.sequence.request.setting for one in growing], load, emitted, seconds
             )
-
-
-def _own(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows` without the larger tensor that they are a slice of.
-
-    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
-    as they are.
-    """
-    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from quickbeam.draft.base import Drafter, DraftRequest, Laws
 from quickbeam.engine.budget import Budget, Load, Plan
@@ -70,14 +71,18 @@ class Growing:
 class Grower:
     """Grows the trees of one step.
 
-    `budget` returns the budget, which may have to be measured first. It is called only if a tree's
-    size is not fixed. `load` is that of the step. If a tree fails, its sequence ends with an error
-    of its own.
+    `budget` returns the budget, which may have to be measured first. `load` is that of the step. If
+    a tree fails, its sequence ends with an error of its own.
     """
 
     def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
-        self.model, self.budget, self.load = model, budget, load
+        self.model, self._measure, self.load = model, budget, load
         self._alike = False  # whether one comparison is of all sequences
+
+    @cached_property
+    def budget(self) -> Budget:
+        """The budget. It is asked for only if a tree's size is not fixed."""
+        return self._measure()
 
     def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
         """Grow the trees of all running sequences, side by side.
@@ -99,9 +104,9 @@ class Grower:
                     and sequence.drafter is not None
                     and setting not in trials
                 ):
-                    cost, plain = self.budget().call(setting), self.budget().plain(self.load)
+                    cost, plain = self.budget.call(setting), self.budget.plain(self.load)
                     reading = cost.row * _unread(sequence)
-                    rate = self.budget().rate(setting, self.load)
+                    rate = self.budget.rate(setting, self.load)
                     trial = rate.trial(cost.seconds(1), plain, reading)
                     if trial and not rate.drafts:
                         cost.doubt()
@@ -150,7 +155,7 @@ class Grower:
         """
         if not self._comparable(sequence):
             return True
-        comparison = self.budget().comparison(sequence.request.setting, self.load)
+        comparison = self.budget.comparison(sequence.request.setting, self.load)
         if self._alike:
             self.load.comparison = comparison
         return comparison.drafts
@@ -162,9 +167,9 @@ class Grower:
         if request.budget is not None:
             return Plan(request.budget)
         if policy.priced and not sequence.context.draws:
-            plan = self.budget().prices(sequence.arrival, request.setting, self.load, trial)
+            plan = self.budget.prices(sequence.arrival, request.setting, self.load, trial)
             return plan._replace(nodes=self.model.nodes_of(plan.nodes))
-        plan = self.budget().nodes(
+        plan = self.budget.nodes(
             sequence.arrival, request.setting, self.load, situation(policy, sequence.context)
         )
         # counts for the sequences that are planned after it
@@ -177,8 +182,8 @@ class Grower:
         refused: set[int] = set()
         if priced:
             setting = priced[0].sequence.request.setting
-            call, rate = self.budget().call(setting), self.budget().best_rate(setting, self.load)
-            answered = self.budget().worthwhile(
+            call, rate = self.budget.call(setting), self.budget.best_rate(setting, self.load)
+            answered = self.budget.worthwhile(
                 [one.wish.gain for one in priced if one.wish is not None], call, rate
             )
             refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
@@ -194,7 +199,7 @@ class Grower:
         self._catch_up(drafter, behind)
         caught_up, unread = time.perf_counter(), sum(_unread(one.sequence) for one in first)
         if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
-            self.budget().rate(priced[0].sequence.request.setting, self.load).worth_a_call()
+            self.budget.rate(priced[0].sequence.request.setting, self.load).worth_a_call()
         laws = self._answer(drafter, asked)
         answered_at = time.perf_counter()
         for one, law in zip(asked, laws, strict=True):
@@ -203,7 +208,7 @@ class Grower:
             if law is not None:
                 self._send(one, law)
         if priced:
-            cost = self.budget().call(priced[0].sequence.request.setting)
+            cost = self.budget.call(priced[0].sequence.request.setting)
             cost.observe(len(asked), time.perf_counter() - caught_up, unread)
 
     def _catch_up(self, drafter: Drafter, behind: Sequence[Growing]) -> None:
@@ -215,7 +220,7 @@ class Grower:
         if not behind:
             return
         setting, priced = behind[0].sequence.request.setting, behind[0].plan.prices is not None
-        cost = self.budget().call(setting) if priced else None
+        cost = self.budget.call(setting) if priced else None
         try:
             read(drafter, [one.sequence for one in behind], cost)
         except Exception as error:
@@ -266,8 +271,8 @@ class Grower:
             for one in priced
             if one.grown is not None
         ]
-        rate = self.budget().best_rate(priced[0].sequence.request.setting, self.load)
-        kept = self.budget().share(values, self.load.prompts + fixed + len(priced), rate)
+        rate = self.budget.best_rate(priced[0].sequence.request.setting, self.load)
+        kept = self.budget.share(values, self.load.prompts + fixed + len(priced), rate)
         for one, nodes in zip(priced, kept, strict=True):
             if one.grown is not None and nodes + 1 < len(one.grown.tree):
                 one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))

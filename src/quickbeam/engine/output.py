@@ -3,13 +3,31 @@ drafting."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from transformers import PreTrainedTokenizerFast
 
 from quickbeam.params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
 PENDING = 32  # how many tokens may wait before they show text; valid text needs few
+
+
+def decoder(tokenizer: Any) -> Callable[..., str]:
+    """Return `tokenizer.decode`, or what it comes to for lists of ids.
+
+    Many tokenizers hand ids on to their library as they are. Asking that itself takes a third of
+    the time.
+    """
+    fast, kind = PreTrainedTokenizerFast, type(tokenizer)
+    handed_on = all(
+        getattr(kind, name, None) is getattr(fast, name) for name in ("decode", "_decode")
+    )
+    if handed_on and not tokenizer.clean_up_tokenization_spaces:
+        tokenizer = tokenizer.backend_tokenizer
+    found: Callable[..., str] = tokenizer.decode
+    return found
 
 
 class Detokenizer:
@@ -26,7 +44,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
-        self._tokenizer = tokenizer
+        self._decoder = decoder(tokenizer)
         self._skip_special_tokens = skip_special_tokens
         self._window: list[int] = []
         self._context = 0  # leading tokens of the window that are shown in full
@@ -89,7 +107,7 @@ class Detokenizer:
         ) == self._decode([*window, *window])
 
     def _decode(self, tokens: list[int]) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=self._skip_special_tokens))
+        return str(self._decoder(tokens, skip_special_tokens=self._skip_special_tokens))
 
 
 class Output:

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from quickbeam.errors import InvalidInput
 from quickbeam.shortlist.head import native_fits
 from quickbeam.shortlist.native import NativeRows
+from quickbeam.target.inference import inference
 from quickbeam.target.native.library import kernels
 
 STEP = 64  # rows that the buffer grows by
@@ -92,7 +93,7 @@ class ContextTokens:
         self.version += 1
         self.extend(ids)
 
-    @torch.inference_mode()
+    @inference
     def extend(self, tokens: Sequence[int]) -> None:
         """Read more tokens, the newest last."""
         recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][
@@ -127,7 +128,7 @@ class ContextTokens:
     def __len__(self) -> int:
         return len(self._row)
 
-    @torch.inference_mode()
+    @inference
     def logits(self, h: torch.Tensor) -> torch.Tensor:
         """Return the logits `[n, m]` of `h` `[n, d]`, a column for each of `tokens`."""
         return self.rows.logits(h, len(self._row))

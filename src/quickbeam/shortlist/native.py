@@ -135,8 +135,9 @@ class NativeBlocks:
 
         `h`: `[n, d]` bfloat16. `rows`: where the context's rows are, if it has any.
         """
-        width, columns = len(prepared.tokens), len(prepared.blocks) * BLOCK
-        logits = torch.empty(len(h), width)
+        # `shape` tells a tensor's length sooner than `len`, which asks for overrides first
+        rows_of_h, width = h.shape[0], prepared.tokens.shape[0]
+        columns, logits = len(prepared.blocks) * BLOCK, torch.empty(rows_of_h, width)
         if width:
             program = self._beside if prepared.bias is not None else self._alone
             program.set(0, target_stride=width)
@@ -144,13 +145,15 @@ class NativeBlocks:
                 places = {"weight": rows.address, "bias": prepared.bias.data_ptr()}
                 program.set(
                     1,
-                    outputs=len(prepared.bias),
+                    outputs=prepared.bias.shape[0],
                     target_stride=width,
                     target_offset=columns,
                     **places,
                 )
             program.run(
-                plain_rows(len(h)), {"h": h.contiguous(), "logits": logits}, blocks=prepared.blocks
+                plain_rows(rows_of_h),
+                {"h": h.contiguous(), "logits": logits},
+                blocks=prepared.blocks,
             )
         return logits
 

@@ -18,6 +18,7 @@ from quickbeam.shortlist.head import BlockHead, Scores, native_fits
 from quickbeam.shortlist.layout import FREQUENT, Layout
 from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared
 from quickbeam.shortlist.router import FastRouter, Router
+from quickbeam.target.inference import inference
 from quickbeam.target.native.library import kernels
 
 
@@ -101,7 +102,7 @@ class Shortlist:
         """Return the state of a sequence that begins with the prompt `ids`."""
         return ShortlistState(self, ids)
 
-    @torch.inference_mode()
+    @inference
     def route(
         self,
         hidden: torch.Tensor,
@@ -206,7 +207,7 @@ class ShortlistState:
         if self.context is not None:
             self.context.extend(tokens)
 
-    @torch.inference_mode()
+    @inference
     def score(self, feature: torch.Tensor, routed: Routed) -> Scores:
         """Return the logits of all nodes of a call for the whole shortlist.
 
@@ -275,7 +276,7 @@ class ShortlistState:
             self.context is not None and token in self.context
         )
 
-    @torch.inference_mode()
+    @inference
     def size(self, routed: Routed) -> int:
         """Return how many distinct tokens `score` would score, with the context as it is now."""
         return int(self.shared.found(routed, self._tokens)[0])

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from quickbeam.target.attention import Attend, Layer, Step, Steps
 from quickbeam.target.batch import Draft, Part
+from quickbeam.target.inference import inference
 from quickbeam.target.kv_cache import LayerShape, Page, PagedSequence, SharedPages
 
 
@@ -94,7 +95,7 @@ class RowStore(PagedSequence):
         found: np.ndarray = self._numbers[orders // self.page] * self.page + orders % self.page
         return found
 
-    @torch.inference_mode()
+    @inference
     def commit(self, path: Sequence[int]) -> None:
         start = self.length
         moved = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]

@@ -30,6 +30,7 @@ from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.fused_llama import FusedLlama
 from quickbeam.target.gathered import GatheredStep, RowPool
 from quickbeam.target.hf_attention import Features, check_layers, forward, install
+from quickbeam.target.inference import inference
 from quickbeam.target.kv_cache import LayerShape, Pool, SequenceCache
 from quickbeam.target.kv_store import KVPool, KVStore
 from quickbeam.target.linear import pack_linears
@@ -312,7 +313,7 @@ class Model:
                 f"vocabulary of {self.vocab_size}"
             )
 
-    @torch.inference_mode()
+    @inference
     def forward(self, batch: Batch) -> list[Passed]:
         """Run all rows of `batch`, and return what each part gives.
 

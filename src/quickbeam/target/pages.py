@@ -40,6 +40,7 @@ class PagePool(SharedPages):
             [(*shape, offset) for shape, offset in zip(self.shapes, self.offsets, strict=True)],
             dtype=np.int64,
         )
+        self.layers_at = self.layers.ctypes.data
 
     def new(self) -> PagedStore:
         return PagedStore(self)
@@ -108,17 +109,13 @@ class PagedStore(PagedSequence):
 
     def commit(self, path: Sequence[int]) -> None:
         start = self.length
-        moved = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
-        if moved:
-            ends = np.array(moved, dtype=np.int64).T.copy()
-            layers, (source, target) = self.pool.layers, ends
+        if moved := [depth for depth, node in enumerate(path) if node != depth]:
+            # C's arrays: behind a pass NumPy finds cold caches
+            source = (ctypes.c_int64 * len(moved))(*[start + path[depth] for depth in moved])
+            target = (ctypes.c_int64 * len(moved))(*[start + depth for depth in moved])
+            pool = self.pool
             self.kernels.move(
-                self.table,
-                layers.ctypes.data,
-                len(layers),
-                source.ctypes.data,
-                target.ctypes.data,
-                len(moved),
+                self.table, pool.layers_at, len(pool.layers), source, target, len(moved)
             )
         self.length = start + len(path)
 
