@@ -80,7 +80,7 @@ def _verdict(
         plain = not sampler.params.adjusts_logits and not sampler.params.filters
         if plain and logits.device.type == "cpu":
             # one array for all nodes: a tensor each would take twice as long
-            rows = logits.detach().float().numpy()
+            rows = (logits.detach() if logits.requires_grad else logits).float().numpy()
             return verify_equal(
                 tree,
                 lambda node: sampler.emitted_row(rows[node], noise, position + tree.depth[node]),

@@ -195,6 +195,8 @@ class Scheduler:
     def to_read(self) -> list[tuple[SequenceState, Part]]:
         """Return the sequences whose text is read in this step, each with the part that is read."""
         reading = [one for one in self.active if one.unread]
+        if not reading:
+            return []
         running = len(reading) < len(self.active)
         found = list[tuple[SequenceState, Part]]()
         if self.model.native:

@@ -91,6 +91,8 @@ class Shortlist:
         # `_sizes` and `_always` have an entry for each cluster and two more at the end, for absent
         # and for frequent tokens. So ABSENT (-2) and FREQUENT (-1) are valid indices, too.
         self._cluster_of = layout.cluster_of.to(self.device)
+        # the same on the CPU for single tokens: indexing a tensor would find cold caches
+        self._places = layout.cluster_of.cpu().numpy().data
         self._sizes = torch.bincount(
             layout.cluster_of[layout.order[layout.frequent :]], minlength=layout.clusters + 2
         ).to(self.device)
@@ -174,10 +176,14 @@ class Shortlist:
         again = flags[self._cluster_of[tokens]]
         return total + len(again) - again.sum(), again
 
+    def frequent(self, token: int) -> bool:
+        """Whether this token is in the frequent block, which is always scored."""
+        return bool(self._places[token] == FREQUENT)
+
     def holds(self, token: int, routed: Routed) -> bool:
         """Whether the block head scores this token."""
         if self.device.type == "cpu":  # without tensor operations, which would find cold caches
-            cluster = int(self.layout.cluster_of[token])
+            cluster = self._places[token]
             return cluster == FREQUENT or cluster in routed.clusters.tolist()
         return bool(self._chosen(routed)[self._cluster_of[token]])
 
@@ -272,9 +278,7 @@ class ShortlistState:
 
         This is so for frequent tokens, and for tokens that are in the context as it is now.
         """
-        return int(self.shared.layout.cluster_of[token]) == FREQUENT or (
-            self.context is not None and token in self.context
-        )
+        return self.shared.frequent(token) or (self.context is not None and token in self.context)
 
     @inference
     def size(self, routed: Routed) -> int:

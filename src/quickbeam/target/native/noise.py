@@ -51,7 +51,8 @@ class NativeLoops(Loops):
         )
 
     def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
-        scores = np.ascontiguousarray(scores, dtype=np.float32)
+        if scores.dtype != np.float32 or not scores.flags.c_contiguous:
+            scores = np.ascontiguousarray(scores, dtype=np.float32)
         luck = self._held(noise, position).luck
         return int(self._kernels.largest(address(scores), len(scores), luck, scale))
 
