@@ -118,7 +118,8 @@ class Search:
         """Whether a path is not worth its node if at least `place - 1` likelier ones are found.
 
         `keep_worthwhile` would drop it. Its likelier siblings and all that is on the way to it are
-        such paths, so most paths need not be entered at all.
+        such paths, so most paths need not be entered at all. (Siblings count as likelier by their
+        rank. Observed rates may turn two estimates around; one such path may then be missed.)
         """
         prices = self._prices
         return prices is not None and -cost * self._truth <= prices.node(place)
