@@ -157,6 +157,25 @@ def test_looking_at_the_first_chunks_alone_is_found_out(monkeypatch: pytest.Monk
 
 
 @every_set
+def test_the_compiled_loops_take_scores_however_they_lie(isa: str) -> None:
+    """Read-only, every other number, float64: none of them is read where it does not lie."""
+    loops, vocab = NativeLoops(load(isa)), 300
+    scores = np.random.default_rng(1).standard_normal(2 * vocab).astype(np.float32)
+    plain = np.ascontiguousarray(scores[::2])
+    locked = plain.copy()
+    locked.flags.writeable = False
+    for position in range(20):
+        expected = Noise(2, 0, vocab).largest(plain, position, 3.0)
+        for given in (plain, locked, scores[::2], plain.astype(np.float64)):
+            assert Noise(2, 0, vocab, loops).largest(given, position, 3.0) == expected
+    places, wanted = Places([5], [0.0], [0.0]), Wanted(1.0, 4)
+    rows = np.exp(locked)[None] / np.exp(locked).sum()
+    expected = Noise(2, 0, vocab, loops).perturb(rows, None, places, wanted)
+    rows.flags.writeable = False
+    assert Noise(2, 0, vocab, loops).perturb(rows, None, places, wanted) == expected
+
+
+@every_set
 def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
     loops, rng = NativeLoops(load(isa)), np.random.default_rng(0)
     for count in (0, 1, 7, 64, 1001):

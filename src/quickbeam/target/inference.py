@@ -15,8 +15,8 @@ R = TypeVar("R")
 def inference(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate a function to run in inference mode, as `torch.inference_mode()` does.
 
-    Where that mode is on already, nothing is done. Entering it again would take as long as many
-    such a function does, some times a step.
+    Where that mode is on already, nothing is done. Functions that call each other would otherwise
+    enter it several times a step, and entering it takes longer than some of them do.
     """
 
     @functools.wraps(function)
