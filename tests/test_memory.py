@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.target.batch import Batch, Chain, Draft
 from quickbeam.target.loading import load_model
+from quickbeam.target.memory import HUGE, room_for_weights
 from quickbeam.target.model import Model
 from quickbeam.target.native import build, library
 from quickbeam.target.streamed_llama import likeliest
@@ -566,3 +568,38 @@ def test_a_load_takes_little_more_than_its_limit(tmp_path: Path, toy_folder: str
     python, limit = peak(toy_folder, ""), 80_000_000
     for _ in range(2):  # the first packs the weights
         assert peak(str(tmp_path), str(limit)) - python < limit + 130e6 < size
+
+
+def flags_of(address: int) -> str:
+    """What Linux says of the memory at an address (`VmFlags`)."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags"):
+            return line
+    return ""
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_weights_lie_in_huge_pages_where_there_are_any(dtype: torch.dtype) -> None:
+    for size in (1, 1000, 3 * 2**20 + 5):
+        found = room_for_weights(size, dtype)
+        assert found.shape == (size,) and found.dtype is dtype
+        assert torch.equal(found.fill_(7), torch.full((size,), 7, dtype=dtype))
+    if not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("this system has no huge pages")
+    assert " hg" in flags_of(found.data_ptr()) and found.data_ptr() % HUGE == 0
+    plain = torch.empty(size, dtype=dtype)
+    assert " hg" not in flags_of(plain.data_ptr())
+
+
+def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking PyTorch for such memory does nothing once it has given any."""
+    if library.kernels() is None or not Path("/sys/kernel/mm/transparent_hugepage").exists():
+        pytest.skip("no kernels, or no huge pages")
+    monkeypatch.setattr("quickbeam.target.memory.HUGE", 4096)
+    for kind in ("bfloat16", "int8"):
+        model = Model(tiny("llama", torch.bfloat16, wide=True), weights=kind)
+        assert model._fused is not None
+        assert " hg" in flags_of(model._fused._weights.data_ptr())

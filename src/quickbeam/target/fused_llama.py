@@ -19,6 +19,7 @@ from quickbeam.target.attention import Layer
 from quickbeam.target.eager_llama import LeanModel
 from quickbeam.target.linear import NativeLinear, bias_of
 from quickbeam.target.loading import MOVING
+from quickbeam.target.memory import room_for_weights
 from quickbeam.target.native import library
 from quickbeam.target.native.operands import Rows
 from quickbeam.target.native.program import Buffer, Program
@@ -80,8 +81,7 @@ class FusedLlama:
             model.lm_head,
             base.layers[0].self_attn.q_proj.out_features // shapes[0].key_dim,
         )
-        # All weights are in one piece of memory, which the system can keep in huge pages. They
-        # follow one another as a pass reads them.
+        # All weights are in one piece of memory. They follow one another as a pass reads them.
         pack = Packer(kernels, name)
         sizes = [
             pack.size([linear.weight for linear in linears], gated)
@@ -91,7 +91,7 @@ class FusedLlama:
         head_pack = Packer(kernels, head_format(name))
         total = sum(sizes) + head_pack.size([head.weight])
         found = None if kept is None else kept.read(total)
-        self._weights = torch.empty(total, dtype=pack.dtype) if found is None else found
+        self._weights = room_for_weights(total, pack.dtype) if found is None else found
         used = 0
 
         def place(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections import Counter
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr
@@ -279,8 +278,6 @@ def load_model(
 
     Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
     """
-    # torch then asks for huge pages, and packed weights are read a little faster
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     name = _source(model)
     local = Path(name).is_dir()
     if revision is not None and local:

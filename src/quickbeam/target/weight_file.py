@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from quickbeam.hub import alone, cache_folder, sweep
 from quickbeam.syntax import code
+from quickbeam.target.memory import room_for_weights
 from quickbeam.target.native import build
 
 logger = logging.getLogger(__name__)
@@ -82,8 +83,7 @@ class WeightFile:
             with safe_open(self.path, "pt") as file:
                 found = file.get_tensor(NAME)
                 if found.dtype is torch.uint8 and found.numel() == size:
-                    # a copy in plain memory, which the system can keep in huge pages
-                    return torch.empty(size, dtype=torch.uint8).copy_(found)
+                    return room_for_weights(size, torch.uint8).copy_(found)
         except (OSError, SafetensorError) as error:
             logger.warning(
                 "quantised weights in %s can't be read (%s): quantising again", self.path, error

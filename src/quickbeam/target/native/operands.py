@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 
+from quickbeam.target.memory import room_for_weights
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 
@@ -62,7 +63,7 @@ class Packed:
             parts, rows = [torch.cat(list(weights))], self.outputs
         self.blocks = -(-rows // BLOCK) * len(parts)
         self.data = (
-            torch.empty(self.blocks * block, dtype=torch.bfloat16) if place is None else place
+            room_for_weights(self.blocks * block, torch.bfloat16) if place is None else place
         )
         for i, part in enumerate([] if filled else parts):
             part = part.detach().to(torch.bfloat16).contiguous()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.errors import InvalidInput
+from quickbeam.target.memory import room_for_weights
 from quickbeam.target.native import library
 from quickbeam.target.native.library import Kernels
 from quickbeam.target.native.operands import BLOCK, Packed, gated_bias
@@ -52,7 +53,7 @@ class QuantisedPacked:
         rows = len(parts[0])
         self.blocks = -(-rows // BLOCK) * len(parts)
         self.data = (
-            torch.empty(self.blocks * self._block, dtype=torch.uint8) if place is None else place
+            room_for_weights(self.blocks * self._block, torch.uint8) if place is None else place
         )
         for i, part in enumerate([] if filled else parts):
             part = part.detach().to(torch.bfloat16).contiguous()
