@@ -60,6 +60,9 @@ class Stream:
             self.observer(step())
         return piece
 
+    def advance(self) -> bool:
+        return next(self, None) is not None
+
     def close(self) -> None:
         self.reason = self.reason or "interrupted"
 

@@ -4,6 +4,7 @@ tests/test_text.py"""
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import chain, repeat
@@ -15,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from cases import examples
-from quickbeam.engine.output import Detokenizer, Output, decoder
+from quickbeam.engine.output import LATER, Detokenizer, Output, decoder
 from quickbeam.params import SamplingParams
 
 SENTENCES = [
@@ -580,7 +581,7 @@ def test_a_stop_string_is_never_in_the_text_that_others_see() -> None:
 
     class Watched(Output):
         def __setattr__(self, name: str, value: object) -> None:
-            if name == "text":
+            if name == "_text":
                 seen.append(value)
             super().__setattr__(name, value)
 
@@ -590,6 +591,58 @@ def test_a_stop_string_is_never_in_the_text_that_others_see() -> None:
             break
     assert output.finish_reason == "stop" and len(seen) > 2
     assert not any("dog" in text for text in seen)
+
+
+class Read(deque):
+    """Tokens that have no text yet, of an output that is read whenever one arrives: as another
+    thread may."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self.output, self.most = output, 0
+
+    def append(self, token: int) -> None:
+        super().append(token)
+        self.most = max(self.most, len(self))
+        assert self.output.text is not None
+
+
+@pytest.mark.parametrize("stop", ["dog", ()])
+def test_an_answer_that_others_read_ends_where_it_does_unread(stop: str | tuple[()]) -> None:
+    """Reading decodes, but it never takes the end of the answer from the engine."""
+    tokenizer, found = byte_level(), []
+    for read in (False, True):
+        output = Output(tokenizer, SamplingParams(stop=stop, max_tokens=50))
+        if read:
+            output._undecoded = Read(output)
+        for token in encode(tokenizer, "the dog, the 天气 🎉 dog"):
+            if output.append(token):
+                break
+        output.close("length")
+        found.append((output.token_ids, output.text, output.finish_reason))
+    assert found[0] == found[1]
+    assert found[0][1:] == (("the ", "stop") if stop else ("the dog, the 天气 🎉 dog", "length"))
+
+
+def test_a_reader_that_takes_the_end_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def eager(self: Output) -> str:
+        self._decode()
+        return self._text
+
+    monkeypatch.setattr(Output, "text", property(eager))
+    with pytest.raises(AssertionError):
+        test_an_answer_that_others_read_ends_where_it_does_unread("dog")
+
+
+def test_few_tokens_wait_for_their_text() -> None:
+    """So no step has a whole long answer to decode."""
+    tokenizer = byte_level()
+    output, (token,) = Output(tokenizer, SamplingParams(max_tokens=1000)), encode(tokenizer, "a")
+    waiting = []
+    for _ in range(500):
+        output.append(token)
+        waiting.append(len(output._undecoded))
+    assert max(waiting) == LATER - 1 and output.text == "a" * 500
 
 
 def test_a_long_stop_string_is_looked_at_as_far_as_there_is_text() -> None:

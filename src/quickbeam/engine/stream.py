@@ -47,16 +47,26 @@ class Stream(Iterator[str]):
         weakref.finalize(self, engine.drop, sequence)
 
     def __next__(self) -> str:
-        sequence = self._sequence
         while True:
             with self._engine.lock:
-                if piece := sequence.output.take():
+                if piece := self._sequence.output.take():
                     return piece
-                if sequence.error is not None:
-                    raise sequence.error
-                if sequence.over:
+                if not self.advance():
                     raise StopIteration
+
+    def advance(self) -> bool:
+        """Take a step, unless the answer is over. Returns whether it was taken.
+
+        Raises the error that ended the answer.
+        """
+        sequence = self._sequence
+        with self._engine.lock:
+            if sequence.error is not None:
+                raise sequence.error
+            if not sequence.over:
                 self._engine.step()
+                return True
+        return False
 
     def close(self) -> None:
         """Stop here. The answer ends as `interrupted` unless it had ended."""
@@ -117,7 +127,7 @@ class Stream(Iterator[str]):
 
 def finish(stream: Stream) -> Completion:
     """Run an answer to its end and return it. Raises the error that ended it."""
-    for _ in stream:
+    while stream.advance():
         pass
     return stream.completion
 
