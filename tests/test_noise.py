@@ -219,3 +219,17 @@ def test_the_compiled_loops_do_what_the_plain_ones_do(isa: str) -> None:
         Noise(4, 1, 999, way).peaks(5) for way in (loops, noise.PLAIN)
     )
     assert np.allclose(peaks, others, rtol=1e-13) and np.array_equal(owners, same)
+
+
+@every_set
+def test_a_place_that_is_kept_no_longer_leaves_what_it_gave(isa: str) -> None:
+    """Its memory comes to hold another place."""
+    found, plain = Noise(4, 1, 999, NativeLoops(load(isa))), Noise(4, 1, 999)
+    peaks, owners = found.peaks(0)
+    scores = np.random.default_rng(0).standard_normal((2, 999)).astype(np.float32)
+    choose = found.chooser(scores)
+    for position in [*range(3 * noise.HELD), 0]:
+        assert choose(1, position) == plain.largest(scores[1], position)
+    assert len(found.held) == noise.HELD
+    again = Noise(4, 1, 999, NativeLoops(load(isa))).peaks(0)
+    assert np.array_equal(peaks, again[0]) and np.array_equal(owners, again[1])

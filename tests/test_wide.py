@@ -63,6 +63,9 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(
     found = likeliest(laws, count, least)
     assert found == likeliest_plain(laws, count, least)
     assert found == likeliest_by_sorting(laws, count, least or [0.0] * size)
+    named = [([3 * column + 1 for column in columns], values) for columns, values in found]
+    for way in (likeliest, likeliest_plain):
+        assert way(laws, count, least, 3 * torch.arange(laws.shape[1]) + 1) == named
     for law, floor, (tokens, values) in zip(laws, least or [0.0] * size, found, strict=True):
         order = [token for token in law.argsort(descending=True).tolist() if law[token] > floor][
             :count

@@ -30,13 +30,14 @@ is skipped if the sum of its largest log p and its largest g is below the best s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
+Numbers = Any  # an array, or a tensor on the CPU
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first
@@ -75,8 +76,9 @@ def uniform(high: Array, low: Array) -> Array:
     return found
 
 
+Chooser = Callable[[int, int], int]  # from a row's number and a position to a token
 Peaks = tuple[Array, Array]  # the largest number of each chunk, and the token that has it
-Row = tuple[list[int], list[float]]  # columns, and their chances
+Row = tuple[list[int], list[float]]  # tokens, and their chances
 # `perturb` first estimates the largest perturbed probability of a row. It leaves out tokens that
 # can't exceed this share of the estimate. Where a quarter of the row's floor is more, that is the
 # share.
@@ -119,8 +121,9 @@ class Loops:
         largest = -np.log(-np.log1p(-uniform(words[0], words[1])) / CHUNK)
         return largest, ((words[2] >> np.uint64(26)) + index * np.uint64(CHUNK)).astype(np.int64)
 
-    def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
+    def largest(self, noise: Noise, scores: Numbers, position: int, scale: float) -> int:
         """See `Noise.largest`."""
+        scores = np.asarray(scores)
         whole = len(scores) // CHUNK * CHUNK
         tops = scores[:whole].reshape(-1, CHUNK).max(1)
         if whole < len(scores):
@@ -142,10 +145,16 @@ class Loops:
                 return other
         return token
 
+    def chooser(self, noise: Noise, rows: Numbers, scale: float) -> Chooser:
+        """See `Noise.chooser`."""
+        rows = np.asarray(rows)
+        return lambda row, position: self.largest(noise, rows[row], position, scale)
+
     def perturb(
-        self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+        self, noise: Noise, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
     ) -> list[Row]:
         """See `Noise.perturb`."""
+        rows, tokens = np.asarray(rows), None if tokens is None else np.asarray(tokens)
         spots, sizes = list[Array](), list[int]()
         for q, position, least, floor in zip(rows, *places, strict=True):
             peaks, owners = noise.peaks(position)
@@ -173,7 +182,8 @@ class Loops:
             chances /= chances.sum() + max(0.0, 1 - float(q[spot].sum(dtype=np.float64)))
             order = np.argsort(-chances, kind="stable")[: wanted.most]
             order = order[chances[order] > floor]
-            found.append((spot[order].tolist(), chances[order].tolist()))
+            names = spot[order] if tokens is None else tokens[spot[order]]
+            found.append((names.tolist(), chances[order].tolist()))
         return found
 
 
@@ -233,7 +243,7 @@ class Noise:
         found: Array = np.where(whose == tokens, largest, -np.log(np.exp(-largest) + more))
         return found
 
-    def largest(self, scores: Array, position: int, scale: float = 1.0) -> int:
+    def largest(self, scores: Numbers, position: int, scale: float = 1.0) -> int:
         """Return the token with the largest `scale * scores[token]` + number at a position.
 
         `scores` is `[vocab]`. Returns -1 where a score is NaN or the largest is infinite. The
@@ -241,13 +251,17 @@ class Noise:
         """
         return self.loops.largest(self, scores, position, scale)
 
+    def chooser(self, rows: Numbers, scale: float = 1.0) -> Chooser:
+        """Return a function that gives `largest` of a row of `rows` `[n, vocab]` at a position."""
+        return self.loops.chooser(self, rows, scale)
+
     def perturb(
-        self, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+        self, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
     ) -> list[Row]:
-        """Return the likeliest columns of each row after perturbing it with the noise of its place.
+        """Return the likeliest tokens of each row after perturbing it with the noise of its place.
 
         `rows` is `[m, s]` probabilities (float32). Column i of a row gets probability *
-        exp(temperature * number), and the results are normalised. At most `wanted.most` columns
+        exp(temperature * number), and the results are normalised. At most `wanted.most` tokens
         come back, each with its result, the largest first. `tokens` `[s]` names the token of each
         column; None means that column i is token i.
 

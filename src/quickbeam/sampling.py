@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.noise import CHUNK, LIKELY, Array, Noise
+from quickbeam.noise import CHUNK, LIKELY, Chooser, Noise
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -227,14 +227,24 @@ class Sampler:
             scores, scale = self.law(logits, path).log_(), 1.0
         else:
             scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
-        return _likeliest(scores.detach().cpu().numpy(), noise, position, scale)
+        return _likeliest(scores.detach().cpu(), noise, position, scale)
 
-    def emitted_row(self, logits: Array, noise: Noise, position: int) -> int:
-        """Return `emitted` of raw logits `[vocab]` that are float32 in NumPy's array.
+    def emitter(self, logits: torch.Tensor, noise: Noise) -> Chooser:
+        """Return a function that gives `emitted` for a row of raw logits `[n, vocab]` on the CPU.
 
-        Use it only with parameters that neither adjust logits nor filter.
+        It takes the row's number and a position. Use it only with parameters that neither adjust
+        logits nor filter.
         """
-        return _likeliest(logits, noise, position, 1 / max(self.params.temperature, 1e-30))
+        if logits.requires_grad or logits.dtype is not torch.float32:
+            logits = logits.detach().float()
+        choose = noise.chooser(logits, 1 / max(self.params.temperature, 1e-30))
+
+        def emitted(row: int, position: int) -> int:
+            token = choose(row, position)
+            _require_finite(token >= 0)
+            return token
+
+        return emitted
 
     def emitted_all(
         self, logits: torch.Tensor, noise: Noise, positions: Sequence[int]
@@ -298,7 +308,7 @@ class Sampler:
         return law / law.sum() if params.top_p < 1 or params.min_p > 0 else law
 
 
-def _likeliest(scores: Array, noise: Noise, position: int, scale: float) -> int:
+def _likeliest(scores: torch.Tensor, noise: Noise, position: int, scale: float) -> int:
     token = noise.largest(scores, position, scale)
     _require_finite(token >= 0)
     return token

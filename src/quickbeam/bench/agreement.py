@@ -69,7 +69,8 @@ class _Watched(DraftedPolicy):
         tree = TokenTree(context.ids[-1])
         laws = yield DraftRequest(context, tree, [0])
         assert laws is not None
-        self.guess = laws.names([int(laws.values[0].argmax())])[0]
+        best = int(laws.values[0].argmax())
+        self.guess = best if laws.tokens is None else int(laws.tokens[best])
         return Grown(tree)
 
 

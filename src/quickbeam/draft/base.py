@@ -155,16 +155,6 @@ class Laws(NamedTuple):
     vocab: int = 0
     forced: Mapping[int, int] = MappingProxyType({})
 
-    def names(self, columns: Sequence[int]) -> list[int]:
-        """Return the tokens of these columns."""
-        if self.tokens is None:
-            return list(columns)
-        if self.tokens.device.type == "cpu":
-            # an operator of PyTorch's would find cold caches behind a pass
-            names = self.tokens.numpy().data
-            return [names[column] for column in columns]
-        return self.tokens[list(columns)].tolist()
-
     def named(
         self, streams: Sequence[Iterator[tuple[int, float]]]
     ) -> list[Iterator[tuple[int, float]]]:

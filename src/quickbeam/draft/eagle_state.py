@@ -64,7 +64,7 @@ class EagleState(DrafterState):
         if self.pending:  # they wait for longer than a step
             self.pending[-1] = _own(self.pending[-1])
         self.pending.append(hidden)
-        self._waiting += len(hidden)
+        self._waiting += hidden.shape[0]
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)

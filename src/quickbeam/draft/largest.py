@@ -23,31 +23,45 @@ def largest(logits: torch.Tensor, count: int) -> tuple[list[int], list[float]]:
     -inf are left out. On a CPU the row is read once, by the native kernels where they run;
     otherwise only the tokens near the largest logit are sorted.
     """
-    count = min(count, len(logits))
+    count = min(count, logits.shape[0])
     if logits.device.type != "cpu" or logits.dtype is not torch.float32:
         top = logits.float().nan_to_num(-math.inf, posinf=math.inf, neginf=-math.inf).topk(count)
         return _finite(top.indices.tolist(), top.values.tolist())
     if (found := settled()) is None:
         return largest_by_sorting(logits.numpy(), count)
-    return ranked(found, logits[None], count, [-math.inf])[0]
+    logits = logits.contiguous()
+    return _ranked(found, logits.data_ptr(), logits.shape[0], None, count, -math.inf)
 
 
 def ranked(
-    kernels: Kernels, rows: torch.Tensor, count: int, floors: Sequence[float]
+    kernels: Kernels,
+    rows: torch.Tensor,
+    count: int,
+    floors: Sequence[float],
+    tokens: torch.Tensor | None = None,
 ) -> list[tuple[list[int], list[float]]]:
-    """Return the columns of the `count` largest numbers of each row, and these numbers.
+    """Return the tokens of the `count` largest numbers of each row, and these numbers.
 
     `rows`: `[m, s]` float32 on a CPU. Only numbers above the row's floor count, rounded to float32.
-    The largest comes first, and of equal ones the first column. NaN is left out.
+    The largest comes first, and of equal ones the first column. NaN is left out. `tokens`: the
+    token of each column `[s]` int64; None means that column i is token i.
     """
+    rows, tokens = rows.contiguous(), None if tokens is None else tokens.contiguous()
+    at, size, names = rows.data_ptr(), rows.shape[1], None if tokens is None else tokens.data_ptr()
+    return [
+        _ranked(kernels, at + 4 * size * i, size, names, count, floor)
+        for i, floor in enumerate(floors)
+    ]
+
+
+def _ranked(
+    kernels: Kernels, row: int, size: int, names: int | None, count: int, floor: float
+) -> tuple[list[int], list[float]]:
+    """Do what `ranked` does for a row of `size` numbers, at the addresses `row` and `names`."""
     # C's arrays: behind a pass of the target caches are cold, and tensors would take twice as long
-    columns, values, found = (c_int64 * count)(), (c_float * count)(), []
-    rows = rows.contiguous()
-    at, size = rows.data_ptr(), rows.shape[1]
-    for i, floor in enumerate(floors):
-        kept = kernels.ranked(at + 4 * size * i, size, count, floor, columns, values)
-        found.append((columns[:kept], values[:kept]))
-    return found
+    tokens, values = (c_int64 * count)(), (c_float * count)()
+    kept = kernels.ranked(row, size, names, count, floor, tokens, values)
+    return tokens[:kept], values[:kept]
 
 
 def largest_by_sorting(row: npt.NDArray[np.float32], count: int) -> tuple[list[int], list[float]]:

@@ -41,7 +41,7 @@ class LastLogits(Source):
             logits = context.grammar.ban(logits.to(torch.float32, copy=True))
         # the guessed place has its own noise, as the places of a drafter's children do
         if context.noise is not None:
-            rows = logits.float().softmax(-1)[None].cpu().numpy()
+            rows = logits.float().softmax(-1)[None].cpu()
             places, wanted = (
                 Places([len(context.ids)], [0.0], [0.0]),
                 Wanted(context.temperature, k),

@@ -79,12 +79,8 @@ def _verdict(
             )
         plain = not sampler.params.adjusts_logits and not sampler.params.filters
         if plain and logits.device.type == "cpu":
-            # one array for all nodes: a tensor each would take twice as long
-            rows = (logits.detach() if logits.requires_grad else logits).float().numpy()
-            return verify_equal(
-                tree,
-                lambda node: sampler.emitted_row(rows[node], noise, position + tree.depth[node]),
-            )
+            emitted = sampler.emitter(logits, noise)
+            return verify_equal(tree, lambda node: emitted(node, position + tree.depth[node]))
         if plain:
             every = sampler.emitted_all(logits, noise, [position + depth for depth in tree.depth])
             return verify_equal(

@@ -439,10 +439,12 @@ class Engine:
         drafter, state = sequence.drafter, sequence.draft_state
         if drafter is None or state is None or not drafter.needs_hidden or passed.hidden is None:
             return
-        hidden = passed.hidden
-        if len(path) < len(hidden):
-            straight = path[-1] == len(path) - 1  # the usual case, in which a slice will do
-            hidden = hidden[: len(path)] if straight else hidden[list(path)]
+        hidden, kept = passed.hidden, len(path)
+        if kept < hidden.shape[0]:  # `len` of a tensor would ask for overrides first
+            straight = path[-1] == kept - 1  # the usual case, in which a slice will do
+            # an index of nodes would be a tensor of its own
+            rows = [hidden[node : node + 1] for node in path] if not straight else []
+            hidden = torch.cat(rows) if rows else hidden[:kept]
         state.hear(hidden)
         if self.prefixes is not None:
             size = self.prefixes.size

@@ -46,27 +46,18 @@ def proposals(
     probability 1.
     """
     if context.noise is None:
-        rows = likeliest(laws.values, count, least)
+        found = likeliest(laws.values, count, least, laws.tokens)
     else:
-        values = _array(laws.values)
-        tokens = None if laws.tokens is None else _array(laws.tokens)
-        unlikely = [
-            0.0 if context.filters is None else MARGIN * ruled_out_below(q, context.filters)
-            for q in values
-        ]
+        values, tokens = laws.values.cpu(), None if laws.tokens is None else laws.tokens.cpu()
+        unlikely = [0.0] * len(values)
+        if context.filters is not None:
+            unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
         positions = [len(context.ids) + depth for depth in depths]
         places = Places(positions, unlikely, least or [0.0] * len(values))
-        rows = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
-    found = [(laws.names(columns), chances) for columns, chances in rows]
+        found = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
     for i, token in laws.forced.items():
         found[i] = [token], [1.0]
     return found
-
-
-def _array(tensor: torch.Tensor) -> Array:
-    """Return a tensor as a contiguous array. On a CPU they share their memory."""
-    tensor = tensor if tensor.device.type == "cpu" else tensor.cpu()
-    return np.ascontiguousarray(tensor.numpy())
 
 
 def ruled_out_below(q: Array, filters: SamplingParams) -> float:

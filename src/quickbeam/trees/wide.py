@@ -31,38 +31,53 @@ Stream = Iterator[tuple[int, float]]  # tokens one by one, with their probabilit
 
 
 def likeliest_plain(
-    laws: torch.Tensor, count: int, least: Sequence[float] | None = None
+    laws: torch.Tensor,
+    count: int,
+    least: Sequence[float] | None = None,
+    tokens: torch.Tensor | None = None,
 ) -> list[Row]:
-    """Return the `count` most probable tokens of each of `[m, vocab]` distributions.
+    """Return the `count` most probable tokens of each of `[m, s]` distributions.
 
     The most probable comes first. Tokens without probability are left out. `least`: for each
-    distribution, what a token's probability must exceed for the token to count.
+    distribution, what a token's probability must exceed for the token to count. `tokens`: the token
+    of each column `[s]` int64; None means that column i is token i.
     """
     top = laws.topk(min(count, laws.shape[-1]))
     rows = []
-    for tokens, values, floor in zip(
+    for columns, values, floor in zip(
         top.indices.tolist(), top.values.tolist(), least or [0.0] * len(laws), strict=True
     ):
         kept = sum(value > floor for value in values)
-        rows.append((tokens[:kept], values[:kept]))
-    return rows
+        rows.append((columns[:kept], values[:kept]))
+    return _named(rows, tokens)
 
 
-def likeliest(laws: torch.Tensor, count: int, least: Sequence[float] | None = None) -> list[Row]:
-    """Do what `likeliest_plain` does, faster on a CPU. In a tie the lowest id comes first.
+def _named(rows: list[Row], tokens: torch.Tensor | None) -> list[Row]:
+    return (
+        rows if tokens is None else [(tokens[columns].tolist(), values) for columns, values in rows]
+    )
+
+
+def likeliest(
+    laws: torch.Tensor,
+    count: int,
+    least: Sequence[float] | None = None,
+    tokens: torch.Tensor | None = None,
+) -> list[Row]:
+    """Do what `likeliest_plain` does, faster on a CPU. In a tie the lowest column comes first.
 
     `least` counts as rounded to float32. A row is read once: by the native kernels where they run.
     """
     if laws.device.type != "cpu":
-        return likeliest_plain(laws, count, least)
+        return likeliest_plain(laws, count, least, tokens)
     floors = least or [0.0] * len(laws)
     if (found := settled()) is None:
-        return likeliest_by_sorting(laws, count, floors)
-    return ranked(found, laws, min(count, laws.shape[-1]), floors)
+        return _named(likeliest_by_sorting(laws, count, floors), tokens)
+    return ranked(found, laws, min(count, laws.shape[-1]), floors, tokens)
 
 
 def likeliest_by_sorting(laws: torch.Tensor, count: int, least: Sequence[float]) -> list[Row]:
-    """Return what `likeliest` does, where the native kernels don't run.
+    """Return the columns that `likeliest` finds, where the native kernels don't run.
 
     A row is read once for the values above a bar, and only those few are sorted. If `least` gives
     no bar that is high enough, the first of `BARS` that leaves `count` tokens is used.

@@ -34,6 +34,7 @@ FLAGS = (
     "-fopenmp",
     "-ffp-contract=off",
     "-fno-math-errno",
+    "-fno-trapping-math",  # a choice between two numbers may become lanes
     "-Wno-maybe-uninitialized",
 )
 _ZMM = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")

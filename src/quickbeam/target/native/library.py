@@ -19,7 +19,7 @@ from quickbeam.target.native.choice import Wish
 
 logger = logging.getLogger(__name__)
 
-VERSION = 7
+VERSION = 8
 EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
 STORE, ADD, GATED, ACTIVATE, BEST = range(5)
 FORMATS = ("bfloat16", "int8", "int4")  # of weights; an operation names one by its index
@@ -108,7 +108,9 @@ class Luck(Structure):
 
     _fields_ = (
         ("peak", c_void_p),
+        ("ease", c_void_p),
         ("owner", c_void_p),
+        ("chunks", c_int64),
         ("position", c_int64),
         ("choice", c_int64),
         ("key0", c_uint32),
@@ -173,23 +175,20 @@ class Kernels:
             (c_void_p, c_int64, c_uint32, c_uint32, c_void_p),
             None,
         )
-        self.peaks = library.qb_peaks
-        self.peaks.argtypes, self.peaks.restype = (
-            (c_int64, c_int64, c_uint32, c_uint32, c_int64, c_void_p, c_void_p),
-            None,
-        )
+        self.find = library.qb_find
+        self.find.argtypes, self.find.restype = (POINTER(Luck),), None
         self.largest = library.qb_largest
         self.largest.argtypes, self.largest.restype = (
             (c_void_p, c_int64, POINTER(Luck), c_double),
             c_int64,
         )
         self.perturb = library.qb_perturb
-        row = (c_void_p, c_int64, c_void_p, c_int64, POINTER(Luck))
+        row = (c_void_p, c_int64, c_void_p, POINTER(Luck))
         self.perturb.argtypes = (*row, *4 * (c_double,), c_int64, c_void_p, c_void_p)
         self.perturb.restype = c_int64
         self.ranked = library.qb_ranked
         self.ranked.argtypes, self.ranked.restype = (
-            (c_void_p, c_int64, c_int64, c_float, c_void_p, c_void_p),
+            (c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p),
             c_int64,
         )
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -29,7 +30,47 @@ inline void philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t k
   }
 }
 
-inline double uniform(uint64_t high, uint64_t low) { return (double(high << 20 | low >> 12) + 0.5) * 0x1p-52; }
+inline double number(uint64_t bits) {
+  double found;
+  std::memcpy(&found, &bits, 8);
+  return found;
+}
+
+inline uint64_t bits_of(double number) {
+  uint64_t found;
+  std::memcpy(&found, &number, 8);
+  return found;
+}
+
+inline double small_whole(uint64_t n) { return number(n | 0x4330000000000000) - 0x1p52; }  // of n below 2^52, which can be the bits of a fraction
+
+inline double uniform(uint64_t high, uint64_t low) { return (small_whole(high << 20 | low >> 12) + 0.5) * 0x1p-52; }
+
+// The logarithm of a positive number, without a branch or a call, so that the compiler makes lanes of it. Let x = 2^k * m with m between the
+// roots of 1/2 and 2, and s = (m - 1) / (m + 1). Then log m = 2 * (s + s^3 / 3 + s^5 / 5 + ...). The relative error is below 1e-15, also where
+// x is almost 1. So log(1 - u) needs no log1p: `uniform` gives u as a multiple of 2^-53, and 1 - u is exact.
+inline double logarithm(double x) {
+  constexpr uint64_t ROOT = 0x3fe6a09e667f3bcd, BIAS = 1023;  // the root of 1/2, and what exponents are raised by
+  const uint64_t raised = (bits_of(x) - ROOT + (BIAS << 52)) >> 52;
+  const double m = number(bits_of(x) - (raised << 52) + (BIAS << 52)), n = small_whole(raised) - double(BIAS);
+  const double s = (m - 1) / (m + 1), z = s * s;
+  double p = 1.0 / 23;
+  for (double c : {1.0 / 21, 1.0 / 19, 1.0 / 17, 1.0 / 15, 1.0 / 13, 1.0 / 11, 1.0 / 9, 1.0 / 7, 1.0 / 5, 1.0 / 3}) p = p * z + c;
+  // log 2 in two parts, so that n times the first is exact
+  return n * 0x1.62e42fefp-1 + (n * 0x1.473de6af278edp-34 + (2 * s + 2 * s * (z * p)));
+}
+
+// e^x as 2^n * e^r with |r| <= log(2) / 2, and the series of the latter, likewise without a branch. Beyond e^700 and e^-700 these are the result.
+// The relative error is below 1e-15 * max(1, |x|).
+inline double exponential(double x) {
+  constexpr double MAGIC = 0x1.8p52;  // added, it leaves a number's whole part in the lowest bits
+  const double t = x < -700 ? -700 : x > 700 ? 700 : x, shifted = t * 0x1.71547652b82fep0 + MAGIC, n = shifted - MAGIC;
+  const double r = (t - n * 0x1.62e42fefp-1) - n * 0x1.473de6af278edp-34;
+  double p = 1;
+  for (double k : {13.0, 12.0, 11.0, 10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0}) p = 1 + r * p * (1 / k);
+  return p * number((bits_of(shifted) - bits_of(MAGIC) + 1023) << 52);
+}
+
 
 // Counters [4][n] of chunks or tokens at one position, and the four words [4][n] of each.
 struct Words {
@@ -48,22 +89,28 @@ struct Words {
   }
 };
 
-// Of each chunk of 64 tokens at a position its largest number, and whose it is.
-inline void peaks(int64_t position, int64_t choice, uint32_t key0, uint32_t key1, int64_t chunks, double* peak, int64_t* owner) {
-  static thread_local Words words;
-  const uint64_t* word = words.of(chunks, [](int64_t c) { return c; }, position, choice, 0, key0, key1);
-  for (int64_t c = 0; c < chunks; ++c) {
-    peak[c] = -std::log(-std::log1p(-uniform(word[c], word[chunks + c])) / 64);
-    owner[c] = 64 * c + int64_t(word[2 * chunks + c] >> 26);
-  }
-}
-
-// What a number of a token is made of: `peak`, `owner`: of each chunk of 64 tokens its largest number, and whose it is.
+// What a number of a token is made of. Of each of `chunks` chunks of 64 tokens at a position: its largest number, e^-number of it, and whose
+// it is.
 struct Luck {
-  const double* peak;
-  const int64_t* owner;
-  int64_t position, choice;
+  double *peak, *ease;
+  int64_t* owner;
+  int64_t chunks, position, choice;
   uint32_t key0, key1;
+
+  void find() const {
+    static thread_local Words words;
+    const uint64_t* word = words.of(chunks, [](int64_t c) { return c; }, position, choice, 0, key0, key1);
+    const int64_t n = chunks;  // own names, which no store can change
+    double *number = peak, *without = ease;
+    int64_t* whose = owner;
+#pragma GCC ivdep
+    for (int64_t c = 0; c < n; ++c) {
+      without[c] = -logarithm(1 - uniform(word[c], word[n + c])) / 64;
+      number[c] = -logarithm(without[c]);
+    }
+#pragma GCC ivdep
+    for (int64_t c = 0; c < n; ++c) whose[c] = 64 * c + int64_t(word[2 * n + c] >> 26);
+  }
 
   double of(int64_t token) const {
     const int64_t chunk = token / 64;
@@ -71,7 +118,7 @@ struct Luck {
     const uint64_t counter[4] = {uint64_t(token), uint64_t(position), uint64_t(choice), 1};
     uint64_t words[4];
     philox(counter, 1, key0, key1, words);
-    return -std::log(std::exp(-peak[chunk]) - std::log1p(-uniform(words[0], words[1])));
+    return -logarithm(ease[chunk] - logarithm(1 - uniform(words[0], words[1])));
   }
 };
 
@@ -86,11 +133,7 @@ inline float top_of(const float* row, int64_t count) {
     bad |= any_above(here, infinite);  // only NaN is
     top = greatest(here, top);
   }
-  float lane[16];
-  store(lane, top);
-  for (int width = 8; width; width /= 2)
-    for (int j = 0; j < width; ++j) lane[j] = lane[j + width] > lane[j] ? lane[j + width] : lane[j];
-  float best = lane[0];
+  float best = highest(top);
   for (; i < count; ++i) {
     bad |= row[i] != row[i];
     best = row[i] > best ? row[i] : best;
@@ -133,16 +176,17 @@ struct Candidate {
   int64_t column;
 };
 
-// One row of probabilities at one place, as `Loops.perturb` in noise.py has it: gives the columns of the `wanted` largest chances above
+// One row of probabilities at one place, as `Loops.perturb` in noise.py has it: gives the tokens of the `wanted` largest chances above
 // `floor`, the largest first, and how many. Probabilities below `lowest` don't count. `token`: of each column, or null where column i is
 // token i.
-inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const Luck& luck, double lowest, double floor,
-                       double temperature, double cut, int64_t wanted, int64_t* column, double* chance) {
+inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, const Luck& luck, double lowest, double floor,
+                       double temperature, double cut, int64_t wanted, int64_t* names, double* chance) {
   static thread_local std::vector<float> lift;
   static thread_local std::vector<int64_t> near;
   static thread_local std::vector<double> lifted;
   static thread_local std::vector<Candidate> found;
   static thread_local Words words;
+  const int64_t chunks = luck.chunks;
   const auto name = [&](int64_t i) { return token == nullptr ? i : token[i]; };
   lift.resize(size_t(chunks + 15) / 16 * 16);
   for (int64_t c = 0; c < chunks; ++c) lift[size_t(c)] = float(temperature * luck.peak[c]);
@@ -157,42 +201,54 @@ inline int64_t perturb(const float* row, int64_t columns, const int64_t* token, 
 
   near.resize(size_t(columns));  // the columns that may be likely enough
   int64_t looked = 0;
-  const auto sift = [&](int64_t i, float here) {  // without a branch, as nobody could foresee it
-    near[size_t(looked)] = i;
-    looked += (row[i] * here > bar) & (row[i] >= least);
-  };
-  if (token != nullptr) {
-    for (int64_t i = 0; i < columns; ++i) sift(i, lift[size_t(uint64_t(token[i]) / 64)]);
-  } else {
-    for (int64_t first = 0; first < columns; first += 64) {
-      const int64_t end = std::min(columns, first + 64);
-      const float here = lift[size_t(first / 64)];
-      int any = 0;
-      for (int64_t i = first; i < end; ++i) any |= row[i] * here > bar;
-      for (int64_t i = first; any && i < end; ++i) sift(i, here);
+  float lifts[64];
+  for (int64_t first = 0; first < columns; first += 64) {
+    const int64_t count = std::min<int64_t>(64, columns - first);
+    if (token == nullptr)
+      std::fill_n(lifts, count, lift[size_t(first / 64)]);
+    else
+      for (int64_t i = 0; i < count; ++i) lifts[i] = lift[size_t(uint64_t(token[first + i]) / 64)];
+    bool any = false;
+    for (int64_t i = 0; i < count; i += 16) {
+      const int64_t n = std::min<int64_t>(16, count - i);
+      any |= any_above(mul(load_first(row + first + i, n), load_first(lifts + i, n)), bar);
+    }
+    for (int64_t i = 0; any && i < count; ++i) {  // without a branch, as nobody could foresee it
+      near[size_t(looked)] = first + i;
+      looked += (row[first + i] * lifts[i] > bar) & (row[first + i] >= least);
     }
   }
 
   const uint64_t* word = words.of(looked, [&](int64_t i) { return name(near[size_t(i)]); }, luck.position, luck.choice, 1, luck.key0, luck.key1);
+  const uint64_t* own = words.counter.data();
   lifted.resize(size_t(looked));
+  double* much = lifted.data();
+#pragma GCC ivdep
+  for (int64_t i = 0; i < looked; ++i) {  // e^-number
+    const uint64_t c = own[i] / 64;
+    const double more = logarithm(1 - uniform(word[i], word[looked + i]));
+    much[i] = luck.ease[c] - (uint64_t(luck.owner[c]) == own[i] ? 0.0 : more);
+  }
+  if (temperature == 1) {
+    for (int64_t i = 0; i < looked; ++i) much[i] = 1 / much[i];
+  } else {
+#pragma GCC ivdep
+    for (int64_t i = 0; i < looked; ++i) much[i] = exponential(-temperature * logarithm(much[i]));
+  }
   double seen = 0, sum = 0;
   for (int64_t i = 0; i < looked; ++i) {
-    const int64_t at = near[size_t(i)], own = name(at), c = own / 64;
-    // e^-number. Its logarithm is not needed where the temperature is 1; log1p, which is slow, only where u is small.
-    const double u = uniform(word[i], word[looked + i]), more = u > 0x1p-10 ? std::log(1 - u) : std::log1p(-u);
-    const double e = std::exp(-luck.peak[c]) - (luck.owner[c] == own ? 0 : more), q = double(row[at]);
-    lifted[size_t(i)] = q * (temperature == 1 ? 1 / e : std::exp(-temperature * std::log(e)));
-    seen += q, sum += lifted[size_t(i)];
+    const double q = double(row[near[size_t(i)]]);
+    much[i] *= q, seen += q, sum += much[i];
   }
   sum += std::max(0.0, 1 - seen);
   found.clear();
   for (int64_t i = 0; i < looked; ++i)
-    if (lifted[size_t(i)] / sum > floor) found.push_back({lifted[size_t(i)] / sum, near[size_t(i)]});
+    if (much[i] / sum > floor) found.push_back({much[i] / sum, near[size_t(i)]});
   const int64_t count = std::min<int64_t>(wanted, int64_t(found.size()));
   std::partial_sort(found.begin(), found.begin() + count, found.end(), [](const Candidate& a, const Candidate& b) {
     return a.chance > b.chance || (a.chance == b.chance && a.column < b.column);
   });
-  for (int64_t i = 0; i < count; ++i) column[i] = found[size_t(i)].column, chance[i] = found[size_t(i)].chance;
+  for (int64_t i = 0; i < count; ++i) names[i] = name(found[size_t(i)].column), chance[i] = found[size_t(i)].chance;
   return count;
 }
 

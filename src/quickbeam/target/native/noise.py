@@ -5,32 +5,49 @@ Their results are those of its NumPy loops.
 
 from __future__ import annotations
 
-from ctypes import addressof, c_char, c_double, c_int64
-from typing import Any, NamedTuple
+from ctypes import addressof, c_double, c_int64
 
 import numpy as np
+import torch
 
-from quickbeam.noise import CHUNK, CUT, HELD, Array, Loops, Noise, Peaks, Places, Row, Wanted
+from quickbeam.noise import (
+    CHUNK,
+    CUT,
+    HELD,
+    Array,
+    Chooser,
+    Loops,
+    Noise,
+    Numbers,
+    Peaks,
+    Places,
+    Row,
+    Wanted,
+)
 from quickbeam.target.native.library import Kernels, Luck
 
 
-def address(array: Array) -> int:
-    """Return where an array's numbers begin: what `array.ctypes.data` is, found sooner."""
-    try:
-        return addressof(c_char.from_buffer(array.data))
-    except (TypeError, ValueError):  # it is read-only, or empty
-        return int(array.ctypes.data)
+def laid(numbers: Numbers, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers as a tensor that has them one behind the other.
+
+    They are copied where they don't lie so.
+    """
+    found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(np.array(numbers))
+    return (found if found.dtype is dtype else found.to(dtype)).contiguous()
 
 
-class Held(NamedTuple):
+class Held:
     """The largest numbers of a place's chunks and their tokens, as the kernels read them.
 
-    `memory` has the numbers of all `chunks`, then the tokens. `luck` points at both.
+    `memory` has the numbers of all `chunks`, then e^-number of each, then the tokens. `luck` points
+    at these, and names the place.
     """
 
-    memory: Any
-    chunks: int
-    luck: Luck
+    def __init__(self, noise: Noise) -> None:
+        self.chunks = -(-noise.vocab // CHUNK)
+        self.memory = (c_double * (3 * self.chunks))()
+        parts = [addressof(self.memory) + 8 * self.chunks * i for i in range(3)]
+        self.luck = Luck(*parts, self.chunks, 0, noise.choice, *noise.key)
 
 
 class NativeLoops(Loops):
@@ -45,44 +62,47 @@ class NativeLoops(Loops):
         return words
 
     def peaks(self, noise: Noise, position: int) -> Peaks:
-        held = self._held(noise, position)
-        return np.frombuffer(held.memory, count=held.chunks), np.frombuffer(
-            held.memory, dtype=np.int64, offset=8 * held.chunks
-        )
+        self._luck(noise, position)
+        held: Held = noise.held[position]
+        every = np.array(held.memory)  # a copy: the memory may come to hold another place
+        return every[: held.chunks], every[2 * held.chunks :].view(np.int64)
 
-    def largest(self, noise: Noise, scores: Array, position: int, scale: float) -> int:
-        if scores.dtype != np.float32 or not scores.flags.c_contiguous:
-            scores = np.ascontiguousarray(scores, dtype=np.float32)
-        luck = self._held(noise, position).luck
-        return int(self._kernels.largest(address(scores), len(scores), luck, scale))
+    def largest(self, noise: Noise, scores: Numbers, position: int, scale: float) -> int:
+        return self.chooser(noise, scores[None], scale)(0, position)
 
-    def _held(self, noise: Noise, position: int) -> Held:
-        """Return what the loops need of a place. It is made once; behind a pass, each tensor or
-        array that is made would take longer than the numbers do."""
+    def chooser(self, noise: Noise, rows: Numbers, scale: float) -> Chooser:
+        rows, luck, find = laid(rows, torch.float32), self._luck, self._kernels.largest
+        at, vocab = rows.data_ptr(), rows.shape[1]
+
+        def choose(row: int, position: int, _: torch.Tensor = rows) -> int:  # which stays alive
+            return int(find(at + 4 * vocab * row, vocab, luck(noise, position), scale))
+
+        return choose
+
+    def _luck(self, noise: Noise, position: int) -> Luck:
+        """Return a place, found if it is not kept. At the next call it may be another one."""
         found: Held | None = noise.held.get(position)
         if found is None:
-            chunks = -(-noise.vocab // CHUNK)
-            memory = (c_double * (2 * chunks))()
-            at, owners = addressof(memory), addressof(memory) + 8 * chunks
-            self._kernels.peaks(position, noise.choice, *noise.key, chunks, at, owners)
-            luck = Luck(at, owners, position, noise.choice, *noise.key)
-            found = noise.held[position] = Held(memory, chunks, luck)
-            while len(noise.held) > HELD:
-                noise.held.popitem(last=False)
-        return found
+            full = len(noise.held) == HELD
+            found = noise.held.popitem(last=False)[1] if full else Held(noise)
+            found.luck.position = position
+            self._kernels.find(found.luck)
+            noise.held[position] = found
+        return found.luck
 
     def perturb(
-        self, noise: Noise, rows: Array, tokens: Array | None, places: Places, wanted: Wanted
+        self, noise: Noise, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
     ) -> list[Row]:
-        found = list[Row]()
-        column, chance = (c_int64 * wanted.most)(), (c_double * wanted.most)()
-        size, names = rows.shape[1], None if tokens is None else address(tokens)
-        start, step = address(rows), rows.strides[0]
-        for i, (position, least, floor) in enumerate(zip(*places, strict=True)):
-            held = self._held(noise, position)
-            place = held.chunks, held.luck, least, floor, wanted.temperature, max(CUT, floor / 4)
-            kept = self._kernels.perturb(
-                start + i * step, size, names, *place, wanted.most, column, chance
-            )
-            found.append((column[:kept], chance[:kept]))
+        found, most = list[Row](), wanted.most
+        name, chance = (c_int64 * most)(), (c_double * most)()
+        rows, names = laid(rows, torch.float32), None
+        if tokens is not None:
+            tokens = laid(tokens, torch.int64)
+            names = tokens.data_ptr()
+        at, size, heat = rows.data_ptr(), rows.shape[1], wanted.temperature
+        for position, least, floor in zip(*places, strict=True):
+            place = self._luck(noise, position), least, floor, heat, max(CUT, floor / 4)
+            kept = self._kernels.perturb(at, size, names, *place, most, name, chance)
+            found.append((name[:kept], chance[:kept]))
+            at += 4 * size
         return found

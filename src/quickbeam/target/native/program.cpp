@@ -434,7 +434,7 @@ class Worker {
 extern "C" {
 
 // Bumped whenever a structure changes; Python refuses a library that was made for another.
-int64_t qb_version() { return 7; }
+int64_t qb_version() { return 8; }
 int64_t qb_size_of_op() { return int64_t(sizeof(qb::Op)); }
 int64_t qb_page() { return qb::PAGE; }
 
@@ -556,19 +556,17 @@ void qb_philox(const uint64_t* counter, int64_t n, uint32_t key0, uint32_t key1,
   qb::philox(counter, n, key0, key1, words);
 }
 
-void qb_peaks(int64_t position, int64_t choice, uint32_t key0, uint32_t key1, int64_t chunks, double* peak, int64_t* owner) {
-  qb::peaks(position, choice, key0, key1, chunks, peak, owner);
-}
+void qb_find(const qb::Luck* luck) { luck->find(); }
 
 int64_t qb_largest(const float* row, int64_t vocab, const qb::Luck* luck, double scale) { return qb::largest(row, vocab, *luck, scale); }
 
-int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, int64_t chunks, const qb::Luck* luck, double lowest, double floor,
-                   double temperature, double cut, int64_t wanted, int64_t* column, double* chance) {
-  return qb::perturb(row, columns, token, chunks, *luck, lowest, floor, temperature, cut, wanted, column, chance);
+int64_t qb_perturb(const float* row, int64_t columns, const int64_t* token, const qb::Luck* luck, double lowest, double floor, double temperature,
+                   double cut, int64_t wanted, int64_t* name, double* chance) {
+  return qb::perturb(row, columns, token, *luck, lowest, floor, temperature, cut, wanted, name, chance);
 }
 
-int64_t qb_ranked(const float* row, int64_t count, int64_t most, float floor, int64_t* place, float* number) {
-  return qb::ranked(row, count, most, floor, place, number);
+int64_t qb_ranked(const float* row, int64_t count, const int64_t* token, int64_t most, float floor, int64_t* name, float* number) {
+  return qb::ranked(row, count, token, most, floor, name, number);
 }
 
 }  // extern "C"

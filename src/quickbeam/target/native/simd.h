@@ -67,6 +67,7 @@ inline Lanes div(Lanes a, Lanes b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline Lanes fma(Lanes a, Lanes b, Lanes c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline Lanes least(Lanes a, Lanes b) { return {_mm512_min_ps(a.v, b.v)}; }     // b where either is NaN
 inline Lanes greatest(Lanes a, Lanes b) { return {_mm512_max_ps(a.v, b.v)}; }  // likewise
+inline float highest(Lanes a) { return _mm512_reduce_max_ps(a.v); }            // of lanes without NaN
 inline bool any_above(Lanes a, float b) {  // or NaN
   return _mm512_cmp_ps_mask(a.v, _mm512_set1_ps(b), _CMP_NLE_UQ) != 0;
 }
@@ -123,6 +124,12 @@ inline Lanes div(Lanes x, Lanes y) { return {_mm256_div_ps(x.a, y.a), _mm256_div
 inline Lanes fma(Lanes x, Lanes y, Lanes z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 inline Lanes least(Lanes x, Lanes y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
 inline Lanes greatest(Lanes x, Lanes y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+inline float highest(Lanes x) {
+  const __m256 one = _mm256_max_ps(x.a, x.b);
+  const __m128 four = _mm_max_ps(_mm256_castps256_ps128(one), _mm256_extractf128_ps(one, 1));
+  const __m128 two = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(two, _mm_movehdup_ps(two)));
+}
 inline bool any_above(Lanes x, float y) {
   const __m256 bar = _mm256_set1_ps(y);
   return _mm256_movemask_ps(_mm256_or_ps(_mm256_cmp_ps(x.a, bar, _CMP_NLE_UQ), _mm256_cmp_ps(x.b, bar, _CMP_NLE_UQ))) != 0;
@@ -166,6 +173,11 @@ inline Lanes div(const Lanes& a, const Lanes& b) { return each([&](int i) { retu
 inline Lanes fma(const Lanes& a, const Lanes& b, const Lanes& c) { return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; }); }
 inline Lanes least(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
 inline Lanes greatest(const Lanes& a, const Lanes& b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+inline float highest(const Lanes& a) {
+  float best = a.v[0];
+  for (int i = 1; i < 16; ++i) best = a.v[i] > best ? a.v[i] : best;
+  return best;
+}
 inline bool any_above(const Lanes& a, float y) {
   int found = 0;
   for (int i = 0; i < 16; ++i) found |= !(a.v[i] <= y);
