@@ -79,7 +79,7 @@ class NgramIndex(SourceState):
             longer = after.get(tuple(suffix[size - n :]))
             if longer is not None:
                 return Match(longer, n)
-        return Match(position, least) if least <= self.max_n else None
+        return Match(position, least)
 
     def matches(self, suffix: Sequence[int], limit: int) -> list[Match]:
         """Return up to `limit` matches of `suffix` that are followed by different tokens.
