@@ -58,6 +58,7 @@ class CostModel:
         self._per_sequence, self._beside = per_sequence, beside
         self._seconds = dict(sorted(seconds.items()))
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
+        self._token_of: dict[int, float] = {}  # by nodes: `per_token`, which never changes
 
     @classmethod
     def measure(cls, model: Model, limit: int, repeats: int = 3) -> CostModel:
@@ -132,11 +133,10 @@ class CostModel:
 
         The pass runs over `sequences` trees.
         """
-        return (
-            context
-            * interpolate(self._per_token, nodes)
-            * float(self._beside ** (1 - 1 / sequences))
-        )
+        token = self._token_of.get(nodes)
+        if token is None:
+            token = self._token_of[nodes] = interpolate(self._per_token, nodes)
+        return context * token * float(self._beside ** (1 - 1 / sequences))
 
     def observe(self, rows: int, seconds: float, reading: float = 0.0, sequences: int = 1) -> None:
         """Record that a pass over trees of `sequences` sequences took `seconds`.

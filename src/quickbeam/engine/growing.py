@@ -90,8 +90,10 @@ class Grower:
         Each round answers one request of each tree, all in one call.
         """
         growing, trials = list[Growing](), set[Hashable]()
-        self._alike = len({one.request.setting for one in running}) == 1 and all(
-            self._comparable(one) for one in running
+        self._alike = (
+            len(running) > 1
+            and len({one.request.setting for one in running}) == 1
+            and all(self._comparable(one) for one in running)
         )
         for sequence in running:
             setting = sequence.request.setting

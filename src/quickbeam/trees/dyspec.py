@@ -12,7 +12,7 @@ from quickbeam.draft.base import Context, Drafter, DraftRequest, Laws, Prices
 from quickbeam.tree import TokenTree
 from quickbeam.trees.acceptance import Chances, Likeliest, Measured
 from quickbeam.trees.base import Grown, Growth
-from quickbeam.trees.best_first import Candidate, Search, keep_worthwhile, open_ends
+from quickbeam.trees.best_first import Search, keep_worthwhile, open_ends
 from quickbeam.trees.drafted import DraftedPolicy
 from quickbeam.trees.draws import Draws
 
@@ -230,22 +230,26 @@ class DySpec(DraftedPolicy):
         due, trial = [search.root], prices.trial
         keep_worthwhile(search, prices, truth)
         while due:
-            gain = float("inf") if trial else self._gain(search, due)
+            worths = [search.worth(one) for one in due]
+            gain = float("inf") if trial else self._gain(search, worths)
             if not (yield from search.expand(due, gain=gain)):
                 break
-            worth = sum(search.worth(one) for one in due)
+            worth = sum(worths)
             # forced tokens took no call, so the trial is still to come
             asked, trial = asked + worth, trial and not worth
             keep_worthwhile(search, prices, truth)
             due = open_ends(search, size, max_depth)
         return Grown(search.tree(), partial(self._learn, search, asked=asked), truth)
 
-    def _gain(self, search: Search, due: Sequence[Candidate]) -> float:
-        """Return the tokens expected from asking about `due`, less the marginal cost of the nodes
-        it adds."""
+    def _gain(self, search: Search, worths: Sequence[float]) -> float:
+        """Return the tokens expected from asking about nodes, less the marginal cost of the nodes
+        it adds.
+
+        `worths` is what `search.worth` says of them.
+        """
         promises = self.promises
         gain, price = promises.gain, promises.finds * promises.truth * -search.worst
-        return sum(max(0.0, search.worth(one) * gain - price) for one in due)
+        return sum(max(0.0, worth * gain - price) for worth in worths)
 
     def _search(self, context: Context, size: int, max_depth: int) -> Search:
         return Search(self, context, size, self.likeliest, self.promises.truth)
