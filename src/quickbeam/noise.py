@@ -37,7 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[Any]
-Numbers = Any  # an array, or a tensor on the CPU
+Numbers = Any  # an array, or a tensor on the CPU: `Loops` take both
 
 CHUNK = 64  # tokens of a chunk, whose largest number is generated first
 LIKELY = 8  # chunks that are looked at first

@@ -395,7 +395,7 @@ class Budget:
         They are the set whose expected tokens (`gains`) most exceed the cost of the call, at `rate`
         tokens a second. Requests of infinite gain are always answered.
         """
-        if len(gains) == 1:  # what follows comes to this
+        if len(gains) == 1:  # the usual case; the search below would find the same
             return [math.isinf(gains[0]) or gains[0] > rate * call.seconds(1)]
         order = sorted(range(len(gains)), key=lambda i: -gains[i])
         asked = sum(map(math.isinf, gains))

@@ -442,7 +442,7 @@ class Engine:
         hidden, kept = passed.hidden, len(path)
         if kept < hidden.shape[0]:  # `len` of a tensor would ask for overrides first
             straight = path[-1] == kept - 1  # the usual case, in which a slice will do
-            # an index of nodes would be a tensor of its own
+            # indexing with a list would make a tensor of it first, which takes longer than this
             rows = [hidden[node : node + 1] for node in path] if not straight else []
             hidden = torch.cat(rows) if rows else hidden[:kept]
         state.hear(hidden)

@@ -28,10 +28,7 @@ from quickbeam.target.native.library import Kernels, Luck
 
 
 def laid(numbers: Numbers, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers as a tensor that has them one behind the other.
-
-    They are copied where they don't lie so.
-    """
+    """Return the numbers as a contiguous tensor of this dtype, copied only where they are not."""
     found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(np.array(numbers))
     return (found if found.dtype is dtype else found.to(dtype)).contiguous()
 
@@ -80,7 +77,10 @@ class NativeLoops(Loops):
         return choose
 
     def _luck(self, noise: Noise, position: int) -> Luck:
-        """Return a place, found if it is not kept. At the next call it may be another one."""
+        """Return the largest numbers of a place, computed unless they are kept.
+
+        Read them before the next call, which may put another place into the same memory.
+        """
         found: Held | None = noise.held.get(position)
         if found is None:
             full = len(noise.held) == HELD
