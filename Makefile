@@ -5,15 +5,15 @@ STAMP  := $(VENV)/.installed
 # A worker a core, each with one thread; an idle one takes tests from the other's end, so files stay together.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
-.PHONY: install demo test test-long test-all coverage mutate lint docs report clean
+.PHONY: install demo test test-long test-all coverage mutate lint docs clean
 
 install: $(STAMP)
-	@$(BIN)/python -m quickbeam.target.native.build
+	@$(BIN)/python -m quickbeam.models.native.build
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit(f"Python 3.10 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check -e '.[bench,dev,train]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev,train]'
 	touch $@
 
 demo: install
@@ -44,10 +44,6 @@ lint: install
 docs: install
 	@$(BIN)/python -c 'import material, mkdocstrings' 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-
-# The figures of the documents that are missing or older than the code, on a quiet machine. ALL=1: all; ONLY=methods,trees: these
-report: install
-	$(BIN)/quickbeam bench plan $(if $(ONLY),--only $(ONLY)) $(if $(ALL),--all)
 
 clean:
 	rm -rf $(VENV) build dist mutants .coverage* .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -15,7 +15,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-NATIVE = "quickbeam/target/native"
+NATIVE = "quickbeam/models/native"
 
 
 class KernelsHook(BuildHookInterface):

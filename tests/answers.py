@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
+from quickbeam.methods.base import TreePolicy
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target.model import Model
-from quickbeam.trees.base import TreePolicy
 
 
 class Letters:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from quickbeam.draft.checkpoints import load_eagle
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.checkpoints import load_eagle
+from quickbeam.drafters.eagle_model import EagleHead
 
 D, VOCAB, DRAFT, LAYERS, N = 32, 97, 20, 12, 7
 LLAMA: dict[str, Any] = dict(

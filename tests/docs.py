@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.shortlist.artefact import Artefact
-from quickbeam.shortlist.layout import Layout
-from quickbeam.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

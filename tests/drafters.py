@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest, Laws
-from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest, Laws
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.base import Grown, TreePolicy
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.base import Grown, TreePolicy
 from toy import ToyModel, path_tokens
 
 LawOf = Callable[[Sequence[int]], torch.Tensor]

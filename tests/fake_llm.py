@@ -106,7 +106,7 @@ def script(prompt: str) -> Iterator[str]:
 class LLM:
     def __init__(self, model: str | None, method: str, **options: object) -> None:
         CALLS.append(("load", (model, method, options), SamplingParams()))
-        self.method, self.kernels = method, "scripted"
+        self.name, self.method, self.kernels = model or "the default", method, "scripted"
         self.model = SimpleNamespace(device=SimpleNamespace(type="cpu"))
         self.tokenizer = SimpleNamespace(
             decode=lambda ids, **options: "".join(f"<{i}>" for i in ids)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from quickbeam.bench.base import Answer, Runner
+from quickbeam.bench.methods import PEERS, MethodItem
 from quickbeam.bench.questions import Question
 from quickbeam.bench.run import Results, begin, run
-from quickbeam.params import COUPLED, SamplingParams
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.params import SamplingParams
 
 PARAMS = SamplingParams(max_tokens=8)
 
 
-class FakeRunner(Runner):
-    """Answers every prompt alike, and writes down what it was asked. Ids are the characters of the
-    last message. `coupled`: whether a seed alone is to decide its tokens."""
+class FakeRunner:
+    """Answers every prompt alike, and writes down what it was asked.
+
+    Ids are the characters of the last message. `figures`: further fields of the statistics.
+    """
 
     device = "cpu"
 
@@ -26,13 +29,13 @@ class FakeRunner(Runner):
         steps=4,
         seconds=2.0,
         split=(0.5, 1.0),
-        fails=None,
-        coupled=True,
+        **figures,
     ) -> None:
-        self.name, self.calls, self.fails, self.coupled = name, calls, fails or {}, coupled
-        self.reply = Answer(
-            list(tokens), f"said by {name}", len(tokens) - 1, steps, seconds, *split
-        )
+        self.name, self.calls, self.fails = name, calls, {}
+        self.item = MethodItem(name, name if name in (*PEERS, "ar") else "pld")
+        told = dict(zip(("draft_seconds", "verify_seconds"), split, strict=True)) | figures
+        statistics = Statistics(len(tokens), steps, seconds, **told)
+        self.reply = Completion(f"said by {name}", list(tokens), "length", statistics)
         self.conversations: list[list[dict[str, str]]] = []
         self.prompts: list[list[int]] = []
         self.seeds: list[int | None] = []
@@ -52,11 +55,6 @@ class FakeRunner(Runner):
             raise self.fails[text]
         return self.reply
 
-    def comparable(self, params):
-        return params.greedy or (
-            self.coupled and params.seed is not None and params.coupling == COUPLED
-        )
-
     def last_logits(self, ids):
         self.prompts.append(list(ids))
         logits = torch.zeros(10)
@@ -68,13 +66,17 @@ def questions_of(*categories: str) -> list[Question]:
     return [Question(i, category, (f"q{i}",)) for i, category in enumerate(categories)]
 
 
+def started(runners: dict[str, FakeRunner], params: SamplingParams = PARAMS) -> Results:
+    return begin([runner.item for runner in runners.values()], params)
+
+
 def measured(
     runners: dict[str, FakeRunner],
     questions: list[Question],
     params: SamplingParams = PARAMS,
     **options,
 ) -> Results:
-    results = begin(runners, params)
+    results = started(runners, params)
     for _ in run(questions, runners, results, **options):
         pass
     return results

@@ -12,13 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from models import VOCAB, tiny
-from quickbeam.draft.base import Context, DraftRequest
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.draft.eagle_state import EagleState
-from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target.model import Model
-from quickbeam.target.target import Target
+from quickbeam.drafters.base import Context, DraftRequest
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_state import EagleState
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.models.model import Model
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 WIDE = EagleConfig(

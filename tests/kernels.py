@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from quickbeam.target.kv_cache import Page
-from quickbeam.target.native import build, library, reference
-from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import KVShape, RowList, Rows
-from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore, PagePool
+from quickbeam.models.kv_cache import Page
+from quickbeam.models.native import build, library, reference
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import KVShape, RowList, Rows
+from quickbeam.models.native.program import Program
+from quickbeam.models.pages import PagedStore, PagePool
 
 SETS = [name for name in [*build.SETS, build.EMULATED] if build.runs(name)]
 every_set = pytest.mark.parametrize("isa", SETS)

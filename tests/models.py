@@ -16,6 +16,7 @@ from transformers import (
     MistralConfig,
     Olmo2Config,
     Phi3Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
@@ -80,11 +81,13 @@ def tiny(
     seed: int = 0,
     wide: bool = False,
     layers: int | None = None,
+    config: PreTrainedConfig | None = None,
 ) -> PreTrainedModel:
     """A random model with logits far enough apart to tell tokens by. `wide`: heads of 32
-    dimensions, as small as real ones get. `layers`: so many, not 3."""
+    dimensions, as small as real ones get. `layers`: so many, not 3. `config`: of this one, not
+    `name`'s."""
     torch.manual_seed(seed)
-    config = copy.deepcopy(CONFIGS[name])
+    config = copy.deepcopy(CONFIGS[name] if config is None else config)
     if layers is not None:
         config.num_hidden_layers = layers
         if kinds := getattr(config, "layer_types", None):

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from models import tiny
-from quickbeam.target.model import Model
-from quickbeam.target.streamed_loading import Streamed, open_streamed
-from quickbeam.target.target import Target
+from quickbeam.models.model import Model
+from quickbeam.models.streamed_loading import Streamed, open_streamed
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")

@@ -123,6 +123,26 @@ def test_equal_prompts_of_a_line_are_drawn_apart(toy_folder: str) -> None:
     asyncio.run(main())
 
 
+def test_a_line_may_ask_for_its_prompts_logprobs_alone(toy_folder: str) -> None:
+    pytest.importorskip("fastapi")
+    from quickbeam.batch.answers import answering
+
+    body: dict[str, Any] = {"prompt": ["abc abc", "xyz"], "max_tokens": 0}
+    llm = LLM(toy_folder, "ar")
+    right = llm.generate(body["prompt"], SamplingParams(max_tokens=0, prompt_logprobs=1))
+
+    async def main() -> None:
+        async with answering(llm) as answer:
+            reply = await answer(COMPLETIONS, {**body, "echo": True, "logprobs": 1})
+            for choice, one in zip(reply.body["choices"], right, strict=True):
+                assert choice["logprobs"]["token_logprobs"] == [
+                    entry and entry.logprob for entry in one.prompt_logprobs or []
+                ]
+            assert (await answer(COMPLETIONS, body)).status == 400
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(("line", "why"), [
     ("{", "Expecting"), ("[1]", "object"), ('{"custom_id": 5, "prompt": "x"}', "custom_id 5"),
     ('{"custom_id": ""}', "custom_id"),
@@ -151,6 +171,18 @@ def test_a_bad_line_is_a_record_and_no_stop(tmp_path: Path, line: str, why: str)
     assert go(source, tmp_path / "out.jsonl") == (3, 0)
     with Journal(tmp_path / "out.jsonl") as journal:
         assert journal.failed == 1
+
+
+def test_byte_order_marks_are_no_part_of_a_line(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    text = b'{"prompt": "a"}\n'
+    source.write_bytes(text * 2)
+    plain = list(read(source))
+    source.write_bytes(b"\xef\xbb\xbf" + text + b"\xef\xbb\xbf" + text + b"\xef\xbb\xbf\n")
+    assert list(read(source)) == plain and not any(one.fault for one in plain)
+    source.write_text(text.decode(), encoding="utf-16")
+    with pytest.raises(InvalidInput, match="UTF-16; save it in UTF-8"):
+        list(read(source))
 
 
 def test_no_more_are_asked_at_a_time_and_no_line_is_read_ahead(tmp_path: Path) -> None:
@@ -473,7 +505,8 @@ def test_a_command_that_is_broken_off_goes_on(toy_folder: str, tmp_path: Path) -
         codes.append(child.returncode)
         if child.returncode == 130:
             assert "of 40 answers are in" in last[0] and "goes on" in last[0]
-    assert set(codes) <= {-9, 130, 0} and codes[0] and not codes[-1]
+    # -2: Ctrl-C came when all was written and Python was about to end
+    assert set(codes) <= {-9, -2, 130, 0} and codes[0] and not codes[-1]
     found = {one["custom_id"]: one["response"]["body"] for one in records(output)}
     assert len(records(output)) == len(found) == 40
     llm = LLM(toy_folder, dtype="float32")

@@ -16,13 +16,13 @@ import pytest
 import torch
 
 from models import VOCAB, tiny
-from quickbeam.target.batch import Batch, Chain, Draft, Part, Passed
-from quickbeam.target.bit_exact import attention_is_order_free
-from quickbeam.target.kv_cache import Page, PagedSequence, SequenceCache, SharedPages
-from quickbeam.target.kv_store import KVStore
-from quickbeam.target.model import Model
-from quickbeam.target.native import library
-from quickbeam.target.pages import PagedStore, PagePool
+from quickbeam.models.batch import Batch, Chain, Draft, Part, Passed
+from quickbeam.models.bit_exact import attention_is_order_free
+from quickbeam.models.kv_cache import Page, PagedSequence, SequenceCache, SharedPages
+from quickbeam.models.kv_store import KVStore
+from quickbeam.models.model import Model
+from quickbeam.models.native import library
+from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.tree import TokenTree
 
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")

@@ -4,7 +4,6 @@ timings stand in for models."""
 from __future__ import annotations
 
 from dataclasses import replace
-from math import inf
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -15,22 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from fake_runner import PARAMS, FakeRunner, measured, questions_of, two_methods
+from fake_runner import PARAMS, FakeRunner, measured, questions_of, started, two_methods
 from quickbeam.bench import report
-from quickbeam.bench.base import Answer
-from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_budget, parse_methods
+from quickbeam.bench.methods import LLMRunner, MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions
-from quickbeam.bench.run import (
-    WARM_UP,
-    WARM_UP_TOKENS,
-    begin,
-    first_difference,
-    reference_of,
-    run,
-    warm_up,
-)
-from quickbeam.bench.summary import by_category, summaries
-from quickbeam.engine.result import Completion, SourceCount, Statistics
+from quickbeam.bench.report import by_category, summaries
+from quickbeam.bench.run import WARM_UP, WARM_UP_TOKENS, begin, difference, run, warm_up
+from quickbeam.engine.result import Completion, Statistics
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
@@ -40,21 +30,14 @@ from quickbeam.presets import PRESETS
 
 
 def test_methods_take_budgets_and_switches_of_their_own():
-    text = (
-        "ar, "
-        "pld,logitspec:64,logitspec:auto,ar+exact,logitspec:16+no-exact+plain,hf,ar+residual,pld+exact+coupled"
-    )
-    items = parse_methods(text, 32, None, True)
-    assert items == [
-        MethodItem("ar", "ar", None, exact=None, fast=True),
-        MethodItem("pld", "pld", 32, exact=None, fast=True),
-        MethodItem("logitspec:64", "logitspec", 64, exact=None, fast=True),
-        MethodItem("logitspec:auto", "logitspec", 0, exact=None, fast=True),
-        MethodItem("ar+exact", "ar", None, exact=True, fast=True),
-        MethodItem("logitspec:16+no-exact+plain", "logitspec", 16, exact=False, fast=False),
-        MethodItem("hf", "hf", None, exact=None, fast=True),
-        MethodItem("ar+residual", "ar", coupling="residual"),
-        MethodItem("pld+exact+coupled", "pld", 32, exact=True, coupling="coupled"),
+    text = "ar, pld,logitspec:64,logitspec:auto,hf,dyspec:8"
+    assert parse_methods(text, 32) == [
+        MethodItem("ar", "ar"),
+        MethodItem("pld", "pld", 32),
+        MethodItem("logitspec:64", "logitspec", 64),
+        MethodItem("logitspec:auto", "logitspec", 0),
+        MethodItem("hf", "hf"),
+        MethodItem("dyspec:8", "dyspec", 8),
     ]
     assert parse_methods(
         "pld,dyspec,dynaspec:8@999,frspec@7+context", drafter="x", vocab="router", shortlist=50
@@ -66,7 +49,6 @@ def test_methods_take_budgets_and_switches_of_their_own():
     ]
     both = parse_methods("frspec@7+frequency+context,dynaspec+clusters+context", drafter="x")
     assert [item.vocab for item in both] == ["frequency+context", "router"]
-    assert [item.exact for item in parse_methods("ar,ar+no-exact", exact=True)] == [True, False]
 
 
 @pytest.mark.parametrize(
@@ -77,20 +59,20 @@ def test_methods_take_budgets_and_switches_of_their_own():
         ("ar,pld,ar", "'ar' is given twice"),
         ("ar:4", "ar grows no draft tree"),
         ("hf:4", "hf grows no draft tree"),
-        ("hf+exact", "no switches"),
-        ("pld+fats", "unknown switch 'fats'; known: exact"),
+        ("hf+full", "hf has no drafter"),
+        ("pld+fats", "pld has no drafter"),
+        ("dyspec+fats", "unknown vocabulary 'fats' of the drafter; known: full"),
         ("pld:0", "budget '0'"),
         ("pld@9", "pld has no drafter"),
         ("ar+router", "ar has no drafter"),
-        ("dyspec@many", "@many must be"),
+        ("dyspec@many", "@many: must be"),
         ("dyspec@99", "a shortlist of 99 tokens, where the drafter scores its full vocabulary"),
         ("frspec@99+full", "scores its full vocabulary"),
-        ("dyspec+router+full", "scores one of router, full"),
+        ("dyspec+router+full", "unknown vocabulary 'router+full'"),
         ("pld:", "budget ''"),
         ("pld:many", "or auto"),
-        ("hf-assisted", "--drafter"),
         *(
-            (name, f"{name} needs a drafter")
+            (name, f"method '{name}' drafts with a model")
             for name, preset in PRESETS.items()
             if "drafter" in preset.sources and not preset.without
         ),
@@ -102,16 +84,8 @@ def test_bad_methods_are_refused(text, says):
     assert says in str(caught.value)
 
 
-def test_the_default_model_brings_a_drafter_which_transformers_cannot_use():
+def test_the_default_model_brings_a_drafter():
     assert [item.method for item in parse_methods("dyspec,eagle2:8")] == ["dyspec", "eagle2"]
-    with pytest.raises(InvalidInput, match="smaller model"):
-        parse_methods("dyspec,hf-assisted")
-
-
-def test_budget_words():
-    assert (parse_budget("auto"), parse_budget("64")) == (0, 64)
-    with pytest.raises(InvalidInput):
-        parse_budget("-1")
 
 
 class FakeTarget:
@@ -127,28 +101,12 @@ class FakeTarget:
 
 
 class FakeLLM:
-    made: ClassVar[list[tuple]] = []
+    made: ClassVar[list[dict]] = []
 
-    def __init__(
-        self,
-        model,
-        method,
-        *,
-        dtype,
-        device,
-        exact,
-        fast,
-        drafter=None,
-        progress=None,
-        weights="bfloat16",
-        draft_weights="bfloat16",
-        memory=None,
-    ):
-        self.weights = weights
-        self.made.append((model, method, dtype, device, exact, fast))
-        self.drafter, self.prepared = drafter, []
-        self.name, self.folder, self.asked, self.reason = model or "own", "folder", [], "length"
-        self.model = SimpleNamespace(device=torch.device("cpu"))
+    def __init__(self, **given):
+        self.made.append(given)
+        self.name, self.folder, self.asked, self.prepared = "own", "folder", [], []
+        self.model = SimpleNamespace(device=torch.device("cpu"), streamed=None)
 
     def prepare(self, method, vocab, shortlist):
         self.prepared.append((method, vocab, shortlist))
@@ -159,80 +117,37 @@ class FakeLLM:
     def encode_chat(self, messages):
         return [len(messages)]
 
-    def generate(self, prompt, params, *, method, budget, vocab, shortlist):
+    def generate(self, prompt, params, **options):
         self.coupling = params.coupling
-        self.asked.append((prompt, method, budget, vocab, shortlist))
-        statistics = Statistics(
-            new_tokens=7,
-            steps=3,
-            seconds=1.5,
-            prefill_seconds=9.0,
-            draft_seconds=0.25,
-            verify_seconds=1.0,
-        )
-        statistics.drafter_calls, statistics.drafter_seconds, statistics.nodes = 9, 0.125, 11
-        statistics.sources = {"drafter": SourceCount(5, 3), "n-gram": SourceCount(2, 0)}
-        return Completion("text", [1] * 7, self.reason, statistics)
+        self.asked.append((prompt, *options.values()))
+        return Completion("text", [1] * 7, "length", Statistics(new_tokens=7, steps=3))
 
 
-def test_methods_with_the_same_settings_share_one_load(monkeypatch):
+def test_our_methods_share_one_load(monkeypatch):
     monkeypatch.setattr("quickbeam.llm.LLM", FakeLLM)
     monkeypatch.setattr(FakeLLM, "made", [])
-    items = parse_methods("ar,pld:8,ar+exact,logitspec:4+exact,pld+plain")
-    runners, name = load_runners(
-        items, "some/model", "float32", "cpu", "some/drafter", weights="int8"
-    )
-    assert {runner.llm.weights for runner in runners.values()} == {"int8"}
-    assert name == "some/model" and list(runners) == [item.name for item in items]
-    assert FakeLLM.made == [("some/model", method, "float32", "cpu", *key) for method, *key in
-                            (("ar", None, True), ("ar", True, True),
-                                ("pld", None, False))]  # fmt: skip
-    assert (
-        runners["ar"].llm is runners["pld:8"].llm
-        and runners["ar+exact"].llm is runners["logitspec:4+exact"].llm
-    )
-    assert len({id(runner.llm) for runner in runners.values()}) == 3
-    assert {runner.llm.drafter for runner in runners.values()} == {"some/drafter"}
-    assert runners["ar"].llm.prepared == [("ar", None, None), ("pld", None, None)], (
+    items = parse_methods("ar,pld:8,logitspec:4")
+    given = {"model": "some/model", "dtype": "float32", "device": "cpu", "weights": "int8"}
+    given |= {"budget": 3, "vocab": "full", "shortlist": None}
+    runners, name, disk = load_runners(items, given)
+    assert (name, list(runners), disk) == ("own", [item.name for item in items], None)
+    (made,) = FakeLLM.made
+    assert made["method"] == "ar" and made["weights"] == "int8" and "budget" not in made
+    prepared = runners["ar"].llm.prepared
+    assert prepared == [(name, None, None) for name in ("ar", "pld", "logitspec")], (
         "a drafter is loaded before anything is timed"
     )
 
 
 def test_llm_runner_asks_for_its_method_and_budget(monkeypatch):
-    monkeypatch.setattr("quickbeam.target.target.Target", FakeTarget)
-    llm = FakeLLM(None, "ar", dtype="bfloat16", device=None, exact=None, fast=True, progress=None)
+    monkeypatch.setattr("quickbeam.models.target.Target", FakeTarget)
+    llm = FakeLLM()
     runner = LLMRunner(llm, MethodItem("dynaspec:16@99", "dynaspec", 16, "router", 99))
-    figures = dict(
-        seconds=1.5,
-        draft_seconds=0.25,
-        verify_seconds=1.0,
-        drafter_calls=9,
-        drafter_seconds=0.125,
-        prefill_seconds=9.0,
-    )
-    counted = dict(nodes=11, accepted={"drafter": 3, "n-gram": 0})
-    assert runner.answer([4, 5], PARAMS) == Answer(
-        [1] * 7, "text", decoded=6, steps=3, **figures, **counted
-    )
+    assert runner.answer([4, 5], PARAMS).token_ids == [1] * 7
     assert llm.asked == ["reset", ([4, 5], "dynaspec", 16, "router", 99)]
-    assert (
-        runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6]
-        and runner.encode([{}, {}]) == [2]
-        and runner.device == "cpu"
-    )
+    assert runner.last_logits([1, 2]).tolist() == [0, 2, 4, 6]
+    assert runner.encode([{}, {}]) == [2] and runner.device == "cpu"
     assert FakeTarget.released == [llm.model], "what was measured leaves no keys and values behind"
-    for own, asked, told in (
-        (None, "residual", "residual"),
-        ("residual", "coupled", "residual"),
-        ("coupled", "residual", "coupled"),
-    ):
-        LLMRunner(llm, MethodItem("ar", "ar", coupling=own)).answer(
-            [4], SamplingParams(temperature=1.0, coupling=asked)
-        )
-        assert llm.coupling == told
-    llm.reason = "interrupted"
-    with pytest.raises(KeyboardInterrupt):
-        runner.answer([4], PARAMS)
 
 
 # The harness
@@ -242,28 +157,14 @@ def test_methods_take_turns_at_going_first():
     calls: list = []
     runners = {name: FakeRunner(name, calls) for name in ("ar", "b", "c")}
     measured(runners, questions_of("x", "y", "x", "y"))
-    assert [name for name, _ in calls] == [
-        "ar",
-        "b",
-        "c",
-        "b",
-        "c",
-        "ar",
-        "c",
-        "ar",
-        "b",
-        "ar",
-        "b",
-        "c",
-    ]
+    order = [name for name, _ in calls]
+    assert order == ["ar", "b", "c", "b", "c", "ar", "c", "ar", "b", "ar", "b", "c"]
     assert [text for _, text in calls] == [f"q{i}" for i in range(4) for _ in range(3)]
 
 
 def test_warm_up_is_short_and_not_counted():
     runners = two_methods()
-    done = []
-    warm_up(runners, SamplingParams(max_tokens=500), lambda: done.append(1))
-    assert len(done) == 2
+    warm_up(runners, SamplingParams(max_tokens=500))
     for name, runner in runners.items():
         assert runner.calls.count((name, WARM_UP)) == 1 and runner.lengths == [WARM_UP_TOKENS]
     assert WARM_UP not in {turn for question in load_questions() for turn in question.turns}
@@ -272,10 +173,10 @@ def test_warm_up_is_short_and_not_counted():
 def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations():
     question = Question(1, "chat", ("hello", "and then?"))
     runners = two_methods()
-    assert [trial.turn for trial in measured(runners, [question]).trials] == [0]
+    assert len(measured(runners, [question]).trials) == 1
     runners = two_methods()
     results = measured(dict(reversed(runners.items())), [question], all_turns=True)
-    assert results.reference == "ar" and [trial.turn for trial in results.trials] == [0, 1]
+    assert results.reference == "ar" and len(results.trials) == 2
     assert runners["ar"].conversations[1] == [
         {"role": "user", "content": "hello"},
         {"role": "assistant", "content": "said by ar"},
@@ -284,35 +185,30 @@ def test_only_first_turns_by_default_and_the_reference_speaks_in_conversations()
     assert runners["ar"].prompts == runners["fast"].prompts, "all methods see the same ids"
 
 
-def test_reference_is_ar_or_else_the_first():
-    assert reference_of(["pld", "ar+exact", "ar"]) == "ar"
-    assert reference_of(["pld", "ar+exact"]) == "ar+exact"
-    assert reference_of(["pld", "hf"]) == "pld"
-    assert reference_of(["ar+residual", "pld", "ar"]) == "ar"
-    assert reference_of(["ar+residual", "ar+no-exact", "ar+exact+plain"]) == "ar+no-exact"
-    assert reference_of(["pld", "ar+residual"]) == "ar+residual"
+@pytest.mark.parametrize(
+    ("methods", "reference"),
+    [("pld,ar", "ar"), ("pld,hf", "pld")],
+)
+def test_reference_is_ar_or_else_the_first(methods, reference):
+    assert begin(parse_methods(methods), PARAMS).reference == reference
 
 
 def test_every_prompt_has_a_seed_of_its_own_that_all_methods_share():
     runners = two_methods()
-    results = measured(
-        runners, questions_of("x", "y", "x"), SamplingParams(max_tokens=4, temperature=1.0, seed=5)
-    )
+    params = SamplingParams(max_tokens=4, temperature=1.0, seed=5)
+    results = measured(runners, questions_of("x", "y", "x"), params)
     assert runners["ar"].seeds == runners["fast"].seeds == [5, 6, 7]
-    assert results.differences == [] and summaries(results)["fast"].identical == 3
+    assert results.differences == [] and summaries(results)["fast"]["identical"] == 3
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.6, 5)])
+@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.6, 5), (1.0, 5)])
 def test_an_answer_that_ought_to_be_the_references_and_is_not_is_counted(temperature, seed):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 2, 3, 4, 6))
-    results = measured(
-        runners,
-        questions_of("x", "y"),
-        SamplingParams(max_tokens=8, temperature=temperature, seed=seed),
-    )
-    assert [summaries(results)[name].identical for name in results.methods] == [2, 2, 0]
-    assert [(one.method, one.position) for one in results.differences] == [("other", 4)] * 2
+    params = SamplingParams(max_tokens=8, temperature=temperature, seed=seed)
+    results = measured(runners, questions_of("x", "y"), params)
+    assert [one["identical"] for one in summaries(results).values()] == [2, 2, 0]
+    assert [(one["method"], one["position"]) for one in results.differences] == [("other", 4)] * 2
     assert "other: 2 of 2 outputs differ" in "\n".join(report.footer(results))
 
 
@@ -320,124 +216,96 @@ SAMPLED = SamplingParams(max_tokens=8, temperature=0.6, seed=5)
 
 
 @pytest.mark.parametrize(
-    ("params", "uncoupled", "identical", "said"),
+    ("params", "identical", "said"),
     [
-        (
-            SAMPLED,
-            "other",
-            [1, 1, None],
-            "outputs of other are not compared, as they are not coupled",
-        ),
-        (SAMPLED, "ar", [None] * 3, "outputs are not compared, as those of ar are not coupled"),
-        (
-            replace(SAMPLED, coupling="residual"),
-            "",
-            [None] * 3,
-            "outputs are not compared, as those of ar are not coupled",
-        ),
-        (replace(SAMPLED, seed=None), "", [None] * 3, "give --seed to compare outputs"),
-        (replace(SAMPLED, seed=None, temperature=0.0, coupling="residual"), "other", [1, 1, 0], ""),
+        (SAMPLED, [1, 0, None], "hf: not compared"),
+        (replace(SAMPLED, coupling="residual"), [None] * 3, "no outputs are compared"),
+        (replace(SAMPLED, seed=None), [None] * 3, "without --seed"),
+        (replace(SAMPLED, seed=None, temperature=0.0, coupling="residual"), [1, 0, 0], ""),
     ],
 )
-def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(
-    params, uncoupled, identical, said
-):
-    runners = two_methods()
-    runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(7,))
-    if uncoupled:
-        runners[uncoupled].coupled = False
+def test_outputs_that_the_seed_alone_does_not_decide_are_not_compared(params, identical, said):
+    calls: list = []
+    runners = {
+        name: FakeRunner(name, calls, tokens)
+        for name, tokens in (("ar", (1, 2)), ("fast", (1, 3)), ("hf", (7,)))
+    }
     results = measured(runners, questions_of("x"), params)
-    assert [summaries(results)[name].identical for name in results.methods] == identical
+    assert [one["identical"] for one in summaries(results).values()] == identical
     assert len(results.differences) == identical.count(0)
-    lines = [line for line in report.footer(results) if line.startswith("tokens are sampled: ")]
+    lines = [line for line in report.footer(results) if "compared" in line]
     assert len(lines) == bool(said) and all(said in line for line in lines)
 
 
 def test_which_methods_a_seed_decides():
-    coupled, residual = (
-        SamplingParams(temperature=1.0, seed=0),
-        SamplingParams(temperature=1.0, seed=0, coupling="residual"),
-    )
-    plain, drawn, noisy, peer = parse_methods("ar,ar+residual,ar+coupled,hf")
-    assert [item.comparable(coupled) for item in (plain, drawn, noisy, peer)] == [
-        True,
-        False,
-        True,
-        False,
-    ]
-    assert [item.comparable(residual) for item in (plain, drawn, noisy, peer)] == [
-        False,
-        False,
-        True,
-        False,
-    ]
-    assert not any(
-        item.comparable(SamplingParams(temperature=1.0)) for item in (plain, drawn, noisy, peer)
-    )
-    assert all(item.comparable(SamplingParams()) for item in (plain, drawn, noisy, peer))
+    coupled, items = SamplingParams(temperature=1.0, seed=0), parse_methods("ar,pld,hf")
+    for params, expected in (
+        (coupled, [True, True, False]),
+        (replace(coupled, coupling="residual"), [False] * 3),
+        (SamplingParams(temperature=1.0), [False] * 3),
+        (SamplingParams(), [True] * 3),
+    ):
+        assert [item.comparable(params) for item in items] == expected
 
 
-def test_methods_of_a_model_give_the_seeds_tokens_unless_they_are_residual(toy_folder):
-    items = parse_methods(
-        "ar,pld,logitspec:8,dyspec:8,ar+residual,specinfer:8+residual", drafter=toy_folder
-    )
-    runners, _ = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
-    questions = [
-        Question(i, "x", (text,)) for i, text in enumerate(("abc abc", "one two one two", "q"))
+@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("coupling", ["coupled", "residual"])
+def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(
+    toy_folder, temperature, coupling
+):
+    items = parse_methods("ar,pld,logitspec:8,dyspec:8,specinfer:8", drafter=toy_folder)
+    given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
+    runners, *_ = load_runners(items, given)
+    texts = ("abc abc", "one two one two", "q")
+    questions = [Question(i, "x", (text,)) for i, text in enumerate(texts)]
+    params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, coupling=coupling)
+    results = begin(items, params)
+    list(run(questions, runners, results))
+    compared = not temperature or coupling == "coupled"
+    told = [one["identical"] for one in summaries(results).values()]
+    assert told == [3 if compared else None] * 5 and results.differences == []
+    pairs = [
+        [one.answers[own].token_ids for own in ("ar", "specinfer:8")] for one in results.trials
     ]
-    results = measured(runners, questions, SamplingParams(max_tokens=24, temperature=0.6, seed=4))
-    assert [summary.identical for summary in summaries(results).values()] == [
-        3,
-        3,
-        3,
-        3,
-        None,
-        None,
-    ] and results.differences == []
-    answers = [trial.answers for trial in results.trials]
-    assert all(
-        any(one["ar"].token_ids != one[name].token_ids for one in answers)
-        for name in ("ar+residual", "specinfer:8+residual")
-    )
+    assert any(plain != own for plain, own in pairs) == (not compared)
 
 
 def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):
     runners = two_methods()
     runners["fast"].fails = {"q1": InvalidInput("prompt too long")}
     questions = [
-        Question(0, "x", ("q0",)),
-        Question(1, "x", ("q1", "later")),
-        Question(2, "x", ("q2",)),
+        Question(i, "x", turns) for i, turns in enumerate((("q0",), ("q1", "late"), ("q2",)))
     ]
     results = measured(runners, questions, all_turns=True)
     assert [trial.question.question_id for trial in results.trials] == [0, 2] and results.complete
-    assert [(skipped.question_id, skipped.reason) for skipped in results.skipped] == [
-        (1, "prompt too long")
-    ]
-    assert "later" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
+    assert results.skipped == [{"question_id": 1, "turn": 0, "reason": "prompt too long"}]
+    assert "late" not in {text for _, text in runners["ar"].calls} and "question 1" in caplog.text
     assert "prompts left out: 1; the first: prompt too long" in "\n".join(report.footer(results))
 
 
 def test_interrupted_run_keeps_whole_prompts_only():
     runners = two_methods()
     runners["ar"].fails = {"q1": KeyboardInterrupt()}
-    results = begin(runners, PARAMS)
+    results = started(runners)
     with pytest.raises(KeyboardInterrupt):
         list(run(questions_of("x", "y", "z"), runners, results))
     assert [trial.question.question_id for trial in results.trials] == [0] and not results.complete
+    runners = two_methods()
+    runners["fast"].reply.finish_reason = "interrupted"
+    with pytest.raises(KeyboardInterrupt):
+        measured(runners, questions_of("x"))
 
 
 @examples(100)
 @given(st.lists(st.integers(0, 2), max_size=6), st.lists(st.integers(0, 2), max_size=6))
 def test_first_difference(a, b):
-    position = first_difference(a, b)
-    if position is None:
+    found = difference(a, b)
+    if found is None:
         assert a == b
     else:
-        assert (
-            a[:position] == b[:position]
-            and a[position : position + 1] != b[position : position + 1]
-        )
+        position = found["position"]
+        assert a[:position] == b[:position] and found["reference_token"] != found["token"]
+        assert a[position : position + 1] != b[position : position + 1]
 
 
 def test_differences_carry_the_gap_after_what_both_agree_on():
@@ -445,22 +313,13 @@ def test_differences_carry_the_gap_after_what_both_agree_on():
     runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
     runners["short"] = FakeRunner("short", runners["ar"].calls, tokens=(1, 2))
     results = measured(runners, questions_of("x"))
+    where = {"question_id": 0, "turn": 0, "position": 2, "reference_token": 3, "gap": 4 / 8}
     late, short = results.differences
-    assert (late.method, late.position, late.reference_token, late.token) == ("late", 2, 3, 9)
-    assert (short.method, short.position, short.reference_token, short.token) == (
-        "short",
-        2,
-        3,
-        None,
-    )
-    assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]], (
-        "one pass for both, after prompt and shared tokens"
-    )
-    assert late.gap == short.gap == 4 / 8
-    assert [summaries(results)[name].identical for name in results.methods] == [1, 1, 0, 0]
-    assert "late: 1 of 1 outputs differ; the target's top-2 logit gap" in "\n".join(
-        report.footer(results)
-    )
+    assert late == {"method": "late", "token": 9, **where}
+    assert short == {"method": "short", "token": None, **where}
+    assert runners["ar"].prompts[1:] == [[ord("q"), ord("0"), 1, 2]] * 2, "prompt, shared tokens"
+    assert [one["identical"] for one in summaries(results).values()] == [1, 1, 0, 0]
+    assert "late: 1 of 1 outputs differ" in "\n".join(report.footer(results))
 
 
 def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
@@ -468,22 +327,18 @@ def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
     runners["late"] = FakeRunner("late", runners["ar"].calls, tokens=(1, 2, 9, 4))
     # 2 tokens of the prompt, 2 of the answer
     noise = Noise(5, 0, 10).of(np.arange(10), np.full(10, 4))
+    params = SamplingParams(temperature=0.6, seed=5)
     for top_k, possible in ((0, range(10)), (2, (3, 7))):
-        (one,) = measured(
-            runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=top_k)
-        ).differences
+        (one,) = measured(runners, questions_of("x"), replace(params, top_k=top_k)).differences
         logits = runners["ar"].last_logits([0] * 4).tolist()
         sums = sorted(logits[token] / 0.6 + noise[token] for token in possible)
-        assert one.gap == pytest.approx(sums[-1] - sums[-2], abs=1e-6)
-    (one,) = measured(
-        runners, questions_of("x"), SamplingParams(temperature=0.6, seed=5, top_k=1)
-    ).differences
-    assert one.gap == inf, "one token is left"
-    results = measured(runners, questions_of("x"), SamplingParams(temperature=1e-6, seed=5))
-    assert results.differences[0].gap == pytest.approx(0.5 / 1e-6, rel=1e-4), (
+        assert one["gap"] == pytest.approx(sums[-1] - sums[-2], abs=1e-6)
+    (one,) = measured(runners, questions_of("x"), replace(params, top_k=1)).differences
+    assert one["gap"] is None, "one token is left"
+    (one,) = measured(runners, questions_of("x"), replace(params, temperature=1e-6)).differences
+    assert one["gap"] == pytest.approx(0.5 / 1e-6, rel=1e-4), (
         "a probability that is 0 in float32 has a gap all the same"
     )
-    assert "top-2 gap, noise counted in, at the first" in "\n".join(report.footer(results))
 
 
 # Figures
@@ -491,43 +346,32 @@ def test_the_gap_of_a_sampled_difference_counts_the_noise_in():
 
 def test_statistics_are_ratios_of_sums():
     calls: list = []
-    ar, fast = FakeRunner("ar", calls), FakeRunner("fast", calls)
-    results = begin({"ar": ar, "fast": fast}, PARAMS)
+    results = started({name: FakeRunner(name, calls) for name in ("ar", "fast")})
     for i, (category, tokens, seconds, steps, fast_seconds) in enumerate(
         (("x", 10, 5.0, 5, 2.0), ("y", 30, 10.0, 10, 3.0))
     ):
-        ar.reply = replace(
-            ar.reply, token_ids=[1] * (tokens + 1), decoded=tokens, steps=tokens, seconds=seconds
-        )
-        fast.reply = Answer(
-            [1] * (tokens + 1), "", tokens, steps, fast_seconds, 0.5, 1.0, 3 * steps, 0.25
-        )
+        ids, known = [1] * (tokens + 1), {"prefill_seconds": 0.25}
+        ar = FakeRunner("ar", calls, ids, tokens, seconds, (0.0, 1.0), **known)
+        known |= {"drafter_calls": 3 * steps, "drafter_seconds": 0.25, "nodes": 4 * steps}
+        fast = FakeRunner("fast", calls, ids, steps, fast_seconds, (0.5, 1.0), **known)
         list(run([Question(i, category, ("q",))], {"ar": ar, "fast": fast}, results))
     whole = summaries(results)
-    assert (
-        whole["ar"].speedup == 1
-        and whole["ar"].mean_accepted_tokens == 1
-        and whole["ar"].tokens_per_second == 40 / 15
-    )
-    assert whole["fast"].speedup == pytest.approx(15 / 5), (
-        "equal outputs: the ratio of total decode times"
-    )
-    assert (
-        whole["fast"].mean_accepted_tokens == 40 / 15 and whole["fast"].tokens_per_second == 40 / 5
-    )
-    assert (whole["fast"].draft_ms, whole["fast"].verify_ms) == pytest.approx(
-        (1000 / 15, 2000 / 15)
-    )
-    assert whole["fast"].overhead_ms == pytest.approx(2000 / 15)
-    assert whole["fast"].drafter_calls == 3 and whole["fast"].drafter_ms == pytest.approx(500 / 15)
-    assert whole["fast"].break_even_ms == pytest.approx(1000 * (15 - 5 + 0.5) / 45)
-    assert whole["ar"].drafter_calls is whole["ar"].drafter_ms is whole["ar"].break_even_ms is None
+    assert whole["ar"]["speedup"] == whole["ar"]["mean_accepted_tokens"] == 1
+    assert whole["ar"]["tokens_per_second"] == 40 / 15
+    fast = whole["fast"]
+    assert fast["speedup"] == pytest.approx(15 / 5), "the ratio of total decode times"
+    assert (fast["mean_accepted_tokens"], fast["tokens_per_second"]) == (40 / 15, 40 / 5)
+    assert fast["tokens_per_second_with_prompts"] == 42 / 5.5
+    assert (fast["draft_ms"], fast["verify_ms"]) == pytest.approx((1000 / 15, 2000 / 15))
+    assert fast["overhead_ms"] == pytest.approx(2000 / 15) and fast["nodes"] == 4
+    assert fast["drafter_calls"] == 3 and fast["drafter_ms"] == pytest.approx(500 / 15)
+    assert fast["prefill_ms"] == 250
     parts = by_category(results)
-    assert (
-        list(parts) == ["x", "y"]
-        and parts["x"]["fast"].speedup == 2.5
-        and parts["y"]["fast"].speedup == pytest.approx(10 / 3)
-    )
+    assert list(parts) == ["x", "y"] and parts["x"]["fast"]["speedup"] == 2.5
+    assert parts["y"]["fast"]["speedup"] == pytest.approx(10 / 3)
+    # the jackknife of two prompts: half the distance of what is left with each of them left out
+    assert fast["speedup_error"] == pytest.approx((10 / 3 - 2.5) / 2)
+    assert whole["ar"]["speedup_error"] is None and parts["x"]["fast"]["speedup_error"] is None
 
 
 def test_speedup_is_per_token_where_outputs_differ():
@@ -535,22 +379,14 @@ def test_speedup_is_per_token_where_outputs_differ():
     ar = FakeRunner("ar", calls, tokens=range(11), seconds=10.0)  # 1 s a token
     other = FakeRunner("other", calls, tokens=range(6), seconds=2.5)  # 0.5 s a token
     results = measured({"ar": ar, "other": other}, questions_of("x"))
-    assert summaries(results)["other"].speedup == 2.0
+    assert summaries(results)["other"]["speedup"] == 2.0
 
 
 def test_nothing_decoded_gives_no_figures_instead_of_failing():
     calls: list = []
     ended = FakeRunner("ended", calls, tokens=(1,), steps=0, seconds=0.0, split=(0.0, 0.0))
-    peer = FakeRunner("hf", calls, split=(None, None))
-    results = measured({"ar": ended, "hf": peer}, questions_of("x"))
-    summary = summaries(results)["ar"]
-    assert (
-        summary.tokens_per_second,
-        summary.speedup,
-        summary.mean_accepted_tokens,
-        summary.draft_ms,
-    ) == (None,) * 4
-    assert summaries(results)["hf"].speedup is None
-    assert (
-        summaries(results)["hf"].verify_ms is None and summaries(results)["hf"].overhead_ms is None
-    )
+    peer = FakeRunner("hf", calls, split=(0.0, 0.0))
+    whole = summaries(measured({"ended": ended, "hf": peer}, questions_of("x")))
+    names = ("tokens_per_second", "speedup", "mean_accepted_tokens", "draft_ms")
+    assert [whole["ended"][name] for name in names] == [None] * 4
+    assert [whole["hf"][name] for name in ("speedup", "verify_ms", "overhead_ms")] == [None] * 3

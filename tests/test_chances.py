@@ -13,11 +13,11 @@ import torch
 
 from cases import few
 from drafters import KnownDrafter, context_of, grow, toy_laws
-from quickbeam.bench.trees import reached
-from quickbeam.trees.acceptance import Chances, Likeliest, Measured, Printed
-from quickbeam.trees.dyspec import DySpec
+from quickbeam.methods.acceptance import Chances, Likeliest, Measured, Printed
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal, verify_residual
-from toy import ToyModel, path_tokens
+from toy import ToyModel, path_tokens, random_tree, reached
 
 
 def test_before_anything_was_accepted_the_formula_counts() -> None:
@@ -139,3 +139,36 @@ def test_trees_by_what_was_accepted_are_better_than_by_the_drafters_word(
     temperature: float,
 ) -> None:
     assert accepted(Measured(), temperature, 12) > 1.02 * accepted(Printed(), temperature, 12)
+
+
+@pytest.mark.parametrize("seed", few(range(4), [0, 1]))
+def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> None:
+    model, rng, generator = (
+        ToyModel(vocab=5, seed=seed),
+        random.Random(seed),
+        torch.Generator().manual_seed(seed),
+    )
+    tree = max((random_tree(model, [0], rng) for _ in range(30)), key=len)
+    assert len(tree) > 6 and {law is None for law in tree.law[1:]} == {True, False}
+    count, hits = 6000, [0] * len(tree)
+
+    def law(node: int) -> torch.Tensor:
+        return model.target([0, *path_tokens(tree, node)])
+
+    for _ in range(count):
+        for node in verify_residual(tree, law, generator)[0]:
+            hits[node] += 1
+    for chance, hit in zip(reached(tree, law), hits, strict=True):
+        assert hit / count == pytest.approx(
+            chance, abs=4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
+        )
+
+
+def test_a_perfect_drafter_is_always_accepted() -> None:
+    model = ToyModel(vocab=5, seed=1, noise=0.0, zeros=0.0)
+    tree = TokenTree(0)
+    tree.add(tree.add(0, 3, "drawn", law=model.target([0])), 1, "drawn", law=model.target([0, 3]))
+    tree.add(0, 2, "drawn", law=model.target([0]))
+    assert reached(tree, lambda node: model.target([0, *path_tokens(tree, node)])) == pytest.approx(
+        [1, 1, 1, 0]
+    )

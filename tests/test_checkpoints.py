@@ -35,8 +35,8 @@ from checkpoints import (
     shared,
     write,
 )
-from quickbeam.draft.checkpoints import is_eagle
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.checkpoints import is_eagle
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
 
 

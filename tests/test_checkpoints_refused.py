@@ -20,7 +20,7 @@ from checkpoints import (
     read,
     write,
 )
-from quickbeam.draft.checkpoints import is_eagle
+from quickbeam.drafters.checkpoints import is_eagle
 from quickbeam.errors import InvalidInput
 
 

@@ -10,26 +10,37 @@ import select
 import signal
 import subprocess
 import sys
+import time
+from collections import namedtuple
 from dataclasses import replace
-from inspect import signature
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from typer.testing import CliRunner
 
 import fake_llm
 from quickbeam import __version__, hub
 from quickbeam.cli.app import app
-from quickbeam.cli.common import statistics_line
+from quickbeam.cli.common import progress_lines, statistics_line
+from quickbeam.cli.demo import EXAMPLES, OtherLoad
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar import Grammar
 from quickbeam.presets import PRESETS
 
 
 @pytest.fixture
-def run(monkeypatch):
+def run(monkeypatch, tmp_path):
     """Runs a command line; the result has `exit_code`, `stdout`, `stderr`. No command may end in a
-    traceback."""
+    traceback. `folder`, `other` and `small` pass for models."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("folder", "other", "small"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text('{"max_position_embeddings": 512}')
     monkeypatch.setitem(sys.modules, "quickbeam.llm", fake_llm)
     monkeypatch.delenv("QUICKBEAM_DEBUG", raising=False)
     fake_llm.CALLS.clear()
@@ -53,11 +64,7 @@ def refused(result, code: int, *words: str) -> None:
 def test_generate_streams_text_and_then_statistics(run):
     result = run("generate", "hello")
     assert (result.exit_code, result.stdout) == (0, "one two\n")
-    line = (
-        "[auto] 2 tokens (stop), 1 steps, MAT 1.00, 2.0 tokens/s, prefill 0.25 s, ngram 3 of 8 "
-        "drafted accepted, kernels: scripted\n"
-    )
-    assert result.stderr == line
+    assert result.stderr == "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step\n"
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
@@ -80,10 +87,26 @@ def test_generate_streams_text_and_then_statistics(run):
     )
 
 
-def test_statistics_tell_the_seed_of_a_sampled_answer():
+def test_verbose_says_how_an_answer_was_made(run):
+    line = (
+        "[auto] 2 tokens, 2.0 tokens/s, 1.00 tokens a step, 1 steps, prefill 0.25 s, ngram 3 of 8 "
+        "drafted accepted, not bit-identical, kernels: scripted\n"
+    )
+    assert run("generate", "hello", "--verbose").stderr == line
+    assert run("chat", "--verbose", input="hello\n").stderr.endswith(line)
+
+
+def test_verbose_statistics_tell_the_seed_of_a_sampled_answer():
     completion = Completion("a", [1], "stop", Statistics(1, 1, 0.5), method="ar", seed=7)
-    assert ", seed 7, kernels: k" in statistics_line(completion, "k")
-    assert "seed" not in statistics_line(replace(completion, seed=None), "k")
+    assert ", seed 7, not bit-identical, kernels: k" in statistics_line(
+        completion, "k", verbose=True
+    )
+    assert "seed" not in statistics_line(replace(completion, seed=None), "k", verbose=True)
+
+
+def test_an_answer_that_was_cut_says_so():
+    completion = Completion("a", [1], "length", Statistics(1, 1, 0.5), method="ar")
+    assert statistics_line(completion, "k").startswith("[ar] 1 tokens (length), ")
 
 
 def test_every_option_arrives(run):
@@ -111,6 +134,7 @@ def test_every_option_arrives(run):
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
     assert (model, method) == ("folder", "dyspec")
     drafter = {"drafter": "small", "vocab": "router", "shortlist": 99}
+    assert options.pop("progress") is not None
     assert (
         options
         == {
@@ -118,7 +142,6 @@ def test_every_option_arrives(run):
             "device": "cpu",
             "budget": 12,
             "exact": False,
-            "progress": None,
             "trust_remote_code": True,
             "kv_memory": "1GB",
             "weights": "int4",
@@ -142,6 +165,7 @@ def test_every_option_arrives(run):
         "stop_token_ids": (3, 4),
         "ignore_eos": True,
         "logprobs": 2,
+        "prompt_logprobs": None,
         "seed": 5,
         "n": 1,
         "min_tokens": 0,
@@ -155,8 +179,8 @@ def test_every_option_arrives(run):
 
 def test_a_grammar_arrives(run, tmp_path):
     schema, lark = tmp_path / "schema.json", tmp_path / "grammar.lark"
-    schema.write_text('{"type": "integer"}')
-    lark.write_text('start: "a"')
+    schema.write_text('{"type": "integer"}', encoding="utf-8-sig")
+    lark.write_text('start: "a"', encoding="utf-8-sig")
     for arguments, grammar in (
         (["--json-schema", '{"type": "integer"}'], Grammar.json_schema({"type": "integer"})),
         (["--json-schema", str(schema)], Grammar.json_schema({"type": "integer"})),
@@ -227,7 +251,7 @@ def test_ctrl_c_keeps_what_was_produced(run):
             ["--json-schema missing.json", "No such file"],
         ),
         (["generate", "hi", "--lark", "."], ["--lark .", "directory"]),
-        (["generate", "hi", "--regex", "a", "--method", "hf"], ["--regex", "hf"]),
+        (["generate", "hi", "--method", "hf"], ["unknown method 'hf'"]),
         (["generate", ""], ["prompt is empty"]),
         (["generate", "\udcff"], ["not UTF-8"]),
         (["generate", "too long"], ["longer than the context"]),
@@ -241,6 +265,17 @@ def test_ctrl_c_keeps_what_was_produced(run):
         ),
         (["chat", "--min-p", "2"], ["min_p=2.0"]),
         (["demo", "--method", "nope"], ["unknown method 'nope'"]),
+        (
+            ["chat", "--method", "dyspec", "--model", "other"],
+            ["method 'dyspec' drafts with a model", "--drafter"],
+        ),
+        (["serve", "--method", "nope"], ["unknown method 'nope'"]),
+        (["serve", "--model", "./nope"], ["no such model folder or file: ./nope"]),
+        (["generate", "hi", "--model", "folder/config.json"], ["is a file", ".gguf", "folder"]),
+        (["bench", "--model", "./nope"], ["no such model folder or file: ./nope"]),
+        (["bench", "throughput", "--model", "./nope"], ["no such model folder or file: ./nope"]),
+        (["bench", "throughput", "--methods", "nope"], ["unknown method 'nope'"]),
+        (["generate", "hi", "--drafter", "nope.gguf"], ["no such model folder or file: nope"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
@@ -266,7 +301,7 @@ def test_help_and_version(run):
     assert run("--version").stdout.splitlines()[0] == __version__
     for shown in (run(), run("--help")):
         assert shown.exit_code == 0
-        for command in ("generate", "chat", "bench", "inspect", "pull", "models", "demo"):
+        for command in ("generate", "chat", "bench", "inspect", "pull", "demo"):
             assert f"\n  {command} " in shown.stdout
     assert "--repetition-penalty" in run("generate", "--help").stdout
 
@@ -279,7 +314,8 @@ def test_chat_remembers_until_reset(run):
         input="first\n\nsecond\n/reset\nthird\n/help\n/what\n/exit\nnever\n",
     )
     assert (result.exit_code, result.stdout) == (0, "one two\n" * 3)
-    assert result.stderr.count("MAT") == 3
+    assert result.stderr.startswith("the default, method auto. /reset forgets")
+    assert result.stderr.count("tokens a step") == 3
     assert "unknown command /what" in result.stderr
     opening = ("system", "Be kind.")
     assert [messages for kind, messages, _ in fake_llm.CALLS if kind == "chat"] == [
@@ -307,6 +343,13 @@ def test_chat_couples_as_told(run):
         assert fake_llm.CALLS[-1][2].coupling == expected
 
 
+def test_demo_takes_weights_and_a_drafter(run):
+    given = ("--drafter", "small", "--weights", "int4", "--draft-weights", "int8")
+    assert run("demo", *given).exit_code == 0
+    loaded = fake_llm.CALLS[0][1][2]
+    assert [loaded[name] for name in ("drafter", "weights", "draft_weights")] == list(given[1::2])
+
+
 @pytest.mark.parametrize("command", ["chat", "demo"])
 def test_a_drafter_arrives(run, command):
     assert run(command, "--method", "dyspec", "--drafter", "small", input="/exit\n").exit_code == 0
@@ -318,6 +361,33 @@ def test_demo_sets_both_answers_side_by_side(run):
     assert result.exit_code == 0
     assert result.stdout.count("the same tokens, 1.00 times as fast") == 2
     assert result.stdout.count(" pld ") == 2 and result.stdout.count(" ar ") == 2
+    assert "ar: plain decoding, one token a step" in result.stdout
+    assert "MAT: mean accepted tokens a step" in result.stdout
+    answered = [call[1][0][1] for call in fake_llm.CALLS if call[0] == "chat"]
+    first, second = (example.prompt for example in EXAMPLES)
+    assert answered == [first] * 2 + [first] * 4 + [second] * 4  # the first 2 warm up
+
+
+@pytest.mark.parametrize("share", [0.05, 0.4])
+def test_demo_says_when_the_machine_is_busy(run, monkeypatch, share):
+    monkeypatch.setattr("quickbeam.cli.demo.OtherLoad.share", lambda self: share)
+    result = run("demo")
+    assert ("The machine is busy: other programs used 40 %" in result.stdout) == (share > 0.1)
+
+
+def test_other_programs_load_is_seen_and_our_own_is_not(monkeypatch):
+    cores = namedtuple("scputimes", "user nice system idle iowait irq softirq steal guest")
+    own = namedtuple("pcputimes", "user system")
+
+    def now(every: tuple[float, ...], ours: tuple[float, float]) -> None:
+        process = SimpleNamespace(cpu_times=lambda: own(*ours))
+        monkeypatch.setattr(psutil, "cpu_times", lambda: cores(*every))
+        monkeypatch.setattr(psutil, "Process", lambda: process)
+
+    now((10, 0, 5, 100, 0, 0, 0, 0, 9), (8, 1))
+    load = OtherLoad()
+    now((20, 0, 7, 106, 2, 0, 0, 0, 99), (15, 2))  # of 20 s: 8 ours, 8 idle
+    assert load.share() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -348,10 +418,14 @@ def test_demo_says_when_the_tokens_differ():
     )
 
 
-def test_pull_prints_the_folder_and_models_lists_it(run, monkeypatch, tmp_path):
+def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_path):
     monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path))
-    assert [entry["pulled"] for entry in json.loads(run("models", "--json").stdout)] == [False]
-    assert "not pulled" in run("models").stdout
+    listed = json.loads(run("pull", "--list", "--json").stdout)
+    assert [entry["pulled"] for entry in listed] == [False]
+    assert "not pulled" in run("pull", "--list").stdout
+    refused(run("pull", "--json"), 2, "--list")
+    # a path is never broken, however narrow the terminal
+    assert f"  {tmp_path / 'smollm2-135m'}\n" in run("pull", "--list").stdout
     monkeypatch.setattr(hub, "make", lambda name, folder, report: report("working", 0.5))
     assert run("pull").stdout == f"{tmp_path / 'smollm2-135m'}\n"
 
@@ -441,25 +515,64 @@ def test_importing_the_package_is_quick():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "hi", "--model", "./nope"], "no such model folder"),
+        (["generate", "hi", "--method", "eagle3"], "unknown method 'eagle3'"),
+        (["generate", "hi", "--method", "dyspec", "--model", "tiny"], "'dyspec' drafts with"),
+        (["generate", "hi", "--model", "some/model"], "HF_HUB_OFFLINE"),
+        (["generate", "word " * 600, "--model", "tiny"], "exceed the model's context of 512"),
+        (["chat", "--model", "./nope"], "no such model folder"),
+        (["serve", "--method", "eagle3"], "unknown method 'eagle3'"),
+        (["bench", "--methods", "eagle3"], "unknown method 'eagle3'"),
+        (["train", "--out", "x", "--model", "./nope"], "no such model folder"),
+    ],
+    ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else None,
+)
+def test_errors_do_not_wait_for_torch(arguments, words, tmp_path):
+    tiny = tmp_path / "tiny"
+    tiny.mkdir()
+    (tiny / "config.json").write_text('{"max_position_embeddings": 512}')
+    tokenizer = Tokenizer(WordLevel({"word": 0, "?": 1}, unk_token="?"))
+    tokenizer.pre_tokenizer = Whitespace()
+    tokenizer.save(str(tiny / "tokenizer.json"))
+    code = (
+        f"import sys; from quickbeam.cli.app import app\ntry: app({arguments!r})\n"
+        "finally: assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    )
+    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_progress_is_told_line_by_line_where_there_is_no_terminal(capsys):
+    with progress_lines("loading", every=0.05) as report:
+        time.sleep(0.2)
+        assert capsys.readouterr().err == ""
+        report("compiling", None)
+        time.sleep(0.2)
+        report("converting a.gguf, once", 0.42)
+        time.sleep(0.2)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "compiling: 0 s" and lines[-1] == "converting a.gguf, once: 42%"
+
+
 def test_help_does_not_wait_for_torch():
     """Importing torch and transformers takes seconds: no command's help needs them."""
     code = (
         "import sys; from quickbeam.cli.app import app\n"
-        "try: app(['bench', 'trees', '--help'])\n"
+        "try: app(['bench', 'throughput', '--help'])\n"
         "finally: assert not {'torch', 'transformers', 'scipy'} & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and "--budgets" in done.stdout
-
-
-def test_help_names_what_the_library_has():
-    """Names that the command line repeats so that it need not import torch."""
-    from quickbeam.bench.trees import DRAWS
-    from quickbeam.cli import trees
-    from quickbeam.trees import DRAFTED
-
-    assert list(DRAFTED) == list(trees.TREES)
-    assert signature(trees.bench_trees).parameters["draws"].default == DRAWS
+    assert (done.returncode, done.stderr) == (0, "") and "--concurrency" in done.stdout
 
 
 @pytest.mark.slow

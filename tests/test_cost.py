@@ -10,9 +10,9 @@ from loads import METHOD
 from models import tiny
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CallCost, CostModel
-from quickbeam.target.batch import Batch, Passed
-from quickbeam.target.kv_cache import NoRoom
-from quickbeam.target.model import Model
+from quickbeam.models.batch import Batch, Passed
+from quickbeam.models.kv_cache import NoRoom
+from quickbeam.models.model import Model
 from quickbeam.tree import TokenTree
 
 # --- the cost of a pass ---------------------------------------------------------------------------

@@ -17,16 +17,16 @@ import torch
 from cases import few
 from drafters import KnownDrafter, context_of, grow
 from quickbeam import LLM
-from quickbeam.draft.base import Context, Laws
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.base import Context, Laws
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.errors import QuickbeamError
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.hybrid import Hybrid
+from quickbeam.methods.perturbed import perturbed_plain, proposals, ruled_out_below
 from quickbeam.noise import CHUNK, LIKELY, Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, most_probable
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.hybrid import Hybrid
-from quickbeam.trees.perturbed import perturbed_plain, proposals, ruled_out_below
 from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree
 
@@ -264,8 +264,8 @@ def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
 
 
 def test_chances_of_children_come_true() -> None:
-    """The model of `trees/perturbed.py`: a target whose logits are the drafter's and a Gumbel error
-    of scale 1."""
+    """The model of `methods/perturbed.py`: a target whose logits are the drafter's and a Gumbel
+    error of scale 1."""
     rng, right, hoped, count = np.random.default_rng(0), 0, 0.0, 3000
     sampler = Sampler(SamplingParams(temperature=0.7), [0], 50)
     for seed in range(count):

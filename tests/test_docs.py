@@ -33,10 +33,11 @@ SMALL = {
     "chat": ["--max-tokens", "8"],
     "demo": ["--max-tokens", "8"],
     "bench": ["--limit", "1", "--max-tokens", "4"],
-    "bench passes": ["--repeats", "1"],
-    "bench weights": ["--repeats", "1"],
 }
-PROGRAMS = {"quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo", "python"}
+PROGRAMS = {
+    *("quickbeam", "make", "pip", "curl", "accelerate", "serve", ".ci/run", "echo", "python"),
+    "lm_eval",
+}
 PET = (
     '{"type": "object", "properties": {"name": {"type": "string", "maxLength": 4}}, "required": '
     '["name"], "additionalProperties": false}'

@@ -16,12 +16,12 @@ import torch
 from features import Pair, Text, context_of, grown, rounds
 from kernels import SETS, load
 from models import VOCAB, tiny
-from quickbeam.draft.base import Context, Drafter, DraftRequest
-from quickbeam.draft.draft_model import LMDrafter
-from quickbeam.shortlist.context import ContextTokens
-from quickbeam.shortlist.layout import Layout
-from quickbeam.shortlist.router import Router, RouterConfig
-from quickbeam.shortlist.shortlist import Shortlist
+from quickbeam.drafters.base import Context, Drafter, DraftRequest
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.shortlist.context import ContextTokens
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.tree import TokenTree
 
 WAYS = [*SETS[:1], "eager"]
@@ -102,7 +102,7 @@ def test_sequences_get_the_laws_that_they_get_alone(
     read and with nothing; two steps."""
     pair = Pair(kind, take(way))
     # prompts are read over several passes, some of them side by side
-    monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", 50)
+    monkeypatch.setattr("quickbeam.drafters.eagle.CHUNK", 50)
     routed, frequent = [None, None] if kind == "own-head" else shortlists(pair)
     kinds = [
         (3, None, 1.0),

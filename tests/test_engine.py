@@ -26,12 +26,12 @@ from quickbeam.engine.scheduler import shares
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.methods import make_policy
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.batch import Batch, Draft, Passed
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.target.batch import Batch, Draft, Passed
-from quickbeam.target.model import Model
-from quickbeam.trees import make_policy
-from quickbeam.trees.base import NoDraft
 
 # the others: test_lm_drafter.py
 CERTAIN = [name for name, preset in PRESETS.items() if "drafter" not in preset.sources]

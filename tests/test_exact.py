@@ -11,17 +11,16 @@ import torch
 
 from cases import few
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.doctor.models import changing_widths
 from quickbeam.errors import InvalidInput
-from quickbeam.target import attention, bit_exact
-from quickbeam.target.attention import SPLIT
-from quickbeam.target.bit_exact import attention_is_order_free, examine, rows_alike
-from quickbeam.target.kv_cache import LayerShape
-from quickbeam.target.kv_store import KVPool
-from quickbeam.target.linear import WIDEST, FastLinear
-from quickbeam.target.loading import load_model
-from quickbeam.target.model import EXACT_NODES
-from quickbeam.target.target import Target
+from quickbeam.models import attention, bit_exact
+from quickbeam.models.attention import SPLIT
+from quickbeam.models.bit_exact import attention_is_order_free, examine, rows_alike
+from quickbeam.models.kv_cache import LayerShape
+from quickbeam.models.kv_store import KVPool
+from quickbeam.models.linear import WIDEST, FastLinear
+from quickbeam.models.loading import load_model
+from quickbeam.models.model import EXACT_NODES, Model
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 # What attention may look like; the other layouts differ in what is around it.
@@ -220,7 +219,9 @@ def test_products_whose_rows_depend_on_their_number_are_seen(
 def test_products_that_are_not_known_break_the_promise() -> None:
     experts = torch.nn.Module()
     experts.weight = torch.nn.Parameter(torch.zeros(2, 3, 4))
-    assert examine([], [experts]).broken == ("the products of Module are not known",)
+    assert examine([], [experts]).broken == (
+        "the experts of Module (a row's bits depend on how many rows an expert gets)",
+    )
 
 
 def test_trees_too_wide_for_the_promise_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,14 +235,7 @@ def test_trees_too_wide_for_the_promise_are_refused(monkeypatch: pytest.MonkeyPa
         target.verify(tree)
 
 
-def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    state = torch.get_rng_state()
-    assert changing_widths((4, 64)) == []
-    assert torch.equal(torch.get_rng_state(), state)
-    same_bits = bit_exact.same_bits
-
+def test_the_probe_sees_rows_whose_bits_change() -> None:
     class Wrong:
         """A model that gives other bits where a pass has many rows."""
 
@@ -261,7 +255,7 @@ def test_the_probe_of_the_doctor_sees_rows_whose_bits_change(
                 for one in passed
             ]
 
-    monkeypatch.setattr(
-        bit_exact, "same_bits", lambda model, **options: same_bits(Wrong(model), **options)
-    )
-    assert changing_widths((4, 64)) == [64]
+    model = Model(tiny("llama", torch.bfloat16, wide=True), exact=True)
+    for nodes in (4, 64):
+        assert bit_exact.same_bits(model, nodes=nodes)
+        assert bit_exact.same_bits(Wrong(model), nodes=nodes) == (nodes == 4)

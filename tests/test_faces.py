@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
 from quickbeam.engine.turns import Turns
-from quickbeam.target.memory import parse_bytes
+from quickbeam.sizes import parse_bytes
 
 PROMPTS = [
     "the cat sat on the mat and the cat",

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from cases import examples
 from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
-from quickbeam.draft import eagle
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.target.model import Model
+from quickbeam.drafters import eagle
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.models.model import Model
 from quickbeam.train.shards import Conversation
 from quickbeam.train.unroll import collate, unroll
 from quickbeam.tree import TokenTree

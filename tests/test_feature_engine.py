@@ -21,18 +21,18 @@ from cases import spread
 from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
-from quickbeam.draft import eagle
-from quickbeam.draft.base import DraftRequest, Laws
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.draft.eagle_model import EagleHead
-from quickbeam.draft.eagle_state import EagleState
+from quickbeam.drafters import eagle
+from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.eagle_state import EagleState
 from quickbeam.engine.budget import Budget, CostModel, Rate
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
-from quickbeam.target.model import Model
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.base import NoDraft
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
     toy_folder: str, head_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # so that short texts are shared
-    monkeypatch.setattr("quickbeam.target.opening.Model", partial(Model, chunk=8))
+    monkeypatch.setattr("quickbeam.models.opening.Model", partial(Model, chunk=8))
     llm, params = (
         LLM(toy_folder, dtype="float32", drafter=str(head_folder)),
         SamplingParams(max_tokens=16, ignore_eos=True),
@@ -340,4 +340,4 @@ def test_the_shipped_drafter_drafts_for_the_default_model(smollm2: Path) -> None
             drafted.token_ids == plain.token_ids and drafted.statistics.mean_accepted_tokens > 1.4
         )
     card = (Path(hub.shipped_drafter(None) or "") / "README.md").read_text()
-    assert "quickbeam train drafter" in card and "| 1 |" in card
+    assert "quickbeam train --only drafter" in card and "| 1 |" in card

@@ -13,14 +13,14 @@ import torch
 
 from answers import answer, request
 from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.batch import Batch, Chain, Draft
+from quickbeam.models.gathered import RowPool
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
-from quickbeam.target.batch import Batch, Chain, Draft
-from quickbeam.target.gathered import RowPool
-from quickbeam.target.model import Model
-from quickbeam.trees.base import NoDraft
-from quickbeam.trees.prompt_lookup import PromptLookup
 
 DEVICES = [
     "cpu",

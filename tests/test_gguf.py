@@ -10,8 +10,8 @@ import torch
 
 from quickbeam import hub
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.target.gguf_reading import Reader, read_once
-from quickbeam.target.loading import load_model
+from quickbeam.models.gguf_reading import Reader, read_once
+from quickbeam.models.loading import load_model
 from test_hub_convert import write_gguf
 
 CPU = torch.device("cpu")

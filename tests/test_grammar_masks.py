@@ -15,24 +15,24 @@ import torch
 from cases import few
 from drafters import KnownDrafter
 from grammars import LETTERS, allowed, compiler, letters, masks
-from quickbeam.draft.base import GRAMMAR, Context, DraftRequest, Laws
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.base import GRAMMAR, Context, DraftRequest, Laws
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.accept import Chance, accept
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.base import Grown, Growth, grown
+from quickbeam.methods.best_first import Search
+from quickbeam.methods.constrained import constrained, lay_runs
+from quickbeam.methods.drafted import DraftedPolicy
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.hybrid import Hybrid
+from quickbeam.models.batch import Passed
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.target.batch import Passed
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.base import Grown, Growth, grown
-from quickbeam.trees.best_first import Search
-from quickbeam.trees.constrained import constrained, lay_runs
-from quickbeam.trees.drafted import DraftedPolicy
-from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.hybrid import Hybrid
 from quickbeam.verify import verify_residual
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from cases import examples
 from drafters import tree_of
-from quickbeam.draft.base import Context
-from quickbeam.draft.last_logits import LastLogits
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.base import Context
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
+from quickbeam.methods.base import NoDraft, TreePolicy
+from quickbeam.methods.logitspec import LogitSpec, branch_length
+from quickbeam.methods.prompt_lookup import PromptLookup, graft
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED, DRAFTER, SOURCES, TREES, make_policy
-from quickbeam.trees.base import NoDraft, TreePolicy
-from quickbeam.trees.logitspec import LogitSpec, branch_length
-from quickbeam.trees.prompt_lookup import PromptLookup, graft
 
 texts = st.lists(st.integers(0, 5), min_size=1, max_size=60)
 budgets = st.integers(1, 80)

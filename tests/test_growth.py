@@ -20,21 +20,21 @@ from answers import answer
 from cases import examples, spread
 from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws, tree_of
 from models import VOCAB, tiny
-from quickbeam.draft.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftRequest, Laws
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import DRAFTED, best_first, make_policy, wide
+from quickbeam.methods.acceptance import Measured
+from quickbeam.methods.base import TreePolicy
+from quickbeam.methods.draws import Draws
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.dyspec_threshold import Threshold
+from quickbeam.methods.eagle2 import Eagle2
+from quickbeam.methods.sequoia import Sequoia
+from quickbeam.methods.specinfer import Branches
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
-from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED, best_first, make_policy, wide
-from quickbeam.trees.acceptance import Measured
-from quickbeam.trees.base import TreePolicy
-from quickbeam.trees.draws import Draws
-from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.dyspec_threshold import Threshold
-from quickbeam.trees.eagle2 import Eagle2
-from quickbeam.trees.sequoia import Sequoia
-from quickbeam.trees.specinfer import Branches
 from quickbeam.verify import verify_equal
 from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
 

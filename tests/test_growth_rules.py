@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from cases import examples
 from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, tree_of, zipf_drafter
-from quickbeam.draft.base import Laws
-from quickbeam.trees import best_first
-from quickbeam.trees.acceptance import Printed
-from quickbeam.trees.draws import Draws, drawn, ranked
-from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.dyspec_threshold import Threshold
-from quickbeam.trees.perturbed import proposals
+from quickbeam.drafters.base import Laws
+from quickbeam.methods import best_first
+from quickbeam.methods.acceptance import Printed
+from quickbeam.methods.draws import Draws, drawn, ranked
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.dyspec_threshold import Threshold
+from quickbeam.methods.perturbed import proposals
 from toy import ToyModel, chi_square
 
 Path = tuple[int, ...]
@@ -173,7 +173,7 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
 
     ((_, expected),) = algorithm_1(model.draft, size, max_depth, next_token)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("quickbeam.trees.drafted.drawn", draw_from)
+        patch.setattr("quickbeam.methods.drafted.drawn", draw_from)
         tree = tree_of(
             DySpec(KnownDrafter(model.draft), Printed()), context_of([0], 1.0), size + 1, max_depth
         )

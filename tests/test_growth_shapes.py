@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 
 from cases import examples
 from drafters import KnownDrafter, LawOf, context_of, grow, paths, tree_of, zipf_drafter
+from quickbeam.methods.eagle2 import Eagle2
+from quickbeam.methods.order import depth_first, heavy_path, mask_blocks
+from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
 from quickbeam.tree import TokenTree
-from quickbeam.trees.eagle2 import Eagle2
-from quickbeam.trees.order import depth_first, heavy_path, mask_blocks
-from quickbeam.trees.sequoia import GENERIC, Sequoia, Shape, Shapes
 from toy import ToyModel
 
 Path = tuple[int, ...]

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from models import VOCAB, random_tree, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target.target import Target
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 PREFIX = [5, 9, 13, 44, 2, 71, 9, 13, 60, 33, 8]

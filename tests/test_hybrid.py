@@ -17,19 +17,19 @@ from cases import examples
 from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
-from quickbeam.draft.base import Context, Laws, Prices
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.base import Context, Laws, Prices
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.budget import Budget, NodePrices
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
+from quickbeam.methods import make_policy
+from quickbeam.methods.acceptance import Likeliest, Printed
+from quickbeam.methods.best_first import Search
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
+from quickbeam.models.model import Model
 from quickbeam.options import Setting
-from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees import make_policy
-from quickbeam.trees.acceptance import Likeliest, Printed
-from quickbeam.trees.best_first import Search
-from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
 from quickbeam.verify import verify_equal
 from toy import ToyModel, path_tokens
 

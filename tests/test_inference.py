@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quickbeam.target.inference import inference
+from quickbeam.models.inference import inference
 
 
 @inference

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from quickbeam import __version__
 from quickbeam.cli.app import app
 from quickbeam.errors import InvalidInput
-from quickbeam.target.native import build, choice, library
-from quickbeam.target.native.choice import Wish
+from quickbeam.models.native import build, choice, library
+from quickbeam.models.native.choice import Wish
 
 needs_kernels = pytest.mark.skipif(not build.has_kernels(), reason="no kernels for this platform")
 
@@ -187,7 +187,7 @@ def test_building_says_what_is_where(tmp_path):
     compiler.chmod(0o755)
 
     def run(*arguments: str, **environment: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "quickbeam.target.native.build", *arguments]
+        command = [sys.executable, "-m", "quickbeam.models.native.build", *arguments]
         done = subprocess.run(
             command,
             capture_output=True,
@@ -219,7 +219,7 @@ def test_building_says_what_is_where(tmp_path):
 
 def test_the_builder_imports_neither_pytorch_nor_what_the_package_needs():
     code = (
-        "import sys; from quickbeam.target.native import choice; sys.exit(bool({'torch', "
+        "import sys; from quickbeam.models.native import choice; sys.exit(bool({'torch', "
         "'platformdirs', 'numpy'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kernels import every_set, load
-from quickbeam.draft import largest as module
-from quickbeam.draft.largest import largest, largest_by_sorting
+from quickbeam.drafters import largest as module
+from quickbeam.drafters.largest import largest, largest_by_sorting
 
 
 def plain(row: list[float], count: int) -> list[int]:

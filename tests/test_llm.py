@@ -18,15 +18,15 @@ from transformers import MambaConfig, T5Config
 
 from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
-from quickbeam.draft.draft_model import LMDrafter
+from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.engine.budget import Budget, CostModel
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
+from quickbeam.methods.sequoia import GENERIC, Sequoia
+from quickbeam.models.batch import Batch, Passed
+from quickbeam.models.model import Model
 from quickbeam.options import Setting
 from quickbeam.presets import PRESETS
-from quickbeam.target.batch import Batch, Passed
-from quickbeam.target.model import Model
-from quickbeam.trees.sequoia import GENERIC, Sequoia
 
 PLD = Setting("pld", "full", None)
 SHORT = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -88,7 +88,7 @@ def test_json_record_has_every_field(llm: LLM) -> None:
         "text token_ids finish_reason model method new_tokens steps mean_accepted_tokens "
         "seconds prefill_seconds tokens_per_second"
     )
-    fields += " seed cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
+    fields += " exact seed cached_tokens draft_seconds verify_seconds drafter_seconds drafter_calls"
     assert {*fields.split(), "sources", "logprobs"} == set(record)
     assert record["seed"] is None  # nothing was left to chance
     assert record["sources"]["ngram"].keys() == {"drafted", "accepted"}
@@ -113,7 +113,7 @@ def test_a_conversation_keeps_its_common_prefix(
     toy_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "quickbeam.target.opening.Model", functools.partial(Model, chunk=8)
+        "quickbeam.models.opening.Model", functools.partial(Model, chunk=8)
     )  # beginnings are shared in steps of as many tokens
     llm = LLM(toy_folder, dtype="float32")
     opening = user("tell me something long")
@@ -172,7 +172,7 @@ def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
     ("options", "words"),
     [
         ({"model": "no/such/folder"}, "no such model folder"),
-        ({"model": "./missing.gguf"}, "no such file"),
+        ({"model": "./missing.gguf"}, "no such model folder or file"),
         ({"model": "organisation/not-cached"}, "can't load 'organisation/not-cached'"),
         ({"method": "lgitspec"}, "unknown method 'lgitspec'; known: ar, pld, logitspec"),
         ({"dtype": "int3"}, "unknown dtype 'int3'; known: auto, bfloat16"),
@@ -383,8 +383,9 @@ def test_an_answer_leaves_nothing_behind_in_the_drafter(drafted: LLM) -> None:
     assert isinstance(drafter, LMDrafter)
     drafted.generate(["abc abc", "xyz"], SHORT, method="dyspec")
     stream, other = (drafted.stream("abc abc", SHORT, method="dyspec") for _ in range(2))
-    next(stream)
-    next(other)
+    for _ in range(3):  # the first token may come before the drafter has read
+        next(stream)
+        next(other)
     assert drafter.model.pool.used > 0
     stream.close()
     del other

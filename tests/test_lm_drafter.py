@@ -17,20 +17,20 @@ from hypothesis import strategies as st
 from answers import answer
 from cases import examples, few
 from models import VOCAB, tiny
-from quickbeam.draft.base import Context, DraftRequest
-from quickbeam.draft.draft_model import GAP, LMDrafter, LMState, check_vocabulary
+from quickbeam.drafters.base import Context, DraftRequest
+from quickbeam.drafters.draft_model import GAP, LMDrafter, LMState, check_vocabulary
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import make_policy
+from quickbeam.methods.base import Grown, Growth, NoDraft, TreePolicy
+from quickbeam.methods.perturbed import proposals
+from quickbeam.models.batch import Batch, Draft, Passed
+from quickbeam.models.kv_store import KVStore
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import draw
-from quickbeam.target.batch import Batch, Draft, Passed
-from quickbeam.target.kv_store import KVStore
-from quickbeam.target.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees import make_policy
-from quickbeam.trees.base import Grown, Growth, NoDraft, TreePolicy
-from quickbeam.trees.perturbed import proposals
 
 NAMES = ("llama", "mistral-window", "gpt2")
 METHODS = few(

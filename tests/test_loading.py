@@ -15,18 +15,28 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlavaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    T5Config,
+    ViTConfig,
+)
 
 from models import tiny
-from quickbeam.draft import loading as drafters
+from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
+from quickbeam.models import loading
+from quickbeam.models.bit_exact import examine
+from quickbeam.models.eager_llama import LeanModel
+from quickbeam.models.fused_llama import FusedLlama
+from quickbeam.models.loading import load_model, parse_dtype, wanted_dtype
+from quickbeam.models.outline import outline
 from quickbeam.params import SamplingParams
-from quickbeam.target import loading
-from quickbeam.target.bit_exact import examine
-from quickbeam.target.eager_llama import LeanModel
-from quickbeam.target.fused_llama import FusedLlama
-from quickbeam.target.loading import load_model, parse_dtype, wanted_dtype
 
 CPU = torch.device("cpu")
 CONTEXT = 48
@@ -150,11 +160,30 @@ def test_lean_forwards_take_plain_embeddings_and_classes_of_transformers_only() 
 
 
 def test_quantised_weights_that_are_no_parameters_are_not_known() -> None:
-    packed, mask = nn.Module(), nn.Module()
+    packed, mask, table = nn.Module(), nn.Module(), nn.Module()
+    table.register_buffer("position_ids", torch.arange(8)[None], persistent=False)
+    assert examine([], [table]).broken == ()
     packed.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
     mask.register_buffer("bias", torch.ones(4, 4, dtype=torch.bool))
     assert examine([], [packed]).broken == ("the products of Module are not known",)
     assert examine([], [mask]).broken == ()
+
+
+def test_experts_in_bfloat16_are_said_to_break_the_promise(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = Path(shutil.copytree(folder, tmp_path / "plain"))
+    experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+    write(folder, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
+    with caplog.at_level("WARNING", "quickbeam"), LLM(str(folder)) as llm:
+        answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
+    assert not answer.statistics.exact and answer.to_json()["exact"] is False
+    (warning,) = [record for record in caplog.records if "promise" in record.message]
+    assert "the experts of Qwen3MoeExperts" in warning.message
+    caplog.clear()
+    with caplog.at_level("WARNING", "quickbeam"), LLM(str(write(plain))) as llm:
+        answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
+        assert answer.statistics.exact == llm.model.exact == (not caplog.records)
 
 
 def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,6 +317,29 @@ def test_a_device_map_takes_the_place_of_the_device(folder: Path) -> None:
     assert load(folder, device_map="cpu").device == CPU
     with pytest.raises(InvalidInput, match=r"device_map spreads it over cpu, disk: .*one device"):
         load(folder, device_map={"model": "cpu", "lm_head": "disk"}, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            LlavaConfig(architectures=["LlavaForConditionalGeneration"]),
+            r"LlavaForConditionalGeneration reads more than text \(text_config, vision_config\): "
+            r"take a checkpoint of its language model alone \(llama\)",
+        ),
+        (Qwen2VLConfig(), r"Qwen2VLConfig reads more than text .*\(qwen2_vl_text\)"),
+        (ViTConfig(), "ViTConfig doesn't continue a text from left to right"),
+        (T5Config(), "T5Config is an encoder-decoder"),
+    ],
+    ids=["llava", "qwen2-vl", "vit", "t5"],
+)
+def test_what_is_no_causal_language_model_is_named(
+    tmp_path: Path, config: PreTrainedConfig, reason: str
+) -> None:
+    config.save_pretrained(tmp_path)
+    for open_it in (load, lambda folder: outline(folder, False)):
+        with pytest.raises(InvalidInput, match=f"can't load .*: {reason}"):
+            open_it(tmp_path)
 
 
 def test_a_checkpoint_that_lacks_weights_is_refused(folder: Path) -> None:

@@ -20,12 +20,12 @@ from answers import answer, request
 from cases import examples, few
 from features import WIDE, head_of
 from models import VOCAB, tiny
-from quickbeam.draft.base import law_of
-from quickbeam.draft.draft_model import LMDrafter
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.draft.eagle_model import EagleHead
-from quickbeam.draft.last_logits import LastLogits
-from quickbeam.draft.ngram import Ngram
+from quickbeam.drafters.base import law_of
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.last_logits import LastLogits
+from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.budget import Budget
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import CostModel
@@ -33,17 +33,17 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import Queue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.hybrid import Hybrid
+from quickbeam.methods.logitspec import LogitSpec
+from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.batch import Batch, Draft
+from quickbeam.models.kv_store import KVStore
+from quickbeam.models.model import Model
+from quickbeam.models.pages import PagedStore
 from quickbeam.params import SamplingParams
-from quickbeam.target.batch import Batch, Draft
-from quickbeam.target.kv_store import KVStore
-from quickbeam.target.model import Model
-from quickbeam.target.pages import PagedStore
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import NoDraft
-from quickbeam.trees.dyspec import DySpec
-from quickbeam.trees.hybrid import Hybrid
-from quickbeam.trees.logitspec import LogitSpec
-from quickbeam.trees.prompt_lookup import PromptLookup
 
 LAYOUTS = (
     "llama",
@@ -400,7 +400,7 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
 def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
     here = world("llama", "native")
     monkeypatch.setattr(
-        "quickbeam.draft.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat)
+        "quickbeam.drafters.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat)
     )
     found = answer(
         here.model,

@@ -17,12 +17,12 @@ import torch
 from cases import spread
 from kernels import SETS, best_set, every_set, load, number, plain_rows, relocated
 from models import CONFIGS, VOCAB, tiny
-from quickbeam.target.native import library, reference
-from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.operands import KVShape, Packed, Rows
-from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagedStore, PagePool
-from quickbeam.target.target import Target
+from quickbeam.models.native import library, reference
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.operands import KVShape, Packed, Rows
+from quickbeam.models.native.program import Program
+from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 from test_exact import one_at_a_time, rows_that_differ
 

@@ -19,11 +19,11 @@ import torch
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target.kv_store import KVStore
-from quickbeam.target.linear import NativeLinear
-from quickbeam.target.native import build, library
-from quickbeam.target.pages import PagedStore
-from quickbeam.target.target import Target
+from quickbeam.models.kv_store import KVStore
+from quickbeam.models.linear import NativeLinear
+from quickbeam.models.native import build, library
+from quickbeam.models.pages import PagedStore
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 pytestmark = pytest.mark.skipif(not SETS, reason="no kernels for this platform")
@@ -238,7 +238,7 @@ def test_a_library_of_another_version_or_none_at_all_is_refused(
 SANITIZED = """
 import sys
 from pathlib import Path
-from quickbeam.target.native import library
+from quickbeam.models.native import library
 kernels = library.Kernels(sys.argv[1], Path(sys.argv[2]))
 library.load = lambda name: kernels
 """
@@ -250,8 +250,8 @@ sys.exit(pytest.main(["-q", "-s", "-p", "no:cacheprovider", "-k", sys.argv[1], s
 BEYOND = """
 import torch
 from kernels import number, plain_rows
-from quickbeam.target.native.operands import Packed
-from quickbeam.target.native.program import Program
+from quickbeam.models.native.operands import Packed
+from quickbeam.models.native.program import Program
 program = Program(kernels)
 program.linear(Packed(kernels, [number(40, 32)]), program.given("x", 32), program.given("y", 40))
 program.run(plain_rows(2), {"x": number(2, 32), "y": torch.empty(79, dtype=torch.bfloat16)})

@@ -19,20 +19,26 @@ from cases import examples
 from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
 from models import VOCAB, tiny
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.shortlist.context import ContextTokens, PlainRows
-from quickbeam.shortlist.head import BlockHead
-from quickbeam.shortlist.layout import Layout
-from quickbeam.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared, rows_format
-from quickbeam.shortlist.router import EPS, Router, RouterConfig
-from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target import quantised
-from quickbeam.target.model import Model
-from quickbeam.target.native import reference
-from quickbeam.target.native.operands import Rows
-from quickbeam.target.native.program import Program
-from quickbeam.target.native.quantised import BFLOAT16, INT8
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.context import ContextTokens, PlainRows
+from quickbeam.drafters.shortlist.head import BlockHead
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.native import (
+    NativeBlocks,
+    NativeRouter,
+    NativeRows,
+    Prepared,
+    rows_format,
+)
+from quickbeam.drafters.shortlist.router import EPS, Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.models import quantised
+from quickbeam.models.model import Model
+from quickbeam.models.native import reference
+from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import BFLOAT16, INT8
 from quickbeam.tree import TokenTree
 from test_shortlist_head import expected, spread
 
@@ -89,7 +95,7 @@ def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
         found[way] = distance(pair)
     assert found[isa] <= 1.25 * found["eager"] + 0.02, found
     native(isa)
-    monkeypatch.setattr("quickbeam.draft.eagle_native.rows_format", lambda weight: BFLOAT16)
+    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     assert distance(Pair(kind, torch.bfloat16, fast=True)) <= 1.25 * found["eager"] + 1e-3
 
 
@@ -97,7 +103,7 @@ def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
 def test_every_set_computes_the_same_laws_up_to_rounding(
     isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickbeam.draft.eagle_native.rows_format", lambda weight: BFLOAT16)
+    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     native("eager")
     usual = distance(Pair("ours", torch.bfloat16, fast=True))
     native(isa)
@@ -162,7 +168,7 @@ def test_chunks_of_the_certain_text_give_the_same_laws(
     pair, laws = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
-        monkeypatch.setattr("quickbeam.draft.eagle.CHUNK", chunk)
+        monkeypatch.setattr("quickbeam.drafters.eagle.CHUNK", chunk)
         text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
         laws.append(torch.cat([text.laws(tree, nodes) for nodes in rounds(tree)]))
     assert torch.equal(laws[0], laws[1]) and torch.equal(laws[0], laws[2])
@@ -446,7 +452,7 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
 def test_an_embedding_that_scales_is_not_passed_over(
     isa: str, config: EagleConfig, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quickbeam.draft.eagle_native.rows_format", lambda weight: BFLOAT16)
+    monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     monkeypatch.setitem(KINDS, "scaled", ("gemma3-window", True, config))
     found = {}
     for way in (isa, "eager"):

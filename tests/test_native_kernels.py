@@ -26,10 +26,10 @@ from kernels import (
     random_paths,
     relocated,
 )
-from quickbeam.target.native import library, reference
-from quickbeam.target.native.operands import BLOCK, KVShape, Packed, Rows
-from quickbeam.target.native.program import Program
-from quickbeam.target.pages import PagePool
+from quickbeam.models.native import library, reference
+from quickbeam.models.native.operands import BLOCK, KVShape, Packed, Rows
+from quickbeam.models.native.program import Program
+from quickbeam.models.pages import PagePool
 
 NAN, INF = torch.nan, torch.inf
 SINGLE, HALF = 2.0**-23, 2.0**-8  # twice the rounding of float32 and of bfloat16

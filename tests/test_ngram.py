@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from quickbeam.draft.base import Source
-from quickbeam.draft.ngram import SCAN, Match, Ngram, NgramIndex
+from quickbeam.drafters.base import Source
+from quickbeam.drafters.ngram import SCAN, Match, Ngram, NgramIndex
 from quickbeam.errors import InvalidInput
 
 small = st.lists(st.integers(0, 2), max_size=40)

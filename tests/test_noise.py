@@ -8,8 +8,8 @@ from scipy import stats
 
 from kernels import every_set, load
 from quickbeam import noise
+from quickbeam.models.native.noise import NativeLoops
 from quickbeam.noise import CHUNK, Noise, Places, Wanted, philox, uniform
-from quickbeam.target.native.noise import NativeLoops
 
 # From the authors' own list (Random123, kat_vectors): key, counter, words.
 KNOWN = [

@@ -17,10 +17,10 @@ import torch
 from safetensors import safe_open
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.target import packed_file
-from quickbeam.target.native import library
-from quickbeam.target.packed_file import ALIGNED, EmbeddingRows, Plan, WeightShape, make
-from quickbeam.target.weight_stream import File, WeightStream
+from quickbeam.models import packed_file
+from quickbeam.models.native import library
+from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Plan, WeightShape, make
+from quickbeam.models.weight_stream import File, WeightStream
 
 pytestmark = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
 SHAPES = [
@@ -174,7 +174,7 @@ def test_segments_come_in_their_order_again_and_again(
     data = os.urandom(7 * ALIGNED)
     path.write_bytes(data)
     if not direct:
-        monkeypatch.setattr("quickbeam.target.weight_stream._direct", lambda _: False)
+        monkeypatch.setattr("quickbeam.models.weight_stream._direct", lambda _: False)
     segments = [(0, 2 * ALIGNED), (2 * ALIGNED, ALIGNED), (4 * ALIGNED, 3 * ALIGNED)]
     stream = WeightStream(path, segments, buffers)
     import ctypes

@@ -15,10 +15,9 @@ from transformers import PreTrainedModel
 from models import tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.params import SamplingParams
-from quickbeam.target import opening
-from quickbeam.target.model import Model
-from quickbeam.target.pinned import (
+from quickbeam.models import opening
+from quickbeam.models.model import Model
+from quickbeam.models.pinned import (
     BUFFERS,
     Copies,
     Direct,
@@ -28,7 +27,8 @@ from quickbeam.target.pinned import (
     layer_bytes,
     pin_layers,
 )
-from quickbeam.target.target import Target
+from quickbeam.models.target import Target
+from quickbeam.params import SamplingParams
 from streaming import bush, ids, saved
 
 CPU = torch.device("cpu")

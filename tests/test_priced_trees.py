@@ -7,8 +7,8 @@ import pytest
 
 from drafters import context_of, grow, tree_of, zipf_drafter
 from quickbeam.engine.budget import NodePrices
-from quickbeam.trees.acceptance import Printed
-from quickbeam.trees.dyspec import DySpec
+from quickbeam.methods.acceptance import Printed
+from quickbeam.methods.dyspec import DySpec
 from toy import path_tokens
 
 

@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from quickbeam import __version__
-from quickbeam.doctor import software
 
 ROOT = Path(__file__).parent.parent
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -58,14 +57,12 @@ def test_workflows_ask_for_targets_that_there_are():
                 assert set(re.findall(r"\bmake ([a-z-]+)", step.get("run", ""))) <= made, path.name
 
 
-def test_every_python_that_the_doctor_takes_for_tested_is_tested():
+def test_the_oldest_python_that_is_promised_is_tested():
     workflow = yaml.safe_load(
         (ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8")
     )
     versions = workflow["jobs"]["tests"]["strategy"]["matrix"]["python"]
-    (oldest, newest) = (".".join(map(str, one)) for one in (software.OLDEST, software.NEWEST))
-    assert (versions[0], versions[-1]) == (oldest, newest)
-    assert f'requires-python = ">={oldest}"' in (ROOT / "pyproject.toml").read_text(
+    assert f'requires-python = ">={versions[0]}"' in (ROOT / "pyproject.toml").read_text(
         encoding="utf-8"
     )
 

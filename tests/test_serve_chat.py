@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+from dataclasses import asdict
 
 import pytest
 
@@ -192,6 +194,33 @@ def test_a_seed_that_was_drawn_repeats_the_answer(runner):
     assert good(ask(runner, PATH, body(n=2)))["seed"] != first["seed"]
 
 
+def test_defaults_are_those_of_the_models_generation_config(toy_folder, tmp_path):
+    folder = shutil.copytree(toy_folder, tmp_path / "toy")
+    own = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05}
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "do_sample": True, **own}))
+    with LLM(str(folder), "ar") as llm:
+        scripted = ScriptedRunner(ServeSettings(), llm)
+        for url, asked in (
+            (PATH, body()),
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/responses", {"input": "x"}),
+        ):
+            found = good(ask(scripted, url, asked))
+            params = scripted.jobs[0].params
+            assert own.items() <= asdict(params).items()
+            assert found.get("temperature", 0.6) == 0.6 and found.get("top_p", 0.95) == 0.95
+            good(ask(scripted, url, {**asked, "temperature": 0, "top_p": 1, "top_k": -1}))
+            params = scripted.jobs[0].params
+            assert (params.temperature, params.top_p, params.top_k) == (0, 1, 0)
+        cold = ScriptedRunner(ServeSettings(default_temperature=0.0), llm)
+        good(ask(cold, PATH, body()))
+        assert cold.jobs[0].params.temperature == 0 and cold.jobs[0].params.top_k == 20
+        path.write_text(json.dumps({"temperature": -3.0}))
+    with LLM(str(folder), "ar") as llm:
+        assert llm.sampling_defaults == {}
+
+
 def test_the_default_temperature_is_openais_or_the_servers(llm):
     default = ScriptedRunner(ServeSettings(), llm)
     good(ask(default, PATH, body()))
@@ -215,7 +244,7 @@ def test_an_answer_may_go_on_to_the_end_of_the_context(llm):
     )
     assert "maximum context length is 512 tokens" in message
     response = ask(scripted, PATH, {"messages": [{"role": "user", "content": "x" * 600}]})
-    refused(response, None)
+    refused(response, "messages")
     assert response.json()["error"]["code"] == "context_length_exceeded"
     asyncio.run(scripted.close())
 
@@ -317,7 +346,7 @@ def test_messages_reach_the_template_as_it_takes_them(llm):
             "messages[2].tool_calls[0].function.arguments",
         )
         llm.tokenizer.chat_template = "{{ raise_exception('only users') }}"
-        assert "only users" in refused(ask(scripted, PATH, body()), None)
+        assert "only users" in refused(ask(scripted, PATH, body()), "messages")
     finally:
         llm.tokenizer.chat_template = before
         asyncio.run(scripted.close())
@@ -369,7 +398,7 @@ REFUSED = {
         },
         "messages[0].content[1]",
     ),
-    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, None),
+    "half a character": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages"),
     "a number as a text": ({"max_tokens": "5"}, "max_tokens"),
     "a fraction of a token": ({"max_tokens": 1.5}, "max_tokens"),
     "a truth as a number": ({"temperature": True}, "temperature"),
@@ -387,10 +416,34 @@ REFUSED = {
     "top_logprobs alone": ({"top_logprobs": 2}, "top_logprobs"),
     "stream options alone": ({"stream_options": {"include_usage": True}}, "stream_options"),
     "a trace alone": ({"trace": True}, "trace"),
-    "store": ({"store": True}, "store"),
     "service tier": ({"service_tier": "priority"}, "service_tier"),
-    "modalities": ({"modalities": ["audio"]}, "modalities"),
-    "prediction": ({"prediction": {"type": "content", "content": "x"}}, "prediction"),
+    "modalities": ({"modalities": ["audio"]}, "modalities[0]"),
+    "prediction": ({"prediction": {"type": "image", "content": "x"}}, "prediction.type"),
+    "no prompt for the answer": ({"add_generation_prompt": False}, "add_generation_prompt"),
+    "two ends": (
+        {
+            "add_generation_prompt": True,
+            "continue_final_message": True,
+            "messages": [*MESSAGES, {"role": "assistant", "content": "x"}],
+        },
+        "add_generation_prompt",
+    ),
+    "no parts": ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    "an answer that says nothing": (
+        {"messages": [*MESSAGES, {"role": "assistant", "contents": "x"}]},
+        "messages[1]",
+    ),
+    "a call of old": (
+        {"messages": [{"role": "assistant", "content": "", "function_call": {"name": "f"}}]},
+        "messages[0].function_call",
+    ),
+    "no choices": ({"guided_choice": []}, "guided_choice"),
+    "a schema that is none": ({"guided_json": "{"}, "guided_json"),
+    "a backend": ({"guided_decoding_backend": "xgrammar"}, "guided_decoding_backend"),
+    "two grammars, one of vLLM's": (
+        {"regex": "a+", "structured_outputs": {"choice": ["a"]}},
+        "structured_outputs.choice",
+    ),
     "functions": ({"functions": [{"name": "f"}]}, "functions"),
     "reasoning": ({"reasoning_effort": "high"}, "reasoning_effort"),
     "web search": ({"web_search_options": {}}, "web_search_options"),
@@ -420,7 +473,11 @@ def test_what_is_not_served_is_refused_by_name(runner, name):
 
 def test_what_asks_for_nothing_is_accepted(runner):
     fields = {
-        "store": False,
+        "store": True,
+        "prediction": {"type": "content", "content": "the cat sat"},
+        "reasoning_effort": "none",
+        "add_generation_prompt": True,
+        "top_logprobs": 0,
         "service_tier": "auto",
         "metadata": {"a": "b"},
         "user": "me",
@@ -447,6 +504,42 @@ def test_what_asks_for_nothing_is_accepted(runner):
             ),
         )
     )
+
+
+def test_a_message_may_be_continued_in_vllms_words(runner):
+    messages = [*MESSAGES, {"role": "assistant", "content": "It sat"}]
+    asked = body(messages=messages, temperature=0, continue_final_message=True)
+    right = good(ask(runner, PATH, asked))["choices"]
+    assert good(ask(runner, PATH, {**asked, "add_generation_prompt": False}))["choices"] == right
+
+
+@pytest.mark.parametrize(
+    ("template", "effort", "shown"),
+    [
+        ("{{ reasoning_effort }}", "high", "high"),
+        ("{% if not enable_thinking %}no{% endif %}", "none", "no"),
+        ("-", "none", "-"),
+        ("-", "high", None),
+        ("{{ enable_thinking }}", "high", None),
+    ],
+)
+def test_a_template_is_told_how_much_to_reason(llm, template, effort, shown):
+    before, llm.tokenizer.chat_template = llm.tokenizer.chat_template, template
+    scripted = ScriptedRunner(ServeSettings(), llm)
+    try:
+        for path, field, fields in (
+            (PATH, "reasoning_effort", body(reasoning_effort=effort)),
+            ("/v1/responses", "reasoning.effort", {"input": "x", "reasoning": {"effort": effort}}),
+        ):
+            response = ask(scripted, path, fields)
+            if shown is None:
+                refused(response, field)
+            else:
+                good(response)
+                assert llm.tokenizer.decode(scripted.jobs[0].prompt) == shown
+    finally:
+        llm.tokenizer.chat_template = before
+        asyncio.run(scripted.close())
 
 
 def test_bodies_that_are_no_json(runner):
@@ -563,6 +656,31 @@ def test_answers_follow_grammars_as_they_do_alone(runner, llm, name, stream):
         assert 0 <= json.loads(right.text)["x"] <= 99
 
 
+@pytest.mark.parametrize("given", ["guided_{}", "structured_outputs"])
+def test_grammars_in_vllms_words(llm, given):
+    pytest.importorskip("llguidance")
+    grammar = pytest.importorskip("quickbeam.grammar").Grammar
+    scripted, lark = ScriptedRunner(ServeSettings(), llm), 'start: "a" | "b"'
+    kinds = {
+        "json": (SCHEMA, grammar.json_schema(SCHEMA)),
+        "regex": ("a+", grammar.regex("a+")),
+        "grammar": (lark, grammar.lark(lark)),
+        "choice": (["a", "b"], grammar.lark(lark)),
+    }
+    for name, (value, right) in kinds.items():
+        fields = {given.format(name): value} if "{" in given else {given: {name: value}}
+        good(ask(scripted, PATH, body(**fields)))
+        assert scripted.jobs[0].params.grammar == right
+    asyncio.run(scripted.close())
+
+
+@pytest.mark.parametrize("text", ["\U0001f600 oui", 'a "b"\\', "two\nlines", "(a|b)*"])
+def test_an_answer_is_one_of_the_choices(runner, text):
+    pytest.importorskip("llguidance")
+    found = good(ask(runner, PATH, body(guided_choice=[text], max_tokens=60)))["choices"][0]
+    assert found["message"]["content"] == text
+
+
 def test_bad_grammars_are_refused_with_the_reason(runner):
     pytest.importorskip("llguidance")
     pytest.importorskip("quickbeam.grammar")
@@ -607,10 +725,11 @@ MESSAGE = st.fixed_dictionaries(
     },
     optional={"name": JSON, "tool_calls": JSON, "tool_call_id": JSON},
 )
+GIVEN = ("regex", "lark", "structured_outputs", "guided_json", "guided_regex", "guided_grammar")
 KNOWN = [
     name
     for name in ChatRequest.model_fields
-    if name not in ("messages", "max_tokens", "n", "best_of", "regex", "lark", "response_format")
+    if name not in ("messages", "max_tokens", "n", "best_of", *GIVEN, "response_format")
 ]
 NUMBERS = st.integers(-3, 3) | st.floats(-3, 3) | st.none()
 
@@ -627,7 +746,11 @@ def test_junk_is_never_the_servers_fault(runner, fields, messages):
     response = ask_raw(runner, PATH, json.dumps(asked))
     assert response.status_code in (200, 400, 404), (asked, response.text)
     if response.status_code != 200:
-        assert response.json()["error"]["message"]
+        error = response.json()["error"]
+        assert error["message"] and (error["param"] is not None or "JSON" in error["message"]), (
+            asked,
+            error,
+        )
 
 
 @examples(50, suppress_health_check=list(HealthCheck))
@@ -635,6 +758,9 @@ def test_junk_is_never_the_servers_fault(runner, fields, messages):
 def test_junk_in_one_field_is_never_the_servers_fault(runner, name, value):
     response = ask_raw(runner, PATH, json.dumps(body(max_tokens=1, **{name: value})))
     assert response.status_code in (200, 400, 404), (name, value, response.text)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["param"] is not None or "JSON" in error["message"]
 
 
 @pytest.mark.slow

@@ -14,11 +14,13 @@ pytest.importorskip("fastapi")
 
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from cases import examples
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import completions
+from quickbeam.serve.convert import INFILL
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
@@ -141,14 +143,119 @@ def test_logprobs_are_the_models_own(runner, llm, stream):
     assert found["text_offset"] == sorted(found["text_offset"]) and found["text_offset"][0] == 0
 
 
+SCORE = SamplingParams(max_tokens=0, prompt_logprobs=2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("length", [0, 5])
+def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
+    """The form that evaluation harnesses read: the prompt's tokens in front of the answer's."""
+    prompts = [llm.tokenizer(one)["input_ids"] for one in ("é the cat", *PROMPTS)]
+    params = SamplingParams(max_tokens=max(length, 1), seed=1, temperature=0.9, logprobs=2)
+    response = ask(
+        runner,
+        PATH,
+        body(
+            prompt=prompts,
+            max_tokens=length,
+            echo=True,
+            logprobs=2,
+            n=2,
+            seed=1,
+            temperature=0.9,
+            stream=stream,
+        ),
+    )
+    pieces = (
+        [one["choices"][0] for one in chunks(response)] if stream else good(response)["choices"]
+    )
+    for index in range(6):
+        ids, mine = prompts[index // 2], [one for one in pieces if one["index"] == index]
+        right = llm.stream(ids, params, choice=index % 2)
+        answer = "".join(right) if length else ""
+        given = right.completion.logprobs if length else []
+        text = "".join(one["text"] for one in mine)
+        assert text == llm.tokenizer.decode(ids) + answer
+        assert mine[-1]["finish_reason"] == "length"
+        found = {
+            name: [one for piece in mine for one in piece["logprobs"][name]]
+            for name in mine[0]["logprobs"]
+        }
+        entries = [*llm.generate(ids, SCORE).prompt_logprobs, *given]
+        assert found["token_logprobs"] == [entry and entry.logprob for entry in entries]
+        assert found["tokens"] == [
+            TokenTexts(llm.tokenizer).text_of(token)
+            for token in [*ids, *(entry.token for entry in given)]
+        ]
+        assert found["top_logprobs"][0] is None and found["text_offset"][0] == 0
+        for token, top in zip(found["tokens"][1:], found["top_logprobs"][1:], strict=True):
+            assert token in top and len(top) <= 3
+        if index > 1:  # whose tokens are characters
+            spelled = list(zip(found["text_offset"], found["tokens"], strict=True))[: len(ids) + 1]
+            assert all(text[at : at + 1] == token for at, token in spelled[: len(ids)])
+            assert all(at == len(ids) for at, _ in spelled[len(ids) :])
+
+
+def test_offsets_skip_what_the_echo_does_not_show():
+    """A token that begins every text, and a space that a tokenizer puts in front."""
+
+    class Texts(TokenTexts):
+        def __init__(self):
+            self._known = {0: b"<s>", 1: b" Hello", 2: b" you"}
+
+    form = CompletionLogprobs(Texts(), len("Hello"), [0, 1])
+    found = form.add((0, 1, 2), [None, *(Logprob(token, -1.0, {}) for token in (1, 2))])
+    assert found["text_offset"] == [0, 0, 5] and found["token_logprobs"] == [None, -1.0, -1.0]
+
+
+def test_prompt_logprobs_have_vllms_form(runner, llm):
+    ids = llm.tokenizer(PROMPTS[1])["input_ids"]
+    right = llm.generate(ids, SCORE).prompt_logprobs
+    found = good(ask(runner, PATH, body(prompt=[ids], prompt_logprobs=2, max_tokens=0)))
+    choice = found["choices"][0]
+    assert choice["text"] == "" and choice["finish_reason"] == "length"
+    assert found["usage"]["completion_tokens"] == 0 and choice["logprobs"] is None
+    assert choice["prompt_logprobs"][0] is None
+    texts = TokenTexts(llm.tokenizer)
+    for entry, one in zip(right[1:], choice["prompt_logprobs"][1:], strict=True):
+        assert {int(token): told["logprob"] for token, told in one.items()} == {
+            entry.token: entry.logprob,
+            **entry.top,
+        }
+        ranks = {token: rank for rank, token in enumerate(entry.top, 1)}
+        assert {int(token): told["rank"] for token, told in one.items()} == {
+            entry.token: None,
+            **ranks,
+        }
+        assert all(
+            told["decoded_token"] == texts.text_of(int(token)) for token, told in one.items()
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone(runner, stream):
+    """Without an answer and without log-probabilities: the prompt as it was given."""
+    response = ask(runner, PATH, body(echo=True, max_tokens=0, stream=stream))
+    pieces = [one["choices"][0] for one in (chunks(response) if stream else [good(response)])]
+    assert "".join(one["text"] for one in pieces) == PROMPTS[0]
+    assert pieces[-1]["finish_reason"] == "length" and pieces[0]["logprobs"] is None
+
+
+def test_a_prompt_that_fills_the_context_can_be_scored(runner):
+    asked = body(prompt=[1] * 512, echo=True, logprobs=0, max_tokens=0)
+    assert len(good(ask(runner, PATH, asked))["choices"][0]["logprobs"]["tokens"]) == 512
+    response = ask(runner, PATH, asked | {"max_tokens": 1})
+    assert response.status_code == 400 and "max_tokens asks for 1:" in response.text
+
+
 def test_offsets_count_characters_however_many_tokens_spell_them():
     class Texts(TokenTexts):
         def __init__(self):
             self._known = {0: b"a", 1: "é".encode()[:1], 2: "é".encode()[1:], 3: b"bc"}
 
-    form = CompletionLogprobs(Texts(), offset=10)
-    found = form.add([Logprob(token, -1.0, {}) for token in (0, 1)])
-    again = form.add([Logprob(token, -1.0, {}) for token in (2, 3, 0)])
+    form = CompletionLogprobs(Texts(), echo=10)
+    found = form.add((0, 1), [Logprob(token, -1.0, {}) for token in (0, 1)])
+    again = form.add((2, 3, 0), [Logprob(token, -1.0, {}) for token in (2, 3, 0)])
     assert found["text_offset"] + again["text_offset"] == [10, 11, 11, 12, 14]
     assert again["tokens"] == ["\ufffd", "bc", "a"]
 
@@ -182,20 +289,32 @@ def test_stop_strings_and_ids(runner, llm):
 
 
 REFUSED = {
-    "suffix": ({"suffix": "x"}, "suffix"),
+    "a suffix without tokens for it": ({"suffix": "x"}, "suffix"),
+    "a suffix of ids": ({"prompt": [3], "suffix": "x"}, "suffix"),
     "best_of": ({"best_of": 3}, "best_of"),
-    "echo with logprobs": ({"echo": True, "logprobs": 1}, "echo"),
+    "no answer": ({"max_tokens": 0}, "max_tokens"),
+    "no answer, with its logprobs": ({"max_tokens": 0, "logprobs": 1}, "max_tokens"),
+    "prompt_logprobs in a stream": ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    "prompt_logprobs of an echo": (
+        {"prompt_logprobs": 1, "echo": True, "logprobs": 2},
+        "prompt_logprobs",
+    ),
+    "too many prompt_logprobs": ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    "too many logprobs of an echo": ({"echo": True, "logprobs": 21}, "logprobs"),
     "no prompt": ({"prompt": []}, "prompt"),
-    "an empty prompt": ({"prompt": ""}, None),
+    "an empty prompt": ({"prompt": ""}, "prompt"),
+    "an empty one of several": ({"prompt": ["a", ""]}, "prompt"),
+    "no ids": ({"prompt": [[]]}, "prompt"),
     "mixed prompts": ({"prompt": ["a", 1]}, "prompt[1]"),
-    "negative ids": ({"prompt": [-1]}, None),
-    "ids beyond the vocabulary": ({"prompt": [100000]}, None),
-    "ids beyond all numbers": ({"prompt": [2**70], "presence_penalty": 1}, None),
+    "negative ids": ({"prompt": [-1]}, "prompt"),
+    "ids beyond the vocabulary": ({"prompt": [100000]}, "prompt"),
+    "ids beyond all numbers": ({"prompt": [2**70], "presence_penalty": 1}, "prompt"),
     "seeds of other prompts": ({"seeds": [1, 2]}, "seeds"),
     "seed and seeds": ({"seeds": [1], "seed": 1}, "seeds"),
     "a seed that is too long": ({"seeds": [2**64]}, "seeds[0]"),
     "logprobs of a chat": ({"logprobs": True}, "logprobs"),
     "a bias beyond the vocabulary": ({"logit_bias": {"100000": 1}}, "logit_bias"),
+    "a stop id beyond the vocabulary": ({"stop_token_ids": [3, 100000]}, "stop_token_ids"),
     "a word without tokens": ({"bad_words": [""]}, "bad_words"),
     "more than there may be": ({"min_tokens": 21}, "min_tokens"),
     "many answers": ({"n": 129}, "n"),
@@ -211,6 +330,25 @@ def test_what_is_not_served_is_refused_by_name(runner, name):
 
 def test_best_of_that_asks_for_nothing(runner):
     assert len(good(ask(runner, PATH, body(n=2, best_of=2, suffix="")))["choices"]) == 2
+
+
+@pytest.mark.parametrize("marks", INFILL)
+def test_a_suffix_is_filled_up_to(toy_folder, marks):
+    before, between, behind = marks
+    with LLM(toy_folder, "ar") as llm:
+        llm.tokenizer.add_tokens([AddedToken(mark, special=True) for mark in marks])
+        # the model has no rows for them
+        llm.model.check_prompt = lambda ids: None
+        scripted = ScriptedRunner(ServeSettings(), llm)
+        scripted.script = "x + 1"
+        asked = {"prompt": ["def f(x):\n  return ", "g"], "suffix": "\n\nf(3)", "echo": True}
+        found = good(ask(scripted, PATH, asked))["choices"]
+        shown = [llm.tokenizer.decode(job.prompt) for job in scripted.jobs]
+        texts = [f"{before}{prompt}{between}\n\nf(3){behind}" for prompt in asked["prompt"]]
+        assert shown == texts and found[0]["text"] == asked["prompt"][0] + "x + 1"
+        ids = llm.tokenizer.convert_tokens_to_ids(list(marks))
+        assert [token for token in scripted.jobs[0].prompt if token in ids] == ids
+        asyncio.run(scripted.close())
 
 
 def test_answers_without_http(runner):
@@ -271,7 +409,8 @@ def test_tokens_there_and_back(runner, llm):
     refused(ask(runner, "/detokenize", {"tokens": [-1]}), "tokens")
     refused(ask(runner, "/detokenize", {"tokens": [10**30]}), "tokens")
     refused(ask(runner, "/tokenize", {"prompt": "x", "model": "y"}), "model", 404)
-    refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), None)
+    refused(ask_raw(runner, "/tokenize", '{"prompt": "\\ud800"}'), "prompt")
+    refused(ask_raw(runner, "/tokenize", '{"prompt": "x", "\\ud800": 1}'), None)
     assert "tools" in refused(
         ask(runner, "/tokenize", {"messages": messages, "tools": [TOOL]}), "tools"
     )
@@ -284,7 +423,14 @@ def test_version(runner):
     assert good(ask(runner, "/version", method="GET")) == {"version": __version__}
 
 
+@pytest.mark.parametrize("path", ["/", "/health", "/version", "/v1/models", "/v1/models/toy"])
+def test_whether_something_is_there(runner, path):
+    assert ask(runner, path, method="HEAD").status_code == 200
+
+
 def test_paths_that_are_not_there(runner):
+    assert ask(runner, "/v1/nothing", method="HEAD").status_code == 404
+    assert ask(runner, PATH, method="HEAD").status_code == 405
     refused(ask(runner, "/v1/nothing", {}), None, 404)
     refused(ask(runner, PATH, method="GET"), None, 405)
 
@@ -296,10 +442,11 @@ JSON = st.recursive(
     ),
     max_leaves=6,
 )
+GIVEN = ("regex", "lark", "structured_outputs", "guided_json", "guided_regex", "guided_grammar")
 KNOWN = [
     name
     for name in CompletionRequest.model_fields
-    if name not in ("max_tokens", "n", "regex", "lark", "response_format")
+    if name not in ("max_tokens", "n", *GIVEN, "response_format")
 ]
 
 
@@ -314,6 +461,9 @@ def test_junk_is_never_the_servers_fault(runner, fields, path):
     )
     response = ask_raw(runner, path, json.dumps(asked))
     assert response.status_code in (200, 400, 404), (asked, response.text)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["param"] is not None or "JSON" in error["message"]  # Infinity is no JSON
 
 
 def test_nothing_is_left_over(runner, llm):

@@ -7,6 +7,7 @@ pytest tests/test_serve_openai.py
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 
 import pytest
@@ -15,6 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("openai")
 
 import openai
+from pydantic import BaseModel
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.serve.runner import Runner
@@ -259,6 +261,60 @@ def test_tools_there_and_back(scripted):
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or []]
     assert [(call.index, call.function.name) for call in calls] == [(0, "f")]
     assert response.output[0].type == "function_call" and events[-1].response.output[0].name == "f"
+
+
+class Answer(BaseModel):
+    x: int
+
+
+def names_in(value):
+    """All names of fields, at any depth."""
+    if isinstance(value, dict):
+        return {*value}.union(*map(names_in, value.values()))
+    return set().union(*map(names_in, value)) if isinstance(value, list) else set()
+
+
+@pytest.mark.parametrize("tools", [False, True])
+def test_all_that_the_client_returns_may_be_sent_back(scripted, tools):
+    """Fields of its own included: `parsed`, `parsed_arguments`, the `index` of a call, nulls."""
+    scripted.script = f"See. {CALL}" if tools else '{"x": 3}'
+    flat = {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": None}
+    chat = dict(model="toy", messages=MESSAGES) | ({"tools": [TOOL]} if tools else {})
+    items = dict(model="toy", input=MESSAGES) | ({"tools": [flat]} if tools else {})
+
+    async def streamed(stream, end):
+        async with stream as events:
+            return await getattr(events, end)()
+
+    async def go(api):
+        completions, responses = api.chat.completions, api.responses
+        form = {} if tools else {"response_format": Answer}
+        said = [await completions.create(**chat)]
+        said += [await streamed(completions.stream(**chat, **form), "get_final_completion")]
+        if not tools:  # it takes strict tools only
+            said += [await completions.parse(**chat, **form)]
+        for message in [one.choices[0].message.model_dump(warnings=False) for one in said]:
+            calls = [one["id"] for one in message["tool_calls"] or []]
+            outputs = [{"role": "tool", "tool_call_id": one, "content": "4"} for one in calls]
+            await completions.create(**{**chat, "messages": [*MESSAGES, message, *outputs]})
+        form = {} if tools else {"text_format": Answer}
+        given = [await responses.create(**items)]
+        given += [await streamed(responses.stream(**items, **form), "get_final_response")]
+        given += [await responses.parse(**items, **form)]
+        for answer in [one.model_dump(by_alias=True, warnings=False) for one in given]:
+            output = answer["output"]
+            calls = [one["call_id"] for one in output if one["type"] == "function_call"]
+            kind = {"type": "function_call_output", "output": "4"}
+            outputs = [{**kind, "call_id": one} for one in calls]
+            settings = {*answer} & {*inspect.signature(responses.create).parameters}
+            again = {**{name: answer[name] for name in settings}, **items}
+            await responses.create(**{**again, "input": [*MESSAGES, *output, *outputs]})
+        return said, given
+
+    said, given = using(scripted, go)
+    seen = names_in([one.model_dump(warnings=False) for one in (*said, *given)])
+    own = {"parsed_arguments", "index"} if tools else {"parsed", "annotations", "refusal"}
+    assert seen >= own
 
 
 def test_the_clients_own_helpers_for_streams(scripted):

@@ -214,12 +214,16 @@ def test_an_answer_of_nothing_is_an_empty_message(llm):
 
 REFUSED = {
     "memory": ({"previous_response_id": "resp_1"}, "previous_response_id"),
-    "storing": ({"store": True}, "store"),
     "background": ({"background": True}, "background"),
     "conversation": ({"conversation": "c"}, "conversation"),
     "a stored prompt": ({"prompt": {"id": "p"}}, "prompt"),
     "truncation": ({"truncation": "auto"}, "truncation"),
-    "reasoning": ({"reasoning": {"effort": "high"}}, "reasoning"),
+    "reasoning": ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+    "a summary": ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+    "a field of a message": (
+        {"input": [{"role": "user", "content": "x", "foo": 1}]},
+        "input[0].foo",
+    ),
     "a chat's length": ({"max_tokens": 4}, "max_tokens"),
     "no room": ({"max_output_tokens": 1000}, "max_output_tokens"),
     "no tokens": ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -254,7 +258,8 @@ def test_what_is_not_served_is_refused_by_name(runner, name):
 
 def test_what_asks_for_nothing_is_accepted(runner):
     fields = {
-        "store": False,
+        "store": True,
+        "reasoning": {"effort": "none", "summary": "auto"},
         "metadata": {"a": "b"},
         "truncation": "disabled",
         "include": ["reasoning.encrypted_content"],
@@ -283,11 +288,11 @@ def test_formats_make_grammars():
     asked = ResponsesRequest.model_validate(
         {"input": "x", "text": {"format": {"type": "json_schema", "name": "n", "schema": schema}}}
     )
-    assert asked.grammars == ["text"] and asked.response_format.json_schema.schema_ == schema
+    assert asked.grammars == [("text", "json_schema", schema)]
     asked = ResponsesRequest.model_validate(
         {"input": "x", "text": {"format": {"type": "json_object"}}}
     )
-    assert asked.grammars == ["text"]
+    assert asked.grammars == [("text", "json_object", True)]
     assert (
         ResponsesRequest.model_validate(
             {"input": "x", "text": {"format": {"type": "text"}}}
@@ -326,10 +331,11 @@ ITEM = st.fixed_dictionaries(
         "arguments": JSON,
     },
 )
+GIVEN = ("regex", "lark", "structured_outputs", "guided_json", "guided_regex", "guided_grammar")
 KNOWN = [
     name
     for name in ResponsesRequest.model_fields
-    if name not in ("max_output_tokens", "regex", "lark", "text")
+    if name not in ("max_output_tokens", *GIVEN, "text")
 ]
 
 
@@ -342,3 +348,6 @@ def test_junk_is_never_the_servers_fault(runner, fields, items):
     asked = {"input": items, "max_output_tokens": 1, **fields}
     response = ask_raw(runner, PATH, json.dumps(asked))
     assert response.status_code in (200, 400, 404), (asked, response.text)
+    if response.status_code != 200:
+        error = response.json()["error"]
+        assert error["param"] is not None or "JSON" in error["message"]

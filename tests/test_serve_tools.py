@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("fastapi")
 
 from quickbeam import LLM
-from quickbeam.serve.messages import Tool
+from quickbeam.serve.messages import NamedTool, Tool
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
 from quickbeam.serve.tool_formats import (
@@ -26,7 +26,7 @@ from quickbeam.serve.tool_formats import (
     strict_grammar,
     tool_format,
 )
-from quickbeam.serve.tools import Call, CallReader
+from quickbeam.serve.tools import Call, CallReader, calling
 from serving import ScriptedRunner, ask, chunks, events, good, refused
 
 PATH = "/v1/chat/completions"
@@ -40,6 +40,7 @@ TOOL = {
     "type": "function",
     "function": {"name": "f", "description": "Add one.", "parameters": SCHEMA},
 }
+TOOL_F = {"type": "function", "function": {"name": "f"}}
 OTHER = {"type": "function", "function": {"name": "g"}}
 TOOLS = [Tool.model_validate(TOOL), Tool.model_validate(OTHER)]
 MESSAGES = [{"role": "user", "content": "What is f of 3?"}]
@@ -452,6 +453,18 @@ def test_forcing_grammars_allow_what_is_read_as_calls(name, tokenizer):
     )
     assert not matches(forcing_grammar(form, TOOLS[1:], True, tokenizer), tokenizer, one)
     assert read(form, one, 5) == [("f", {"x": 3})] and (not several or len(read(form, two, 5)) == 2)
+
+
+@pytest.mark.parametrize("choice", ["required", TOOL_F])
+def test_forced_calls_are_one_unless_several_are_asked_for(tokenizer, choice):
+    """A weak model goes on calling for as long as a grammar lets it."""
+    tokenizer.chat_template = TEMPLATES["hermes"][1]
+    choice = choice if choice == "required" else NamedTool.model_validate(choice)
+    two = f"{HERMES_CALL}\n{HERMES_CALL}"
+    for asked in (None, False, True):
+        lark = calling(TOOLS, choice, asked, tokenizer).grammar.text
+        assert matches(lark, tokenizer, HERMES_CALL)
+        assert matches(lark, tokenizer, two) == (asked is True and choice == "required")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
+from quickbeam.drafters.shortlist.context import ContextTokens
+from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.shortlist.shortlist import Routed, Shortlist, best, best_on_cpu
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.context import ContextTokens
-from quickbeam.shortlist.layout import FREQUENT, Layout
-from quickbeam.shortlist.router import Router, RouterConfig
-from quickbeam.shortlist.shortlist import Routed, Shortlist, best, best_on_cpu
 from test_shortlist_head import spread
 
 VOCAB, D, EMBED = 120, 16, 8

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
+from quickbeam.drafters.shortlist import head
+from quickbeam.drafters.shortlist.head import BlockHead, Scores
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist import head
-from quickbeam.shortlist.head import BlockHead, Scores
-from quickbeam.shortlist.layout import Layout
 
 
 def spread(scores: Scores, vocab: int) -> torch.Tensor:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quickbeam.drafters.shortlist.head import BlockHead
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.head import BlockHead
-from quickbeam.shortlist.layout import Layout
 from test_shortlist_head import expected, spread
 
 triton = pytest.importorskip("triton")
@@ -137,7 +137,7 @@ def test_the_kernel_compiles_for_cuda_without_one(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from quickbeam.shortlist.kernels import block_logits
+    from quickbeam.drafters.shortlist.kernels import block_logits
 
     tile = {"N": 16, "S": 64, "D": 64}
     signature = (

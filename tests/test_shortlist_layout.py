@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cases import examples
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import ABSENT, FREQUENT, Layout
+from quickbeam.drafters.shortlist.router import EPS, FastRouter, Router, RouterConfig
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.artefact import Artefact
-from quickbeam.shortlist.layout import ABSENT, FREQUENT, Layout
-from quickbeam.shortlist.router import EPS, FastRouter, Router, RouterConfig
 
 VOCAB = 40
 
@@ -111,7 +111,7 @@ def test_the_fast_router_gives_what_the_router_does(
     packable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not packable:
-        monkeypatch.setattr("quickbeam.shortlist.router.pack_weight", lambda weight: None)
+        monkeypatch.setattr("quickbeam.drafters.shortlist.router.pack_weight", lambda weight: None)
     router, (hidden, embedded) = some_router(5), (torch.randn(3, 6), torch.randn(3, 4))
     expected = router(hidden, embedded).detach()
     torch.testing.assert_close(
@@ -250,7 +250,7 @@ def test_a_save_that_fails_leaves_the_last_one(
         path.write_bytes(b"half")
         raise OSError("no space left")
 
-    monkeypatch.setattr("quickbeam.shortlist.artefact.save_file", full_disk)
+    monkeypatch.setattr("quickbeam.drafters.shortlist.artefact.save_file", full_disk)
     other = Artefact(Layout.by_frequency(artefact.ranking, 3, VOCAB), artefact.ranking)
     with pytest.raises(OSError, match="no space"):
         other.save(tmp_path)

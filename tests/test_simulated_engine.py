@@ -12,12 +12,12 @@ import torch
 from cases import few
 from drafters import KnownDrafter, context_of
 from loads import METHOD
-from quickbeam.draft.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftRequest, Laws
 from quickbeam.engine.budget import Budget, Load
 from quickbeam.engine.cost import CostModel
+from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.dyspec import DySpec
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import Grown, Growth
-from quickbeam.trees.dyspec import DySpec
 
 
 def simulated(

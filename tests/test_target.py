@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
+    Gemma4TextConfig,
     JambaConfig,
     LlamaConfig,
     MambaConfig,
@@ -22,15 +23,15 @@ from transformers import (
 )
 
 from cases import examples
-from models import CONFIGS, VOCAB, path_logits, random_tree, tiny
+from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
-from quickbeam.target.eager_llama import LeanModel
-from quickbeam.target.kv_cache import LayerShape
-from quickbeam.target.kv_store import KVPool
-from quickbeam.target.linear import FastLinear, pack_linears, pack_weight
-from quickbeam.target.model import Model
-from quickbeam.target.target import Target
+from quickbeam.models.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
+from quickbeam.models.eager_llama import LeanModel
+from quickbeam.models.kv_cache import LayerShape
+from quickbeam.models.kv_store import KVPool
+from quickbeam.models.linear import FastLinear, pack_linears, pack_weight
+from quickbeam.models.model import Model
+from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 PREFIX = [5, 9, 13, 44, 2, 71, 9, 13, 60, 33, 8]
@@ -57,6 +58,19 @@ def test_tree_logits_equal_separate_paths(name: str, fast: bool) -> None:
         target.commit(tree, path)
         ids += [tree.token[node] for node in path]
         assert target.ids == ids
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
+def test_layers_that_share_keys_and_values_read_those_of_all_rows(fast: bool) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shared = dict(num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2, head_dim=8)
+    small = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8)
+    config = Gemma4TextConfig(**SIZES | shared | small, sliding_window=6)
+    reference = tiny("", config=config)
+    target = Target(copy.deepcopy(reference), fast=fast, chunk=4)
+    close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
+    tree = random_tree(torch.Generator().manual_seed(1), 9)
+    close(target.verify(tree), path_logits(reference, PREFIX, tree))
 
 
 @pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])

@@ -22,7 +22,6 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(
     prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
     arguments = [
         "train",
-        "all",
         "--model",
         toy_folder,
         "--out",
@@ -50,7 +49,7 @@ def test_one_command_leaves_a_drafter_with_a_shortlist_and_its_figures(
     first = CliRunner().invoke(app, arguments)
     assert first.exit_code == 0, first.output
     assert [f"{i} of 3" in first.output for i in (1, 2, 3)] == [True] * 3
-    for name in ("training", "router", "acceptance", "bench"):
+    for name in ("training", "router", "bench"):
         json.loads((out / f"{name}.json").read_text())
     methods = json.loads((out / "bench.json").read_text())["methods"]
     assert {"ar", "logitspec", "dyspec", "frspec", "dynaspec"} <= set(methods)

@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
+from quickbeam.drafters.shortlist.layout import FREQUENT
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.layout import FREQUENT
 from quickbeam.train import clusters
 
 VOCAB, D, FREQUENT_ONES, SIZE = 300, 12, 40, 32
@@ -131,7 +131,7 @@ def test_one_cluster_is_enough_for_what_fits_it() -> None:
 
 @pytest.mark.parametrize(
     ("frequent", "size", "said"),
-    [(0, 8, "--frequent 0"), (VOCAB, 8, f"1 to {VOCAB - 1}"), (8, 0, "--size 0")],
+    [(0, 8, "--listed 0"), (VOCAB, 8, f"1 to {VOCAB - 1}"), (8, 0, "--size 0")],
 )
 def test_sizes_that_leave_nothing_are_refused(frequent: int, size: int, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):

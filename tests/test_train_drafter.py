@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, SamplingParams
 from quickbeam.cli.app import app
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train import drafter, stages
 from quickbeam.train.shards import Conversation, Shards, ShardWriter
@@ -334,7 +334,7 @@ def test_what_goes_wrong_is_named(
         raise SafetensorError("I/O error: No space left on device")
 
     for writer, failing in (
-        ("quickbeam.draft.eagle_model.save_file", full_too),
+        ("quickbeam.drafters.eagle_model.save_file", full_too),
         ("torch.save", full),
     ):
         monkeypatch.setattr(writer, failing)
@@ -359,6 +359,7 @@ def test_a_gradient_that_is_not_finite_reaches_no_weights(shards: Shards, tmp_pa
 def command(*arguments: str) -> list[str]:
     return [
         "train",
+        "--only",
         "drafter",
         "--tokens",
         "1500",

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.layout import ABSENT, FREQUENT, Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.shortlist.layout import ABSENT, FREQUENT, Layout
-from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train import labels
 from quickbeam.train import router as training
 from quickbeam.train.drafter import split

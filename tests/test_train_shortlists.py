@@ -15,9 +15,10 @@ import torch
 from typer.testing import CliRunner
 
 from quickbeam.cli.app import app
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.shortlist.artefact import Artefact
-from quickbeam.shortlist.router import RouterConfig
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.router import RouterConfig
+from quickbeam.errors import InvalidInput
 from quickbeam.train import router as training
 from quickbeam.train import shortlists
 from quickbeam.train.labels import Labeller, Rows
@@ -37,36 +38,10 @@ def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text(
         "\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60))
     )
-    drafter = [
-        "drafter",
-        "--prompts",
-        str(folder / "prompts.jsonl"),
-        "--tokens",
-        "1500",
-        "--length",
-        "64",
-        "--slots",
-        "8",
-    ]
-    run(
-        folder,
-        toy_folder,
-        *drafter,
-        "--epochs",
-        "1",
-        "--batch",
-        "256",
-        "--loss-vocab",
-        "128",
-        "--depths",
-        "1",
-    )
-    said = run(folder, toy_folder, "clusters", "--size", "16", "--frequent", "33")
-    assert (
-        "the 33 frequent tokens are" in said
-        and "14 clusters of 16" in said
-        and "dropped" not in said
-    )
+    given = "--only drafter --tokens 1500 --length 64 --slots 8 --epochs 1 --batch 256"
+    given += " --loss-vocab 128 --depths 1"
+    run(folder, toy_folder, "--prompts", str(folder / "prompts.jsonl"), *given.split())
+    shortlists.ClusterTraining(toy_folder, folder, 33, 16).run()
     return folder
 
 
@@ -76,33 +51,21 @@ def folder(made: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(made, tmp_path / "drafter"))
 
 
-def run(folder: Path, model: str, command: str, *arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(
-        app, ["train", command, "--out", str(folder), "--model", model, *arguments]
-    )
+def run(folder: Path, model: str, *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["train", "--out", str(folder), "--model", model, *arguments])
     assert result.exit_code == code, result.output
     return " ".join(result.output.split())
 
 
-def test_the_commands_make_a_shortlist(toy_folder: str, folder: Path) -> None:
-    said = run(
-        folder,
-        toy_folder,
-        "router",
-        "--rows",
-        "400",
-        "--epochs",
-        "3",
-        "--depths",
-        "2",
-        "--width",
-        "32",
-    )
-    assert (
-        "needs at most" in said
-        and "epoch 3 of 3" in said
-        and ("held-out recall at depth 2") in said
-    )
+HEADS = ("--only", "shortlist", "--clusters", "heads")
+
+
+def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path) -> None:
+    given = "--listed 33 --size 16 --rows 400 --router-epochs 3 --depths 2 --width 32"
+    said = run(folder, toy_folder, *HEADS, *given.split())
+    assert "the 33 frequent tokens are" in said and "14 clusters of 16" in said
+    assert "needs at most" in said and "epoch 3 of 3" in said
+    assert "held-out recall at depth 2" in said
     artefact = Artefact.load(folder)
     assert artefact.layout.frequent == 33 and artefact.layout.size == 16
     assert artefact.router is not None and artefact.router.config == RouterConfig(32, 32, 32, 14)
@@ -114,7 +77,8 @@ def test_the_commands_make_a_shortlist(toy_folder: str, folder: Path) -> None:
     )
     card = (folder / "ROUTER.md").read_text()
     assert (
-        f"quickbeam train router --model {toy_folder} --rows 400 --epochs 3 --width 32 --depths 2"
+        f"quickbeam train --only shortlist --clusters heads --model {toy_folder} --rows 400 "
+        "--router-epochs 3 --width 32 --depths 2"
     ) in card
     assert (
         "14 clusters of 16 tokens" in card
@@ -122,8 +86,8 @@ def test_the_commands_make_a_shortlist(toy_folder: str, folder: Path) -> None:
     )
     assert not list(folder.glob("*.part"))
 
-    said = run(folder, toy_folder, "clusters", "--size", "32")
-    assert "the router was over other clusters and is dropped" in said
+    # a router over clusters that were there before goes
+    shortlists.ClusterTraining(toy_folder, folder, size=32).run()
     assert Artefact.load(folder).router is None and Artefact.load(folder).layout.frequent == 21
     assert not (folder / "ROUTER.md").exists() and not (folder / "router.json").exists()
 
@@ -167,19 +131,18 @@ def test_an_interrupted_training_keeps_the_best_so_far(toy_folder: str, folder: 
 def test_bad_input_to_the_commands(
     toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def told(command: str, *arguments: str, at: Path = folder) -> str:
-        return run(at, toy_folder, command, *arguments, code=2)
+    def told(*arguments: str) -> str:
+        return run(folder, toy_folder, *HEADS, *arguments, code=2)
 
-    assert "--frequent 257" in told("clusters", "--frequent", "257")
-    assert "fewer --rows" in told("router", "--rows", str(10**12))
+    assert "--listed 257" in told("--listed", "257")
+    assert "fewer --rows" in told("--rows", str(10**12))
     config = json.loads((folder / "config.json").read_text())
 
     def configured(**changes: Any) -> None:
         (folder / "config.json").write_text(json.dumps(config | changes))
 
     configured(vocab_size=300)
-    for command in ("clusters", "router"):
-        assert "give the --model that it was trained for" in told(command)
+    assert "give the --model that it was trained for" in told()
     configured()
     for shard in (folder / "text").glob("*.safetensors"):
         shard.unlink()
@@ -193,20 +156,19 @@ def test_bad_input_to_the_commands(
         )
     )
     writer.flush()
-    assert "the text holds hidden states of 8" in told("router")
+    assert "the text holds hidden states of 8" in told()
     monkeypatch.setattr(shortlists, "load_model", None)  # what follows is refused without the model
     network = EagleHead(
         EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
     )
     network.save(folder)
-    for command in ("clusters", "router"):
-        assert "a fixed shortlist" in told(command)
+    assert "a fixed shortlist" in told()
     (folder / "model.safetensors").unlink()
-    assert "not a drafter" in told("clusters")
-    assert "no clusters" in told("router", at=folder / "text")
-    for command in ("clusters", "router"):
-        shutil.rmtree(folder / "text", ignore_errors=True)
-        assert "no text" in told(command)
+    assert "not a drafter" in told()
+    with pytest.raises(InvalidInput, match="no clusters"):
+        shortlists.RouterTraining(toy_folder, folder / "text", RouterRecipe())
+    shutil.rmtree(folder / "text")
+    assert "no text" in told()
 
 
 @pytest.mark.parametrize(("vocab", "size"), [(151936, 512), (32768, 512), (257, 4), (8, 1)])

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.target.batch import Batch, Draft, Passed
-from quickbeam.target.kv_cache import Pool, SequenceCache
-from quickbeam.target.model import Model
+from quickbeam.models.batch import Batch, Draft, Passed
+from quickbeam.models.kv_cache import Pool, SequenceCache
+from quickbeam.models.model import Model
 from quickbeam.train import text
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Circles
@@ -362,9 +362,11 @@ class Script:
     """A model that nearly always says what follows a token in `after`; any other token is a little
     less likely."""
 
+    streamed = None
     after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
-    device, native, vocab_size, chunk, granularity, beside = (
+    device, native, exact, vocab_size, chunk, granularity, beside = (
         torch.device("cpu"),
+        True,
         True,
         20,
         512,

@@ -36,12 +36,12 @@ from answers import answer
 from cases import few
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
+from quickbeam.methods import make_policy
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.target.model import Model
 from quickbeam.transformers import engines, generate, generator
 from quickbeam.transformers.params import params_of
-from quickbeam.trees import make_policy
 
 PAD, END = 0, 2
 TEXT = [5, 6, 7, 8, 9, 5, 6, 7, 8, 9, 5, 6]
@@ -118,7 +118,8 @@ def test_rows_that_end_early_are_padded_and_the_widest_gives_the_width(
     plain = llama.generate(ROWS, attention_mask=MASK, **{**GREEDY, "eos_token_id": None})[
         :, ROWS.shape[1] :
     ]
-    ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20])]
+    # the last one is in no vocabulary, and never comes
+    ends = [int(plain[0, 3]), int(plain[1, 9]), int(plain[2, 20]), 10**6]
     wanted = {**GREEDY, "eos_token_id": ends, "pad_token_id": 96}
     expected = llama.generate(ROWS, attention_mask=MASK, **wanted)
     assert (expected == 96).any() and expected.shape[1] < ROWS.shape[1] + 40
@@ -223,7 +224,7 @@ def test_stop_strings_and_time(toy_folder: str) -> None:
         AutoTokenizer.from_pretrained(toy_folder),
     )
     ids = tokenizer("abc abc", return_tensors="pt")["input_ids"]
-    wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD)
+    wanted = dict(do_sample=False, max_new_tokens=24, pad_token_id=PAD, repetition_penalty=1.7)
     text = tokenizer.decode(model.generate(ids, **wanted)[0, ids.shape[1] :])
     stop = StopStringCriteria(tokenizer, [re.search(r"[!-~]{2}", text)[0]])
     expected, found = (

@@ -20,8 +20,8 @@ from checkpoints import DRAFT, LLAMA, eagle3, read, write
 from quickbeam.cli import common
 from quickbeam.cli.app import app
 from quickbeam.cli.common import harmless, strict_json
-from quickbeam.draft.checkpoints import is_eagle
-from quickbeam.draft.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.drafters.checkpoints import is_eagle
+from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.engine.result import Logprob
 from quickbeam.errors import InvalidInput
 
@@ -153,8 +153,3 @@ def test_a_trace_does_not_command_the_terminal(run, tmp_path: Path) -> None:
 def test_consent_to_code_is_passed_on(run, given: list[str]) -> None:
     assert run("generate", "hi", *given).exit_code == 0
     assert bool(fake_llm.CALLS[0][1][2].get("trust_remote_code")) == bool(given)
-
-
-def test_transformers_own_methods_take_no_consent(run) -> None:
-    result = run("generate", "hi", "--method", "hf", "--trust-remote-code")
-    assert result.exit_code == 2 and "--trust-remote-code: hf is" in result.stderr

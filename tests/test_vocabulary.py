@@ -20,20 +20,20 @@ from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
-from quickbeam.draft.base import DraftRequest, Laws
-from quickbeam.draft.draft_model import LMDrafter
-from quickbeam.draft.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
+from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.overlap import WAYS, Overlap
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.linear import FastLinear
 from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS, plain_vocab
-from quickbeam.shortlist.artefact import Artefact
-from quickbeam.shortlist.layout import Layout
-from quickbeam.shortlist.overlap import WAYS, Overlap
-from quickbeam.shortlist.router import Router, RouterConfig
-from quickbeam.target.linear import FastLinear
 from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.base import NoDraft
 
 SHORT = tuple(word for word in VOCABS if word != "full")
 
@@ -311,9 +311,9 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
             answer(target, DRAFTED["greedy"](one), params, [1], shortlist=shortlist)
     folder, drafter.folder = drafter.folder, tmp_path
     try:
-        assert "quickbeam train shortlist" in told(
+        assert "quickbeam train --only shortlist" in told(
             "frequency"
-        ) and "quickbeam train shortlist" in told("router")
+        ) and "quickbeam train --only shortlist" in told("router")
         artefact(VOCAB, 32, router=False).save(tmp_path)
         assert (
             "has clusters but no router" in told("router")
@@ -363,7 +363,7 @@ def test_the_default_takes_a_list_that_is_there_and_no_router(tmp_path: Path) ->
 def test_words_and_sizes_are_refused_before_anything_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("quickbeam.target.opening.load_model", None)
+    monkeypatch.setattr("quickbeam.models.opening.load_model", None)
     with pytest.raises(InvalidInput, match="unknown vocabulary 'half'"):
         LLM(method="dyspec", vocab="half")
     for options in (

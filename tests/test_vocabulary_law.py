@@ -16,15 +16,15 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from answers import request
 from cases import few
-from quickbeam.draft import eagle
-from quickbeam.draft.base import HeadUse
-from quickbeam.draft.eagle import EagleDrafter
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
-from quickbeam.draft.vocabulary import make_shortlist
+from quickbeam.drafters import eagle
+from quickbeam.drafters.base import HeadUse
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
+from quickbeam.methods import DRAFTED
+from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
-from quickbeam.target.model import Model
-from quickbeam.trees import DRAFTED
 from test_vocabulary import artefact
 from toy import chi_square, exact_law
 

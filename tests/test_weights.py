@@ -14,12 +14,12 @@ import torch
 
 from kernels import best_set, every_set, load, number, plain_rows
 from quickbeam.errors import InvalidInput
-from quickbeam.target import quantised
-from quickbeam.target.native import library, reference
-from quickbeam.target.native.library import Kernels
-from quickbeam.target.native.program import Program
-from quickbeam.target.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
-from quickbeam.target.quantised import Quantised, QuantisedLinear, quantise, quantise_rows
+from quickbeam.models import quantised
+from quickbeam.models.native import library, reference
+from quickbeam.models.native.library import Kernels
+from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
+from quickbeam.models.quantised import Quantised, QuantisedLinear, quantise, quantise_rows
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
 SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]

@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 
 from cases import examples
 from drafters import context_of, tree_of, zipf_drafter
-from quickbeam.draft.base import Laws
-from quickbeam.tree import TokenTree
-from quickbeam.trees import DRAFTED
-from quickbeam.trees.draws import drawn
-from quickbeam.trees.wide import (
+from quickbeam.drafters.base import Laws
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.draws import drawn
+from quickbeam.methods.wide import (
     CHUNK,
     distinct,
     independent,
@@ -29,6 +28,7 @@ from quickbeam.trees.wide import (
     likeliest_plain,
     peaks,
 )
+from quickbeam.tree import TokenTree
 from toy import chi_square
 
 vocabs = st.sampled_from([1, 5, 127, 128, 129, 300, 1000, 4096, 5003])
@@ -237,7 +237,7 @@ def test_trees_over_wide_laws_are_those_of_the_plain_ways(
         ]
 
     fast = grown()
-    monkeypatch.setattr("quickbeam.trees.perturbed.likeliest", likeliest_plain)
+    monkeypatch.setattr("quickbeam.methods.perturbed.likeliest", likeliest_plain)
     for one, other in zip(fast, grown(), strict=True):
         assert (one.token, one.parent, one.value) == (
             other.token,

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from quickbeam.target import bit_exact
-from quickbeam.target.bit_exact import NARROW, _rows_alike, rows_alike
-from quickbeam.target.linear import FastLinear
+from quickbeam.models import bit_exact
+from quickbeam.models.bit_exact import NARROW, _rows_alike, rows_alike
+from quickbeam.models.linear import FastLinear
 
 INPUTS, WIDE = 34, NARROW + 1000
 ASKED = rows_alike.__wrapped__  # without what was found before

@@ -237,3 +237,35 @@ def pick(weights: list[float], generator: torch.Generator) -> int:
 def normalised(weights: list[float]) -> list[float]:
     total = sum(weights)
     return [weight / total for weight in weights] if total else weights
+
+
+def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
+    """Return the probability that verification (`verify.py`) accepts each node, 1 for the root.
+
+    It is the product, over the nodes of its path, of
+
+        a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
+
+    where i is a node's position among its siblings, and R and Q are those of `verify.py`.
+    `law(node)` is the target's distribution `[vocab]` after `node`.
+    """
+    chances = [1.0] + [0.0] * (len(tree) - 1)
+    for node, children in enumerate(tree.children):
+        if not children or not chances[node]:
+            continue
+        residual, left = law(node).double(), chances[node]
+        tokens = torch.tensor(list(children), device=residual.device)
+        for i, (token, child) in enumerate(children.items()):
+            drafted = tree.law[child]
+            if drafted is None:
+                proposal = torch.zeros_like(residual).index_fill_(0, tokens[i : i + 1], 1.0)
+            else:
+                proposal = drafted.to(residual).index_fill(0, tokens[:i], 0.0)
+                proposal /= proposal.sum()
+            accepted = min(1.0, float(residual[token] / proposal[token]))
+            chances[child], left = left * accepted, left * (1 - accepted)
+            residual = (residual - proposal).clamp_(min=0.0)
+            if not (mass := float(residual.sum())) > 0:
+                break
+            residual /= mass
+    return chances

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 from typing_extensions import Self, Unpack
 
 from quickbeam import hub
-from quickbeam.draft.base import Drafter
-from quickbeam.draft.loading import load_drafter
-from quickbeam.draft.vocabulary import Shortlists, is_listed
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.loading import load_drafter
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.drafters.vocabulary import Shortlists, is_listed
 from quickbeam.engine.budget import MOST_DEAR
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
 from quickbeam.engine.output import Output
@@ -22,6 +23,16 @@ from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
+from quickbeam.locate import check_source
+from quickbeam.methods import DRAFTER, make_policy
+from quickbeam.methods.base import TreePolicy
+from quickbeam.models.loading import pick_device, wanted_dtype
+from quickbeam.models.memory import free_memory
+from quickbeam.models.native import choice, library
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.opening import open_model
+from quickbeam.models.quantised import check_weights, refuse_place
+from quickbeam.models.streamed_loading import refuse_memory
 from quickbeam.options import Options, Setting, check_options, warmth
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.presets import (
@@ -35,16 +46,7 @@ from quickbeam.presets import (
     stand_in,
 )
 from quickbeam.sampling import Sampler, bad_word_ids
-from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target.loading import pick_device, wanted_dtype
-from quickbeam.target.memory import free_memory, parse_bytes
-from quickbeam.target.native import choice, library
-from quickbeam.target.native.quantised import BFLOAT16
-from quickbeam.target.opening import open_model
-from quickbeam.target.quantised import check_weights, refuse_place
-from quickbeam.target.streamed_loading import refuse_memory
-from quickbeam.trees import DRAFTER, make_policy
-from quickbeam.trees.base import TreePolicy
+from quickbeam.sizes import parse_bytes
 
 Prompt = str | Sequence[int]
 Message = dict[str, Any]
@@ -68,7 +70,7 @@ class LLM:
     - `vocab`: which part of the vocabulary the drafter scores, one of `presets.VOCABS`. None takes
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
-      `draft/vocabulary.py`. A call may give its own.
+      `drafters/vocabulary.py`. A call may give its own.
     - `exact`: whether to verify a draft with the bits of decoding one token at a time (bfloat16 on
       a CPU). With None this is done where this machine's kernels can; with True it is required.
     - `fast`: False takes the plain reference path.
@@ -100,6 +102,10 @@ class LLM:
     Raises `InvalidInput` for arguments that can't be used, before any work.
     """
 
+    # Parameters that the model's generation config names. Servers take them where a request gives
+    # none.
+    sampling_defaults: Mapping[str, float] = {}
+
     def __init__(
         self,
         model: str | None = None,
@@ -128,9 +134,6 @@ class LLM:
         drafter = drafter or hub.shipped_drafter(model)
         method = stand_in(method, drafter is not None)
         chosen = preset(method)
-        if drafter is None:
-            # raises for a method that needs a drafter, before anything is loaded
-            make_policy(chosen.sources, chosen.tree)
         check_vocab(vocab or chosen.vocab)
         self._kv_memory = None if kv_memory is None else parse_bytes(kv_memory)
         if not isinstance(max_running, int) or max_running < 1:
@@ -143,6 +146,9 @@ class LLM:
         self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
         if limit is not None:
             refuse_memory(fast, place, torch_dtype, device_map)
+        for name in (model, drafter):
+            if name is not None:
+                check_source(name)
         choice.wish()  # raises for unknown words, even where no kernels are used
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
@@ -164,6 +170,7 @@ class LLM:
             revision=revision,
             trust_remote_code=trust_remote_code,
         )
+        self.sampling_defaults = opened.sampling
         engine = Engine(opened.model, most=max_running, share=share_prefixes)
         self._progress, self._trusted = progress, trust_remote_code
         self._take(engine, opened.tokenizer, opened.ends, drafter, fast)

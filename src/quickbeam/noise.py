@@ -108,7 +108,7 @@ class Places(NamedTuple):
 
 class Loops:
     """The loops over many numbers, in NumPy: the reference for the native ones in
-    `target/native`."""
+    `models/native`."""
 
     def philox(self, counter: Array, key: tuple[int, int]) -> Array:
         """Return `philox` of counters `[4, n]`, each of whose 4 rows is contiguous."""

@@ -22,74 +22,76 @@ class SamplingParams:
 
     Raises `InvalidInput` for values that can't be used.
 
-    Logits are changed in this order:
-
-    - `logit_bias` is added to them; minus infinity bans a token.
-    - `repetition_penalty` (as in CTRL) applies to tokens of prompt and output: positive logits are
-      divided by it, negative ones multiplied.
-    - `presence_penalty` and `frequency_penalty` apply to tokens of the output: the first is
-      subtracted once, the second once for each occurrence.
-    - `min_tokens`, `bad_words` and `grammar` ban tokens.
-    - `temperature` divides the logits. Temperature 0 takes the most probable token.
-    - `top_k` (0: off), `top_p` and `min_p` rule unlikely tokens out.
-
-    The other parameters:
-
-    - `max_tokens`: the most tokens that the answer may have.
-    - `stop`: strings that end the answer. They are cut from it, or kept with
-      `include_stop_str_in_output`.
-    - `stop_token_ids`: ids that end the answer, besides the model's end-of-sequence ids. With
-      `ignore_eos` the latter don't end it.
-    - `seed`: the same request with the same seed has the same answer. With None a seed is drawn,
-      and the completion reports it.
-    - `n`: how many independent answers a prompt gets.
-    - `logprobs`: with k >= 0, report the log-probability of each emitted token under the model's
-      own distribution, and the k most probable alternatives.
-    - `min_tokens`: how many tokens come before the answer may end. Until then ids that would end it
-      are banned, and stop strings are ignored.
-    - `bad_words`: strings that are not generated. The last token of such a string is banned where
-      the output ends with the tokens before it (`bad_word_ids`).
-    - `grammar`: what the answer has to follow, unless `max_tokens` or a stop cuts it short.
-      End-of-sequence ids are allowed where the grammar may end.
-    - `coupling`: where randomness comes from above temperature 0. `coupled` uses the noise of a
-      place (`noise.py`), so that no draft changes the answer. `residual` draws with random numbers
-      that belong to the draft, as the papers do, so that the answer depends on the method too.
-    - `skip_special_tokens`: whether special tokens are left out of the text.
-
-    If these parameters leave no token at some place, the answer ends with an error.
+    Logits are changed in this order: `logit_bias` is added; `repetition_penalty`,
+    `presence_penalty` and `frequency_penalty` apply; `min_tokens`, `bad_words` and `grammar` ban
+    tokens; `temperature` divides; `top_k`, `top_p` and `min_p` rule unlikely tokens out. If they
+    leave no token at some place, the answer ends with an error.
     """
 
     max_tokens: int = 256
+    """Longest answer, in tokens. 0, with `prompt_logprobs`: none."""
     temperature: float = 0.0
+    """0 takes the most probable token."""
     top_k: int = 0
+    """Keep this many tokens. 0: off."""
     top_p: float = 1.0
+    """Keep the most probable tokens up to this mass. 1: off."""
     min_p: float = 0.0
+    """Drop tokens below this share of the best one's probability. 0: off."""
     repetition_penalty: float = 1.0
+    """Above 1 makes tokens of prompt and output rarer (as in CTRL): positive logits are divided by
+    it, negative ones multiplied."""
     presence_penalty: float = 0.0
+    """Subtracted once from the logits of tokens in the output."""
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    stop: Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    """Subtracted once for every occurrence in the output."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict, metadata={"metavar": "ID=VALUE"})
+    """Added to the logit of this token; -inf bans it."""
+    stop: Sequence[str] = field(default=(), metadata={"metavar": "TEXT"})
+    """End before this text."""
+    stop_token_ids: Sequence[int] = field(default=(), metadata={"metavar": "N"})
+    """End at this token, besides the model's end-of-sequence tokens."""
     ignore_eos: bool = False
-    logprobs: int | None = None
+    """Go on after the model's end-of-sequence token."""
+    logprobs: int | None = field(default=None, metadata={"metavar": "K"})
+    """Report the log-probability of each emitted token under the model's own distribution, and of
+    the K likeliest alternatives."""
     seed: int | None = None
-    n: int = 1
+    """Makes a sampled answer repeatable. Without one a seed is drawn, and the answer reports it."""
+    n: int = field(default=1, metadata={"option": False})
+    """How many independent answers a prompt gets."""
     min_tokens: int = 0
-    bad_words: Sequence[str] = ()
+    """Tokens before the answer may end. Until then ids that would end it are banned, and stop
+    strings are ignored."""
+    bad_words: Sequence[str] = field(default=(), metadata={"metavar": "TEXT"})
+    """Text that is not generated. Its last token is banned where the output ends with the tokens
+    before it."""
     include_stop_str_in_output: bool = False
+    """Keep the stop string in the answer."""
     skip_special_tokens: bool = True
-    coupling: str = COUPLED
-    grammar: Grammar | None = None
+    """Leave special tokens out of the text."""
+    coupling: str = field(default=COUPLED, metadata={"choices": COUPLINGS})
+    """Where randomness comes from above temperature 0. coupled: the answer depends on
+    the seed alone, not on the draft; residual: the papers' rule."""
+    grammar: Grammar | None = field(default=None, metadata={"option": False})
+    """What the answer has to follow, unless a limit or a stop cuts it short. It may end where the
+    grammar may end."""
+    prompt_logprobs: int | None = field(default=None, metadata={"option": False})
+    """As `logprobs`, for each token of the prompt but the first. The prompt is then read anew,
+    whatever the prefix cache holds."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
         checks = {
-            "max_tokens": (_integer(self.max_tokens, 1), "an integer of at least 1"),
+            "max_tokens": (
+                _integer(self.max_tokens, int(self.prompt_logprobs is None)),
+                "an integer of at least 1, or 0 with prompt_logprobs",
+            ),
             "temperature": (
-                _finite(self.temperature) and self.temperature >= 0,
-                "finite, at least 0 (0: the most probable token)",
+                _finite(self.temperature) and 0 <= self.temperature <= 1e30,
+                "finite, at least 0 and at most 1e30 (0: the most probable token)",
             ),
             "top_k": (_integer(self.top_k, 0), "an integer of at least 0 (0: off)"),
             "top_p": (
@@ -98,8 +100,8 @@ class SamplingParams:
             ),
             "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1 (0: off)"),
             "repetition_penalty": (
-                _finite(self.repetition_penalty) and self.repetition_penalty > 0,
-                "a finite number above 0 (1: off)",
+                _finite(self.repetition_penalty) and 1e-6 <= self.repetition_penalty <= 1e6,
+                "a finite number above 0, from 1e-6 to 1e6 (1: off)",
             ),
             "presence_penalty": (
                 _moderate(self.presence_penalty),
@@ -123,6 +125,10 @@ class SamplingParams:
             ),
             "logprobs": (
                 self.logprobs is None or _integer(self.logprobs, 0, 100),
+                "an integer between 0 and 100, or None",
+            ),
+            "prompt_logprobs": (
+                self.prompt_logprobs is None or _integer(self.prompt_logprobs, 0, 100),
                 "an integer between 0 and 100, or None",
             ),
             "seed": (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from quickbeam.errors import InvalidInput
 
 FULL, FREQUENCY, BESIDE = "full", "frequency", "+context"
-# the parts of the vocabulary that a drafter may score (`draft/vocabulary.py`)
+# the parts of the vocabulary that a drafter may score (`drafters/vocabulary.py`)
 VOCABS = (FULL, FREQUENCY, FREQUENCY + BESIDE, "context", "clusters", "router")
 # `frequency+context` where the drafter comes with a list of frequent tokens, else the full
 # vocabulary
@@ -125,9 +125,18 @@ def stand_in(method: str, drafter: bool) -> str:
     """Return the name of the preset to use: `method`, or without a `drafter` the one that stands
     in.
 
-    Without a drafter, raises `InvalidInput` for an unknown method.
+    Without a drafter, raises `InvalidInput` for an unknown method, and for one that needs a
+    drafter.
     """
-    return method if drafter else preset(method).without or method
+    if drafter:
+        return method
+    chosen = preset(method)
+    if chosen.without is None and "drafter" in chosen.sources:
+        raise InvalidInput(
+            f"method {method!r} drafts with a model: name a smaller model with the same "
+            "vocabulary, or a feature drafter, with --drafter (in Python: drafter=…)"
+        )
+    return chosen.without or method
 
 
 def plain_vocab(vocab: str) -> str:

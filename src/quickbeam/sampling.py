@@ -117,9 +117,9 @@ class Sampler:
 
     Ids outside the vocabulary are never generated and need no ban.
 
-    Raises `InvalidInput` for a `logit_bias` that does not fit the vocabulary and for bans that
-    leave no token. Raises `ValueError` if `bad` or `grammar` is given but the parameters don't ask
-    for it, or the other way round.
+    Raises `InvalidInput` for a `logit_bias` or `stop_token_ids` outside the vocabulary and for bans
+    that leave no token. Raises `ValueError` if `bad` or `grammar` is given but the parameters don't
+    ask for it, or the other way round.
     """
 
     def __init__(
@@ -132,12 +132,13 @@ class Sampler:
         bad: Sequence[Sequence[int]] = (),
         grammar: Masks | None = None,
     ) -> None:
-        outside = [token for token in params.logit_bias if not 0 <= token < vocab_size]
-        if outside:
-            raise InvalidInput(
-                f"logit_bias names token {outside[0]}: must be ids from 0 to "
-                f"{vocab_size - 1}, this model's vocabulary"
-            )
+        for name in ("logit_bias", "stop_token_ids"):
+            outside = [token for token in getattr(params, name) if not 0 <= token < vocab_size]
+            if outside:
+                raise InvalidInput(
+                    f"{name} names token {outside[0]}: must be ids from 0 to "
+                    f"{vocab_size - 1}, this model's vocabulary"
+                )
         if sum(bias == -math.inf for bias in params.logit_bias.values()) >= vocab_size:
             raise InvalidInput(
                 f"logit_bias bans all {vocab_size} tokens of this model: must leave at least one"
@@ -396,11 +397,13 @@ def uniform(generator: torch.Generator) -> float:
 def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int, float]]:
     """Return the log-probability of `token` and those of the `k` most probable tokens, best first.
 
-    They are of the model's own distribution: the softmax of the raw `logits` `[vocab]`.
+    They are of the model's own distribution: the softmax of the raw `logits` `[vocab]`. Raises
+    `QuickbeamError` for NaN or infinite logits.
     """
     log_law = logits.float().log_softmax(0)
-    top = log_law.topk(min(k, len(log_law)))
-    return float(log_law[token]), dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
+    top, own = log_law.topk(min(k, len(log_law))), float(log_law[token])
+    _require_finite(not math.isnan(own))
+    return own, dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def _require_finite(finite: bool) -> None:

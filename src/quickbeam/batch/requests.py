@@ -5,6 +5,7 @@ Knows nothing of what the endpoints accept.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterator
@@ -34,14 +35,17 @@ class Request(NamedTuple):
 
 
 def read(path: Path) -> Iterator[Request]:
-    """Yield the requests of a file in order, skipping blank lines.
+    """Yield the requests of a file in order, skipping blank lines and byte order marks.
 
     Raises `InvalidInput` if the file can't be read.
     """
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.strip():
+                if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                    raise InvalidInput(f"{path}: written in UTF-16; save it in UTF-8")
+                # a file that others were joined to has marks in its middle, too
+                if line := line.removeprefix(codecs.BOM_UTF8).strip():
                     yield parse(number, line)
     except OSError as error:
         raise InvalidInput(f"{path}: can't be read ({error.strerror})") from error

@@ -1,4 +1,4 @@
-"""Other ways of decoding the same model, as methods: transformers' own generate."""
+"""transformers' own generate, timed, to compare with."""
 
 from __future__ import annotations
 
@@ -9,84 +9,49 @@ from typing import Any
 import torch
 from transformers import GenerationConfig
 
-from quickbeam.bench.base import Answer, Message, Runner
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.engine.result import Completion, Statistics
+from quickbeam.errors import QuickbeamError
+from quickbeam.models.loading import eos_ids, load_model, parse_dtype, pick_device
 from quickbeam.params import SamplingParams
-from quickbeam.target.loading import eos_ids, load_model, parse_dtype, pick_device
 
-PROMPT_LOOKUP_TOKENS = 10  # the value transformers' documentation uses
+LOOKUP = {"prompt_lookup_num_tokens": 10}  # the value transformers' documentation uses
 
 
-class Loaded:
-    """A model and its tokenizer as transformers loads them, shared by the peers that run on it.
+class Peer:
+    """transformers' generate as a method, on a `loaded` model and tokenizer.
 
-    Raises as `load_model` does.
+    `lookup`: with prompt lookup. `raw`: without the chat template. Only the distribution of the
+    output is set to ours; none of the checkpoint's own generation settings are used.
     """
 
-    def __init__(self, model: str, dtype: str, device: str | None) -> None:
-        place = pick_device(device)
-        loaded, tokenizer = load_model(model, parse_dtype(dtype), place)
-        self.model: Any = loaded.eval()
-        self.tokenizer: Any = tokenizer
-        self.device = str(place)
+    def __init__(self, loaded: tuple[Any, Any], lookup: bool = False, raw: bool = False) -> None:
+        self.model, self.tokenizer = loaded
+        self.options: dict[str, Any] = LOOKUP if lookup else {}
+        self.device, self.raw = str(self.model.device), raw or self.tokenizer.chat_template is None
+        self.stops = sorted(eos_ids(self.model, self.tokenizer))  # the ids that end our answers
 
+    def encode(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        if self.raw:
+            text = "\n\n".join(message["content"] for message in messages)
+            return list(self.tokenizer(text)["input_ids"])
+        given = {"add_generation_prompt": True, "return_dict": False}
+        return list(self.tokenizer.apply_chat_template(list(messages), **given))
 
-class Peer(Runner):
-    """transformers' generate, as a method of the benchmark.
+    def answer(self, ids: Sequence[int], params: SamplingParams) -> Completion:
+        """Continue the ids.
 
-    Its kinds are `hf` (plain), `hf-pld` (prompt lookup) and `hf-assisted` (with `drafter` as
-    assistant model). Only the distribution of the output is set to ours: temperature, filters and
-    the repetition penalty. None of the checkpoint's own generation settings are used. All else is
-    as transformers has it. Raises `InvalidInput` for another kind, and for `hf-assisted` without a
-    drafter.
-    """
-
-    def __init__(self, kind: str, loaded: Loaded, drafter: Loaded | None = None) -> None:
-        self.loaded = loaded
-        self.device = loaded.device
-        self.options: dict[str, Any] = {}
-        if kind == "hf-pld":
-            self.options = {"prompt_lookup_num_tokens": PROMPT_LOOKUP_TOKENS}
-        elif kind == "hf-assisted" and drafter is not None:
-            self.options = {"assistant_model": drafter.model}
-            if drafter.tokenizer.get_vocab() != loaded.tokenizer.get_vocab():
-                self.options |= {
-                    "tokenizer": loaded.tokenizer,
-                    "assistant_tokenizer": drafter.tokenizer,
-                }
-        elif kind != "hf":
-            raise InvalidInput(
-                f"{kind!r}: not a way of transformers to decode here; known: hf, "
-                "hf-pld, hf-assisted (with a drafter)"
-            )
-        self.stops = sorted(eos_ids(loaded.model, loaded.tokenizer))  # the ids that end our answers
-
-    def encode(self, messages: Sequence[Message]) -> list[int]:
-        tokenizer = self.loaded.tokenizer
-        if tokenizer.chat_template is None:
-            return list(
-                tokenizer("\n\n".join(message["content"] for message in messages))["input_ids"]
-            )
-        return list(
-            tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
-            )
-        )
-
-    def answer(self, ids: Sequence[int], params: SamplingParams) -> Answer:
+        The pass over the prompt may emit several tokens, where it checks a draft too. Statistics
+        count one of them, as their `seconds` begin after it. They know no phases.
+        """
         if params.seed is not None:
             torch.manual_seed(params.seed)
-        model, prompt, clock = (
-            self.loaded.model,
-            torch.tensor([list(ids)], device=self.device),
-            _Clock(),
-        )
-        config = _generation_config(params, self.stops)
-        own, model.generation_config = model.generation_config, config
-        hook = model.register_forward_hook(clock.count_pass)
+        model, clock = self.model, _Clock()
+        prompt = torch.tensor([list(ids)], device=self.device)
+        own, model.generation_config = model.generation_config, self._config(params)
+        hook, more = model.register_forward_hook(clock.count_pass), {"streamer": clock}
         try:
             output = model.generate(
-                prompt, attention_mask=torch.ones_like(prompt), streamer=clock, **self.options
+                prompt, attention_mask=torch.ones_like(prompt), **more, **self.options
             )
         except (RuntimeError, ValueError) as error:
             raise QuickbeamError(f"transformers' generate failed: {error}") from error
@@ -94,42 +59,39 @@ class Peer(Runner):
             hook.remove()
             model.generation_config = own
         tokens: list[int] = output[0, prompt.shape[1] :].tolist()
-        text: str = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
-        return Answer(
-            tokens,
-            text,
-            len(tokens) - clock.first_tokens,
-            clock.passes - 1,
-            clock.ended - clock.started,
-        )
+        counted = len(tokens) - clock.first_tokens + 1
+        seconds, prefill = clock.ended - clock.started, clock.started - clock.began
+        statistics = Statistics(counted, clock.passes - 1, seconds, prefill)
+        text = self.tokenizer.decode(tokens, skip_special_tokens=True)
+        return Completion(text, tokens, "length", statistics)
 
     def last_logits(self, ids: Sequence[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = self.loaded.model(
-                torch.tensor([list(ids)], device=self.device)
-            ).logits[0, -1]
-        return logits
+            logits = self.model(torch.tensor([list(ids)], device=self.device)).logits
+        return logits[0, -1]  # type: ignore[no-any-return]
+
+    def _config(self, params: SamplingParams) -> GenerationConfig:
+        options: dict[str, Any] = {"max_new_tokens": params.max_tokens, "do_sample": False}
+        options |= {"eos_token_id": self.stops or None, "pad_token_id": (*self.stops, 0)[0]}
+        if params.temperature > 0:
+            options |= {"do_sample": True, "temperature": params.temperature}
+            options |= {"top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p or None}
+        options |= {"repetition_penalty": params.repetition_penalty}
+        return GenerationConfig(**options)
 
 
 class _Clock:
-    """A streamer for generate that takes the time of decoding.
-
-    generate gives it the prompt, then the tokens of each pass. They are on the host, so the device
-    has finished by then.
-
-    The pass over the prompt may emit several tokens, where it checks a draft too. The clock starts
-    after that pass, so these tokens are not counted.
-    """
+    """A streamer, which generate gives the prompt, then the tokens of each pass, on the host: the
+    device has finished by then."""
 
     def __init__(self) -> None:
         self.puts = self.passes = self.first_tokens = 0
-        self.started = self.ended = 0.0
+        self.began = self.started = self.ended = perf_counter()
 
     def put(self, value: torch.Tensor) -> None:
         self.puts += 1
         if self.puts == 2:
-            self.first_tokens = value.numel()
-            self.started = perf_counter()
+            self.first_tokens, self.started = value.numel(), perf_counter()
 
     def end(self) -> None:
         self.ended = perf_counter()
@@ -138,22 +100,7 @@ class _Clock:
         self.passes += 1
 
 
-def _generation_config(params: SamplingParams, stops: list[int]) -> GenerationConfig:
-    options: dict[str, Any] = {
-        "max_new_tokens": params.max_tokens,
-        "eos_token_id": stops or None,
-        "pad_token_id": stops[0] if stops else 0,
-    }
-    if params.temperature > 0:
-        options |= {
-            "do_sample": True,
-            "temperature": params.temperature,
-            "top_k": params.top_k,
-            "top_p": params.top_p,
-        }
-        options |= {"min_p": params.min_p} if params.min_p else {}
-    else:
-        options |= {"do_sample": False}
-    if params.repetition_penalty != 1:
-        options["repetition_penalty"] = params.repetition_penalty
-    return GenerationConfig(**options)
+def load(folder: str, dtype: str, device: str | None) -> tuple[Any, Any]:
+    """Return a model and its tokenizer as transformers loads them. Raises as `load_model` does."""
+    model, tokenizer = load_model(folder, parse_dtype(dtype), pick_device(device))
+    return model.eval(), tokenizer

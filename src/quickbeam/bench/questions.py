@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 from quickbeam.errors import InvalidInput
 
@@ -16,10 +15,7 @@ BUILT_IN = "questions.jsonl"  # our own set, inside the package
 
 @dataclass(frozen=True)
 class Question:
-    """A question of one or more turns.
-
-    `turns` is what the user says, one after the other.
-    """
+    """A question. `turns` is what the user says, one after the other."""
 
     question_id: int | str
     category: str
@@ -32,20 +28,17 @@ def load_questions(path: Path | None = None) -> list[Question]:
     Each line is an object with `question_id`, `category` and `turns`. Other keys are ignored, and
     blank lines are skipped. Raises `InvalidInput` that names the file and the line.
     """
-    if path is None:
-        return _parse(
-            resources.files(__package__).joinpath(BUILT_IN).read_text(encoding="utf-8"), BUILT_IN
-        )
+    file = resources.files(__package__).joinpath(BUILT_IN) if path is None else path
     try:
-        return _parse(path.read_text(encoding="utf-8"), str(path))
-    except FileNotFoundError:
-        raise InvalidInput(f"--questions {path}: no such file") from None
-    except UnicodeDecodeError as error:
-        raise InvalidInput(
-            f"--questions {path}: not UTF-8 text ({error.reason} at byte {error.start})"
-        ) from None
-    except OSError as error:
-        raise InvalidInput(f"--questions {path}: can't be read ({error.strerror})") from None
+        text = file.read_bytes().decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or f"not UTF-8 text: {error}"
+        raise InvalidInput(f"--questions {path}: can't be read ({why})") from None
+    # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends here.
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not lines:
+        raise InvalidInput(f"--questions {path}: holds no questions")
+    return [_question(line, f"{path or BUILT_IN}:{number}") for number, line in lines]
 
 
 def spread(questions: Sequence[Question], limit: int | None = None) -> list[Question]:
@@ -62,44 +55,17 @@ def spread(questions: Sequence[Question], limit: int | None = None) -> list[Ques
     return list(rounds)[:limit]
 
 
-def _parse(text: str, name: str) -> list[Question]:
-    # Not splitlines(): JSON strings may hold U+2028 and its like, which are no line ends here.
-    questions = [
-        _question(line, f"{name}:{number}")
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
-    if not questions:
-        raise InvalidInput(
-            f"{name}: holds no questions; a line each is expected, with "
-            "question_id, category and turns"
-        )
-    return questions
-
-
 def _question(line: str, where: str) -> Question:
     try:
-        record: Any = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise InvalidInput(f"{where}: not JSON ({error.msg} at column {error.colno})") from None
-    if not isinstance(record, dict):
+        name, category, turns = map(json.loads(line).get, ("question_id", "category", "turns"))
+        texts = isinstance(turns, list) and bool(turns) and [category, *turns]
+        if not texts or not all(isinstance(text, str) and text.strip() for text in texts):
+            raise ValueError
+        if not isinstance(name, int | str) or isinstance(name, bool):
+            raise ValueError
+    except (ValueError, AttributeError):
         raise InvalidInput(
-            f"{where}: {type(record).__name__} where an object with question_id, "
-            "category and turns is expected"
-        )
-    question_id, category, turns = (
-        record.get("question_id"),
-        record.get("category"),
-        record.get("turns"),
-    )
-    if not isinstance(question_id, int | str) or isinstance(question_id, bool):
-        raise InvalidInput(f"{where}: question_id={question_id!r}: must be a number or a string")
-    if not isinstance(category, str) or not category.strip():
-        raise InvalidInput(f"{where}: category={category!r}: must be a non-empty string")
-    if (
-        not isinstance(turns, list)
-        or not turns
-        or not all(isinstance(turn, str) and turn.strip() for turn in turns)
-    ):
-        raise InvalidInput(f"{where}: turns must be a non-empty list of non-empty strings")
-    return Question(question_id, category, tuple(turns))
+            f"{where}: {line.strip()[:80]!r} must be a JSON object with question_id (a number or "
+            "string), category (a string) and turns (a list of strings), none of them empty"
+        ) from None
+    return Question(name, category, tuple(turns))

@@ -1,229 +1,166 @@
-"""The output of a run: tables, a JSON record and a plot."""
+"""The figures of a run: of each method, as Markdown tables and as JSON."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import asdict
-from pathlib import Path
-from statistics import median
+from collections.abc import Mapping, Sequence
+from math import sqrt
 from typing import Any
 
-from rich.table import Column, Table
-from rich.text import Text
-
 from quickbeam.bench.run import Results, Trial
-from quickbeam.bench.summary import Summary, by_category, summaries
-from quickbeam.params import COUPLED
+from quickbeam.engine.result import Statistics
+
+Figures = dict[str, Any]
+# what a step costs, on average; a peer's has no phases
+STEP = {"draft_ms": "draft_seconds", "verify_ms": "verify_seconds", "nodes": "nodes"}
+STEP |= {"drafter_calls": "drafter_calls", "drafter_ms": "drafter_seconds"}
+STEP |= {"overhead_ms": "overhead_seconds"}
 
 
-def record(
-    results: Results, environment: Mapping[str, object], model: str, settings: Mapping[str, object]
-) -> dict[str, object]:
-    """Return the JSON record.
+def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bool) -> Figures:
+    """Return the figures of `method` over `trials`; None where nothing was measured for one.
 
-    `questions` counts those answered so far, and `complete` says whether all have been asked. The
-    gap of a difference is null where it is infinite.
+    - `tokens_per_second`: tokens after each prompt's first, over the seconds of decoding.
+      `tokens_per_second_with_prompts`: all tokens, over the seconds of prompts and decoding.
+    - `speedup`: decode seconds a token of the reference over those of the method, each summed over
+      the prompts. `speedup_error`: its standard error over prompts.
+    - `mean_accepted_tokens` (MAT): these tokens over the target's passes, 1.0 for plain decoding.
+    - `identical`: how many answers equal the reference's, where they are `compared`.
+    - of a step, on average: those of `STEP`. `drafter_ms` is a part of `draft_ms`.
     """
-    categories = by_category(results)
+    pairs = [(one.answers[reference], one.answers[method]) for one in trials]
+    both = [(expected.statistics, answer.statistics) for expected, answer in pairs]
+    told = [statistics for _, statistics in both]
+    (tokens, seconds), steps = _decoded(told), sum(one.steps for one in told)
+    prefill = sum(one.prefill_seconds for one in told)
+    equal = sum(expected.token_ids == answer.token_ids for expected, answer in pairs)
+    phases = any(one.verify_seconds for one in told)
+    totals = {name: sum(getattr(one, key) for one in told) for name, key in STEP.items()}
+    step = {
+        name: _ratio(total * (1000 if name.endswith("ms") else 1), steps) if phases else None
+        for name, total in totals.items()
+    }
     return {
-        "environment": dict(environment),
-        "model": model,
-        "settings": dict(settings),
-        "questions": len({id(trial.question) for trial in results.trials}),
-        "complete": results.complete,
-        "reference": results.reference,
-        "methods": {
-            name: asdict(summary)
-            | {
-                "by_category": {
-                    category: asdict(rows[name]) for category, rows in categories.items()
-                }
-            }
-            for name, summary in summaries(results).items()
-        },
-        "differences": [
-            asdict(difference) | {"gap": difference.gap if math.isfinite(difference.gap) else None}
-            for difference in results.differences
-        ],
-        "skipped": [asdict(skipped) for skipped in results.skipped],
-        "trials": [_trial(trial) for trial in results.trials],
+        "prompts": len(trials),
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_second": _ratio(tokens, seconds),
+        "tokens_per_second_with_prompts": _ratio(tokens + len(trials), seconds + prefill),
+        "speedup": _speedup(both),
+        "speedup_error": None if method == reference else _error(both),
+        "mean_accepted_tokens": _ratio(tokens, steps),
+        "identical": equal if compared else None,
+        "prefill_ms": _ratio(1000 * prefill, len(trials)),
+        **step,
     }
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
-    times = ("seconds", "prefill_seconds", "draft_seconds", "verify_seconds", "drafter_seconds")
-    figures = ("decoded", "steps", *times, "drafter_calls", "nodes")
-    heads = {name: answer.head for name, answer in trial.answers.items()}
-    return {
-        "question_id": trial.question.question_id,
-        "category": trial.question.category,
-        "turn": trial.turn,
-        "answers": {
-            name: {figure: getattr(answer, figure) for figure in figures}
-            | ({"head": asdict(head)} if (head := heads[name]) else {})
-            for name, answer in trial.answers.items()
-        },
-    }
+def summaries(results: Results, category: str | None = None) -> dict[str, Figures]:
+    """Return the figures of every method, over all prompts or those of a category."""
+    trials = [one for one in results.trials if category in (None, one.question.category)]
+    known, compared = (trials, results.reference), results.compared
+    return {name: summarise(name, *known, name in compared) for name in results.methods}
 
 
-def category_table(results: Results) -> Table:
-    """Return the table by category and method: MAT, tokens/s, speed-up, identical outputs."""
-    table = Table("category", "method", title="by category")
-    for column in ("MAT", "tokens/s", "speed-up", "identical"):
-        table.add_column(column, justify="right")
-    for category, rows in by_category(results).items():
-        for i, (name, summary) in enumerate(rows.items()):
-            table.add_row(
-                Text("" if i else category),
-                name,
-                *_figures(summary),
-                end_section=i == len(rows) - 1,
-            )
-    return table
+def by_category(results: Results) -> dict[str, dict[str, Figures]]:
+    """Return figures by category, then by method, in order of appearance."""
+    names = dict.fromkeys(trial.question.category for trial in results.trials)
+    return {name: summaries(results, name) for name in names}
 
 
-def overall_table(results: Results) -> Table:
-    """Return the table by method over all prompts, with the milliseconds of a step.
+def record(results: Results) -> dict[str, Any]:
+    """Return the JSON record; `complete` says whether all questions have been asked."""
+    parts, methods = by_category(results), summaries(results)
+    for name, one in methods.items():
+        one["by_category"] = {category: rows[name] for category, rows in parts.items()}
+    kept = ("complete", "reference", "differences", "skipped")
+    questions = len({id(trial.question) for trial in results.trials})
+    known = {key: getattr(results, key) for key in kept}
+    return {"questions": questions, "methods": methods, **known}
 
-    Where a drafter is called, it also has the calls and the part of drafting that they took. Where
-    its vocabulary is shortened, it has the size and the recall of the shortlist.
-    """
-    rows = summaries(results)
-    parts = {"draft ms": "draft_ms", "verify ms": "verify_ms", "other ms": "overhead_ms"}
-    if any(summary.drafter_calls for summary in rows.values()):
-        parts = {
-            "draft ms": "draft_ms",
-            "drafter ms": "drafter_ms",
-            "calls": "drafter_calls",
-        } | parts
-    shortened = any(summary.recall is not None for summary in rows.values())
-    parts |= {"head ms": "head_ms"} if shortened else {}
-    table = Table(Column("method", overflow="fold"), title="overall")
-    for column in (
-        "MAT",
-        "tokens/s",
-        "speed-up",
-        "identical",
-        *parts,
-        *(("shortlist", "recall") if shortened else ()),
-    ):
-        table.add_column(column, justify="right")
-    for name, summary in rows.items():
-        lists = (
-            (_number(summary.shortlist, ",.0f"), _number(summary.recall, ".3f"))
-            if shortened
-            else ()
-        )
-        table.add_row(
-            name,
-            *_figures(summary),
-            *(_number(getattr(summary, part), ".2f") for part in parts.values()),
-            *lists,
-        )
-    return table
+
+def tables(results: Results) -> list[str]:
+    """Return a table by category and overall, and one of what a step costs."""
+    whole = summaries(results)
+    speeds = [
+        {"questions": category, "method": name, "MAT": number(one["mean_accepted_tokens"])}
+        | {"tokens/s": number(one["tokens_per_second"])}
+        | {"with prompts": number(one["tokens_per_second_with_prompts"])}
+        | {f"over {results.reference}": number(one["speedup"], one["speedup_error"])}
+        | {"identical": same(one)}
+        for category, rows in {**by_category(results), "overall": whole}.items()
+        for name, one in rows.items()
+    ]
+    columns = {key: key.replace("_", " ") for key in (*STEP, "prefill_ms")}
+    steps = [
+        {"a step": name} | {column: number(one[key]) for key, column in columns.items()}
+        for name, one in whole.items()
+    ]
+    return [markdown(speeds), markdown(steps)]
+
+
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """Return rows that have the same columns as a Markdown table, numbers on the right."""
+    texts = [[str(cell).replace("|", "/") for cell in row.values()] for row in rows]
+    lines = [list(rows[0]), *texts]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    right = [cell[:1] in "-0123456789" for cell in texts[0]]
+    lines.insert(1, ["-" * (n - last) + ":" * last for n, last in zip(widths, right, strict=True)])
+    padded = ([f"{cell:<{n}}" for cell, n in zip(line, widths, strict=True)] for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in padded)
 
 
 def footer(results: Results) -> list[str]:
     """Return lines on what the tables' figures mean, and on what to know before trusting them."""
-    reference = results.reference
-    why = "" if reference.split("+")[0] == "ar" else " (ar is not among the methods)"
-    lines = [
-        f"prompts: {len(results.trials)}; reference: {reference}{why}; speed-up: its decode time "
-        "per token over the method's, prefill apart"
-    ]
-    lines += _left_out(results)
-    for name, summary in summaries(results).items():
-        if (
-            summary.drafter_calls
-            and summary.drafter_ms is not None
-            and summary.break_even_ms is not None
-        ):
-            took, could = (
-                summary.drafter_ms / summary.drafter_calls,
-                max(0.0, summary.break_even_ms),
-            )
-            lines.append(
-                f"{name}: a call of the drafter took {took:.2f} ms; as fast as "
-                f"{reference} at {could:.2f} ms"
-            )
-    choice = "top-2 logit gap" if results.params.greedy else "top-2 gap, noise counted in,"
-    for name, count in Counter(difference.method for difference in results.differences).items():
-        gaps = [difference.gap for difference in results.differences if difference.method == name]
+    lines = [f"prompts: {len(results.trials)}; speed-up over {results.reference}, prompts apart"]
+    if left := [name for name in results.methods if name not in results.compared]:
+        which = "no outputs are" if results.reference in left else f"{', '.join(left)}: not"
+        lines.append(f"{which} compared: tokens are sampled without --seed, or not coupled")
+    for name in dict.fromkeys(one["method"] for one in results.differences):
+        gaps = [one["gap"] for one in results.differences if one["method"] == name]
+        known = [gap for gap in gaps if gap is not None] or [float("inf")]
         lines.append(
-            f"{name}: {count} of {len(results.trials)} outputs differ; the target's {choice} at "
-            "the first difference: "
-            f"min {min(gaps):.3g}, median {median(gaps):.3g}, max {max(gaps):.3g}"
+            f"{name}: {len(gaps)} of {len(results.trials)} outputs differ; where they first do, "
+            f"the two best tokens are {min(known):.3g} to {max(known):.3g} apart"
         )
     if results.skipped:
-        lines.append(
-            f"prompts left out: {len(results.skipped)}; the first: {results.skipped[0].reason}"
-        )
+        count, first = len(results.skipped), results.skipped[0]["reason"]
+        lines.append(f"prompts left out: {count}; the first: {first}")
     return lines
 
 
-def _left_out(results: Results) -> list[str]:
-    """Why some outputs are not compared, as lines; none where all are compared."""
-    left = [name for name in results.methods if name not in results.compared]
-    if not left:
-        return []
-    if results.params.seed is None and results.params.coupling == COUPLED:
-        return ["tokens are sampled: give --seed to compare outputs"]
-    which, whose = f"outputs of {', '.join(left)}", "they"
-    if results.reference in left:
-        which, whose = "outputs", f"those of {results.reference}"
-    return [
-        f"tokens are sampled: {which} are not compared, as {whose} are not coupled (--coupling "
-        "residual, or a peer)"
-    ]
+def number(value: float | None, error: float | None = None) -> str:
+    """Return a figure as text, with its standard error if there is one; a dash for none."""
+    if value is None:
+        return "-"
+    return f"{value:{'.1f' if value >= 100 else '.2f'}}" + (f" ± {error:.2f}" if error else "")
 
 
-def plot(results: Results, path: Path) -> None:
-    """Write bars of speed-up and MAT to the file `path`, by category and overall.
-
-    Each method has one colour. Raises `OSError` where the file can't be written.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups = by_category(results) | {"overall": summaries(results)}
-    width = 0.8 / len(results.methods)
-    figure, axes = pyplot.subplots(
-        2, 1, sharex=True, figsize=(max(8.0, 0.9 * len(groups)), 7), layout="constrained"
-    )
-    for axis, key, label in zip(
-        axes,
-        ("speedup", "mean_accepted_tokens"),
-        (f"speed-up over {results.reference}", "MAT"),
-        strict=True,
-    ):
-        for i, name in enumerate(results.methods):
-            heights = [getattr(rows[name], key) or 0.0 for rows in groups.values()]
-            axis.bar(
-                [x + (i - (len(results.methods) - 1) / 2) * width for x in range(len(groups))],
-                heights,
-                width,
-                label=name,
-            )
-        axis.axhline(1, color="black", linewidth=0.8)
-        axis.set_ylabel(label)
-    axes[1].set_xticks(range(len(groups)), list(groups), rotation=30, ha="right")
-    axes[0].legend(ncols=min(4, len(results.methods)))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def same(figures: Figures) -> str:
+    """Return how many answers are identical, as text."""
+    count = figures["identical"]
+    return "-" if count is None else f"{count} of {figures['prompts']}"
 
 
-def _figures(summary: Summary) -> tuple[str, str, str, str]:
-    return (
-        _number(summary.mean_accepted_tokens, ".2f"),
-        _number(summary.tokens_per_second, ".1f"),
-        _number(summary.speedup, ".2f", "x"),
-        "-" if summary.identical is None else f"{summary.identical}/{summary.prompts}",
-    )
+def _decoded(told: Sequence[Statistics]) -> tuple[int, float]:
+    return sum(max(0, one.new_tokens - 1) for one in told), sum(one.seconds for one in told)
 
 
-def _number(value: float | None, form: str, unit: str = "") -> str:
-    return "-" if value is None else f"{value:{form}}{unit}"
+def _speedup(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
+    tokens, seconds = _decoded([expected for expected, _ in pairs])
+    own_tokens, own_seconds = _decoded([own for _, own in pairs])
+    return _ratio(_ratio(seconds, tokens), _ratio(own_seconds, own_tokens))
+
+
+def _error(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:
+    """The standard error of the speed-up by the jackknife (Tukey, 1958), which leaves out one
+    prompt at a time. None for fewer than two prompts."""
+    without = [_speedup([*pairs[:i], *pairs[i + 1 :]]) for i in range(len(pairs))]
+    known = [one for one in without if one is not None]
+    if len(known) < max(2, len(pairs)):
+        return None
+    middle = sum(known) / len(known)
+    return sqrt((len(known) - 1) / len(known) * sum((one - middle) ** 2 for one in known))
+
+
+def _ratio(part: float | None, whole: float | None) -> float | None:
+    return part / whole if part is not None and whole else None

@@ -1,75 +1,43 @@
-"""The harness: every method answers every prompt, side by side in one process."""
+"""Every method answers every prompt, side by side in one process."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from quickbeam.bench.base import Answer, Message, Runner
+from quickbeam.bench.methods import MethodItem, Runner
 from quickbeam.bench.questions import Question
+from quickbeam.engine.result import Completion
 from quickbeam.errors import InvalidInput
 from quickbeam.noise import Noise
-from quickbeam.params import RESIDUAL, SamplingParams
+from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 
 log = logging.getLogger(__name__)
-
-WARM_UP = (
-    "Write the numbers from one to twenty in words, on one line. Then write the same line "
-    "twice more."
-)
+WARM_UP = "Write the numbers from one to twenty in words. Then write the same line twice more."
 WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One prompt, answered by all methods. `turn` counts the question's turns from 0."""
+    """One prompt, answered by all methods."""
 
     question: Question
-    turn: int
-    answers: Mapping[str, Answer]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where an answer first differs from the reference's, which it ought to equal.
-
-    - `position`: counts the answer's tokens from 0.
-    - `reference_token`, `token`: None where that answer had ended.
-    - `gap`: the score of the best token at that position less that of the second best, after the
-      prompt and the tokens that both answers share. Where it is near 0, rounding decides. At
-      temperature 0 the scores are the target's logits. Above it they are log-probabilities with the
-      noise of the place added. The gap is infinite where only one token is possible.
-    """
-
-    method: str
-    question_id: int | str
-    category: str
-    turn: int
-    position: int
-    reference_token: int | None
-    token: int | None
-    gap: float
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A prompt that counts for no method, because one of them refused it."""
-
-    question_id: int | str
-    turn: int
-    reason: str
+    answers: Mapping[str, Completion]
 
 
 @dataclass
 class Results:
     """What a run has produced so far.
 
-    `complete` is True once every question has been asked. `compared` names the methods whose
-    outputs ought to equal the reference's. It includes the reference, or is empty.
+    - `compared`: the methods whose answers ought to equal the reference's. It includes the
+      reference, or is empty.
+    - `differences`: answers that don't equal it (see `difference`).
+    - `skipped`: prompts that a method refused; they count for none.
     """
 
     methods: list[str]
@@ -78,49 +46,26 @@ class Results:
     params: SamplingParams
     complete: bool = False
     trials: list[Trial] = field(default_factory=list)
-    differences: list[Difference] = field(default_factory=list)
-    skipped: list[Skipped] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, Any]] = field(default_factory=list)
 
 
-def reference_of(methods: Sequence[str]) -> str:
-    """Return the method that the others are compared with.
-
-    It is `ar` where that is among `methods`, and otherwise the first method. An `ar` with switches
-    counts, too; one without `residual` and with a short name is preferred.
-    """
-    plain = [name for name in methods if name.split("+")[0] == "ar"]
-    return (
-        min(plain, key=lambda name: (RESIDUAL in name.split("+"), len(name)))
-        if plain
-        else methods[0]
-    )
-
-
-def begin(
-    runners: Mapping[str, Runner], params: SamplingParams, reference: str | None = None
-) -> Results:
+def begin(items: Sequence[MethodItem], params: SamplingParams) -> Results:
     """Return empty results, to be filled with answers to `params`.
 
-    Without `reference` it is that of `reference_of`.
+    The reference is `ar` where that is among `items`, else the first.
     """
-    reference = reference or reference_of(list(runners))
-    compared = [name for name, runner in runners.items() if runner.comparable(params)]
-    return Results(list(runners), reference, compared if reference in compared else [], params)
+    names = [item.name for item in items]
+    reference = "ar" if "ar" in names else names[0]
+    compared = [item.name for item in items if item.comparable(params)]
+    return Results(names, reference, compared if reference in compared else [], params)
 
 
-def warm_up(
-    runners: Mapping[str, Runner],
-    params: SamplingParams,
-    on_answer: Callable[[], None] = lambda: None,
-) -> None:
-    """Let every method answer a prompt that isn't counted.
-
-    The first calls of a method compile, pack and allocate.
-    """
+def warm_up(runners: Mapping[str, Runner], params: SamplingParams) -> None:
+    """Let every method answer a prompt that isn't counted: first calls compile and allocate."""
     short = replace(params, max_tokens=min(params.max_tokens, WARM_UP_TOKENS))
     for runner in runners.values():
         runner.answer(runner.encode([{"role": "user", "content": WARM_UP}]), short)
-        on_answer()
 
 
 def run(
@@ -128,102 +73,82 @@ def run(
     runners: Mapping[str, Runner],
     results: Results,
     all_turns: bool = False,
-    on_answer: Callable[[], None] = lambda: None,
-) -> Iterator[Question]:
-    """Ask the questions one by one, and fill `results`. Yields each question when it is done.
+    progress: Callable[[str, float], object] = lambda stage, done: None,
+) -> Iterator[None]:
+    """Ask the questions, and yield after each.
 
     The methods take turns at going first. All get the same ids: the conversation so far holds the
     reference's answers. A prompt that a method refuses (`InvalidInput`, because it exceeds the
     context, say) is left out for all, with the turns after it. With a seed, every method samples
     prompt number i of the run with seed + i.
     """
-    order, params = list(runners), results.params
-    reference = runners[results.reference]
+    order, params, reference = list(runners), results.params, runners[results.reference]
     for number, question in enumerate(questions):
         first = number % len(order)
-        messages: list[Message] = []
+        messages: list[dict[str, str]] = []
         for turn, text in enumerate(question.turns if all_turns else question.turns[:1]):
             messages.append({"role": "user", "content": text})
+            where = {"question_id": question.question_id, "turn": turn}
             asked = len(results.trials) + len(results.skipped)
             seeded = params if params.seed is None else replace(params, seed=params.seed + asked)
-            answers: dict[str, Answer] = {}
+            answers: dict[str, Completion] = {}
             try:
                 ids = reference.encode(messages)
                 for name in order[first:] + order[:first]:
                     answers[name] = runners[name].answer(ids, seeded)
-                    on_answer()
+                    if answers[name].finish_reason == "interrupted":
+                        raise KeyboardInterrupt
+                    progress("answers", (number + len(answers) / len(order)) / len(questions))
             except InvalidInput as error:
-                log.warning(
-                    "question %s, turn %d is left out: %s", question.question_id, turn + 1, error
-                )
-                results.skipped.append(Skipped(question.question_id, turn, str(error)))
+                log.warning("question %s is left out: %s", question.question_id, error)
+                results.skipped.append({**where, "reason": str(error)})
                 break
-            trial = Trial(question, turn, {name: answers[name] for name in order})
-            results.differences += _differences(trial, results, reference, ids, seeded)
-            results.trials.append(trial)
-            messages.append({"role": "assistant", "content": answers[results.reference].text})
+            expected = answers[results.reference]
+            for name in results.compared:
+                found = difference(expected.token_ids, answers[name].token_ids)
+                if found is not None:
+                    shared = expected.token_ids[: found["position"]]
+                    found["gap"] = gap(reference, ids, shared, seeded)
+                    results.differences.append({"method": name, **where, **found})
+            results.trials.append(Trial(question, answers))
+            messages.append({"role": "assistant", "content": expected.text})
         results.complete = number == len(questions) - 1
-        yield question
+        yield
 
 
-def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
-    """Return the first position where two answers differ, or None where they are equal.
+def difference(expected: Sequence[int], tokens: Sequence[int]) -> dict[str, Any] | None:
+    """Return the first position where two answers differ, and their tokens there.
 
-    Where one answer is the beginning of the other, it is the position where that one ended.
+    A token is None where that answer had ended. Returns None for equal answers.
     """
-    for position, (x, y) in enumerate(zip(a, b, strict=False)):
-        if x != y:
-            return position
-    return None if len(a) == len(b) else min(len(a), len(b))
+    for position in range(max(len(expected), len(tokens))):
+        one, other = ([*ids[position : position + 1], None][0] for ids in (expected, tokens))
+        if one != other:
+            return {"position": position, "reference_token": one, "token": other}
+    return None
 
 
-def _differences(
-    trial: Trial, results: Results, runner: Runner, ids: Sequence[int], params: SamplingParams
-) -> Iterator[Difference]:
-    """The differences of the compared methods in one trial.
-
-    `runner` is the reference's. `params` are those of the trial, with its seed.
-    """
-    expected = trial.answers[results.reference].token_ids
-    gaps: dict[int, float] = {}
-    for name in results.compared:
-        answer = trial.answers[name]
-        position = first_difference(expected, answer.token_ids)
-        if position is None:
-            continue
-        if position not in gaps:
-            gaps[position] = _gap(runner, ids, expected[:position], params)
-        yield Difference(
-            method=name,
-            question_id=trial.question.question_id,
-            category=trial.question.category,
-            turn=trial.turn,
-            position=position,
-            reference_token=expected[position] if position < len(expected) else None,
-            token=answer.token_ids[position] if position < len(answer.token_ids) else None,
-            gap=gaps[position],
-        )
-
-
-def _gap(
+def gap(
     runner: Runner, ids: Sequence[int], answered: Sequence[int], params: SamplingParams
-) -> float:
-    """The gap of `Difference` for the token after the prompt `ids` and the tokens `answered`."""
-    text = [*ids, *answered]
-    logits = runner.last_logits(text).float().cpu()
+) -> float | None:
+    """Return the score of the best token after the prompt `ids` and the tokens `answered`, less
+    that of the second best. Where it is near 0, rounding decides.
+
+    Scores are the target's logits, above temperature 0 log-probabilities with the noise of the
+    place added. The gap is None where only one token is possible.
+    """
+    place = len(ids) + len(answered)
+    logits = runner.last_logits([*ids, *answered]).float().cpu()
     sampler = Sampler(params, ids, len(logits))
     sampler.extend(answered)
     scores = sampler.process(logits).double().numpy()
     if not params.greedy:
         assert params.seed is not None
-        # Without filters these are log-probabilities up to a constant, and none underflows.
-        scores = (
-            sampler.law(logits).double().log().numpy()
-            if params.filters
-            else scores / max(params.temperature, 1e-30)
-        )
-        scores = scores + Noise(params.seed, 0, len(scores)).of(
-            np.arange(len(scores)), np.full(len(scores), len(text))
-        )
+        if params.filters:
+            scores = sampler.law(logits).double().log().numpy()
+        else:  # log-probabilities up to a constant; none underflows
+            scores = scores / max(params.temperature, 1e-30)
+        noise, tokens = Noise(params.seed, 0, len(scores)), np.arange(len(scores))
+        scores = scores + noise.of(tokens, np.full(len(scores), place))
     second, best = np.sort(scores)[-2:].tolist()
-    return float(best - second)
+    return float(best - second) if np.isfinite(second) else None

@@ -7,135 +7,96 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import Any
 
-from quickbeam.bench.methods import MethodItem
+import numpy as np
+
+from quickbeam.bench.methods import LLMRunner, MethodItem
 from quickbeam.bench.questions import Question
+from quickbeam.bench.report import markdown, number, same
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.params import COUPLED, SamplingParams
 
-Told = Callable[[str, float], None]  # is told of a stage, and of the share (0 to 1) that is done
-Other = Callable[[Sequence["Asked"], int], "Cell"]  # answers all requests, so many at a time
-ALONE = "ar"  # the method whose answers, given one at a time, others are compared with
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One request of the benchmark.
-
-    `arrives` is in seconds since the run began. `leaves_after` is the number of tokens after which
-    the client goes away, or None for never.
-    """
-
-    ids: list[int]
-    category: str
-    arrives: float = 0.0
-    leaves_after: int | None = None
+Progress = Callable[[str, float], None]  # a stage, and the share (0 to 1) that is done
+REFERENCE = "ar"  # the method whose answers, given one at a time, others are compared with
+# columns of the table, by their names in the JSON
+COLUMNS = {"decoding": "decoding_tokens_per_second", "p50 first ms": "p50_ttft_ms"}
+COLUMNS |= {"p95 first ms": "p95_ttft_ms", "p50 ms a token": "p50_tpot_ms"}
+COLUMNS |= {"p95 ms a token": "p95_tpot_ms", "MAT": "mean_accepted_tokens"}
 
 
 @dataclass
-class Answered:
-    """What became of a request, with times in seconds since the run began.
+class Asked:
+    """One request, and what became of it: when its first and last token came, in seconds since the
+    run began. The client goes away after `leaves_after` tokens, or never."""
 
-    `first` and `last` are when the first and the last token came.
-    """
-
-    prompt: tuple[int, ...]
-    arrived: float
+    ids: list[int]
+    arrives: float = 0.0
+    leaves_after: int | None = None
     first: float = 0.0
     last: float = 0.0
     token_ids: list[int] = field(default_factory=list)
-    text: str = ""
     steps: int = 0
     nodes: int = 0
     cancelled: bool = False
 
-    @property
-    def time_to_first(self) -> float:
-        return self.first - self.arrived
+    def follow(self, stream: Stream, at: float) -> None:
+        """Note what a step at the time `at` brought, and go away where the client does."""
+        if len(stream.token_ids) > len(self.token_ids):
+            self.first, self.last, self.token_ids = self.first or at, at, list(stream.token_ids)
+        enough = self.leaves_after is not None and len(self.token_ids) >= self.leaves_after
+        if enough and not stream.over:
+            self.cancelled = True
+            stream.close()
+        if stream.over:
+            if stream.error is not None:
+                raise stream.error
+            told = stream.completion.statistics
+            self.steps, self.nodes = told.steps, told.nodes
 
-    @property
-    def per_token(self) -> float:
-        """Seconds per token after the first."""
-        return (self.last - self.first) / max(1, len(self.token_ids) - 1)
+    def equals(self, whole: list[int]) -> bool:
+        """Whether the answer is `whole`, or its beginning where the client went away."""
+        length = len(self.token_ids)
+        return whole[:length] == self.token_ids and (self.cancelled or length == len(whole))
 
 
 @dataclass
-class Cell:
-    """The figures of one method under one load, over all of its runs.
+class Run:
+    """All requests, answered by one method, `load` at a time.
 
-    `identical` counts the answers equal to those given alone. It is None where they need not be
-    equal, because tokens are sampled without a seed or not coupled (`MethodItem.comparable`). It is
-    also None for a server that does not name its tokens.
+    `decoding_seconds` and `decoding_tokens` are of steps in which no prompt was read. `identical`
+    is None where answers need not be the same (`MethodItem.comparable`).
     """
 
+    load: int
+    method: str
+    answers: list[Asked] = field(default_factory=list)
     seconds: float = 0.0
-    decoding_seconds: float = 0.0  # of steps in which no prompt was read
-    decoding_tokens: int = 0  # tokens that these steps emitted
-    answers: list[Answered] = field(default_factory=list)
+    decoding_seconds: float = 0.0
+    decoding_tokens: int = 0
     identical: int | None = None
 
-    @property
-    def named(self) -> bool:
-        """Whether the ids of all tokens are known."""
-        return all(token >= 0 for one in self.answers for token in one.token_ids)
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens a second of all requests together, prompts and waiting included."""
-        return (
-            sum(len(one.token_ids) for one in self.answers) / self.seconds if self.seconds else 0.0
-        )
+def fitting(runner: LLMRunner, questions: Sequence[Question], max_tokens: int) -> list[list[int]]:
+    """Return the first turns as token ids, those that leave room for `max_tokens` tokens.
 
-    @property
-    def decoding_tokens_per_second(self) -> float:
-        """Tokens a second in the steps in which no prompt was read."""
-        return self.decoding_tokens / self.decoding_seconds if self.decoding_seconds else 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON record of the cell.
-
-        Latencies are in milliseconds. A figure is None where nothing was measured for it.
-        """
-        whole = [one for one in self.answers if one.token_ids]
-        steps = sum(one.steps for one in whole)
-        later = sum(max(0, len(one.token_ids) - 1) for one in whole if one.steps)
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "decoding_tokens_per_second": self.decoding_tokens_per_second,
-            "p50_ttft_ms": 1e3 * median(one.time_to_first for one in whole) if whole else None,
-            "p95_ttft_ms": 1e3 * _percentile([one.time_to_first for one in whole], 0.95)
-            if whole
-            else None,
-            "p50_tpot_ms": 1e3 * median(one.per_token for one in whole) if whole else None,
-            "p95_tpot_ms": 1e3 * _percentile([one.per_token for one in whole], 0.95)
-            if whole
-            else None,
-            "mean_accepted_tokens": later / steps if steps else None,
-            "nodes_per_step": sum(one.nodes for one in whole) / steps if steps else None,
-            "identical": self.identical,
-            "prompts": len(self.answers),
-            "cancelled": sum(one.cancelled for one in self.answers),
-            "seconds": self.seconds,
-        }
-
-
-def _percentile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+    Raises `InvalidInput` where there are none.
+    """
+    limit = runner.llm.model.context_length
+    prompts = [runner.encode([{"role": "user", "content": one.turns[0]}]) for one in questions]
+    fit = [ids for ids in prompts if limit is None or len(ids) + max_tokens <= limit]
+    if not fit:
+        room = f"no prompt leaves room for {max_tokens} tokens in the model's context of {limit}"
+        raise InvalidInput(f"{room}: lower --max-tokens")
+    return fit
 
 
 def requests(
-    prompts: Sequence[tuple[list[int], str]],
-    rate: float | None,
-    cancel: float,
-    max_tokens: int,
-    seed: int = 0,
+    prompts: Sequence[list[int]], rate: float | None, cancel: float, max_tokens: int, seed: int = 0
 ) -> list[Asked]:
     """Return the prompts as requests that arrive all at once, or at random.
 
@@ -143,250 +104,132 @@ def requests(
     `cancel` of them, evenly spread, go away after a random number of tokens: at most half of
     `max_tokens`.
     """
-    chance, clock, found = random.Random(seed), 0.0, list[Asked]()
-    for number, (ids, category) in enumerate(prompts):
-        if rate is not None:
-            clock += chance.expovariate(rate)
-        leaves = int((number + 1) * cancel) > int(number * cancel)
-        after = chance.randint(1, max(1, max_tokens // 2))
-        found.append(Asked(ids, category, clock, after if leaves else None))
-    return found
-
-
-def fitting(
-    llm: LLM, prompts: Sequence[tuple[list[int], str]], max_tokens: int
-) -> list[tuple[list[int], str]]:
-    """Return the prompts that leave room for `max_tokens` tokens in the model's context.
-
-    Raises `InvalidInput` where there are none.
-    """
-    limit = llm.model.context_length
-    found = [prompt for prompt in prompts if limit is None or len(prompt[0]) + max_tokens <= limit]
-    if not found:
-        raise InvalidInput(
-            f"no prompt leaves room for {max_tokens} tokens in the model's context "
-            f"of {limit}: lower --max-tokens"
-        )
-    return found
-
-
-def encode(llm: LLM, questions: Sequence[Question], raw: bool) -> list[tuple[list[int], str]]:
-    """Return the first turns as token ids, with their categories. `raw`: no chat template."""
-    return [
-        (
-            list(llm.tokenizer(question.turns[0])["input_ids"])
-            if raw
-            else llm.encode_chat([{"role": "user", "content": question.turns[0]}]),
-            question.category,
-        )
-        for question in questions
-    ]
+    rng, clock, asked = random.Random(seed), 0.0, list[Asked]()
+    for i, ids in enumerate(prompts):
+        clock += rng.expovariate(rate) if rate is not None else 0.0
+        leaves = int((i + 1) * cancel) > int(i * cancel)
+        after = rng.randint(1, max(1, max_tokens // 2))
+        asked.append(Asked(ids, clock, after if leaves else None))
+    return asked
 
 
 def serve(
-    llm: LLM,
-    asked: Sequence[Asked],
-    item: MethodItem,
-    params: SamplingParams,
-    running: int,
-    cell: Cell | None = None,
-) -> Iterator[Answered]:
-    """Answer all requests, `running` of them at a time. Yields each answer when it ends.
-
-    The time and the tokens of steps without prompts are added to `cell`. Raises what an answer
-    raises.
-    """
+    llm: LLM, asked: Sequence[Asked], item: MethodItem, params: SamplingParams, load: int
+) -> Run:
+    """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    llm.engine.scheduler.most = running
-    waiting, open_streams = list(enumerate(asked)), dict[int, tuple[Stream, Answered]]()
-    began = time.perf_counter()
-
-    def now() -> float:
-        return time.perf_counter() - began
-
+    llm.engine.scheduler.most = load
+    run, waiting, running = Run(load, item.name), list(asked), list[tuple[Stream, Asked]]()
+    began = before = time.perf_counter()
     try:
-        while waiting or open_streams:
-            while waiting and waiting[0][1].arrives <= now():
-                number, one = waiting.pop(0)
-                options: Any = {
-                    "method": item.method,
-                    "budget": item.budget,
-                    "vocab": item.vocab,
-                    "shortlist": item.shortlist,
-                }
-                open_streams[number] = (
-                    llm.stream(one.ids, item.told(params), **options),
-                    Answered(tuple(one.ids), one.arrives),
-                )
-            if not open_streams:
-                time.sleep(max(0.0, waiting[0][1].arrives - now()))
+        while waiting or running:
+            while waiting and waiting[0].arrives <= time.perf_counter() - began:
+                one = replace(waiting.pop(0))
+                stream = llm.stream(one.ids, params, **item.options())
+                running.append((stream, one))
+            if not running:
+                time.sleep(max(0.0, waiting[0].arrives - (time.perf_counter() - began)))
                 continue
-            before, tokens = (
-                now(),
-                sum(len(stream.token_ids) for stream, _ in open_streams.values()),
-            )
+            known, before = sum(len(stream.token_ids) for stream, _ in running), time.perf_counter()
             llm.engine.step()
-            at = now()
-            if cell is not None and not llm.engine.prompt_rows:
-                cell.decoding_seconds += at - before
-                cell.decoding_tokens += (
-                    sum(len(stream.token_ids) for stream, _ in open_streams.values()) - tokens
-                )
-            for number, (stream, answered) in list(open_streams.items()):
-                length = len(stream.token_ids)
-                if length > len(answered.token_ids):
-                    answered.first, answered.last = answered.first or at, at
-                    answered.token_ids = list(stream.token_ids)
-                leaves = asked[number].leaves_after
-                if leaves is not None and length >= leaves and not stream.over:
-                    answered.cancelled = True
-                    stream.close()
-                if stream.over:
-                    if stream.error is not None:
-                        raise stream.error
-                    completion = stream.completion
-                    answered.text, answered.steps, answered.nodes = (
-                        completion.text,
-                        completion.statistics.steps,
-                        completion.statistics.nodes,
-                    )
-                    answered.cancelled = (
-                        answered.cancelled or completion.finish_reason == "interrupted"
-                    )
-                    del open_streams[number]
-                    yield answered
+            after = time.perf_counter()
+            if not llm.engine.prompt_rows:
+                run.decoding_seconds += after - before
+                run.decoding_tokens += sum(len(stream.token_ids) for stream, _ in running) - known
+            for stream, one in running:
+                one.follow(stream, after - began)
+            run.answers += [one for stream, one in running if stream.over]
+            running = [(stream, one) for stream, one in running if not stream.over]
     finally:
-        for stream, _ in open_streams.values():
+        for stream, _ in running:
             stream.close()
-
-
-class Stopped(KeyboardInterrupt):
-    """The measuring was interrupted. `cells`: what was measured by then, by load and name."""
-
-    def __init__(self, cells: dict[int, dict[str, Cell]]) -> None:
-        super().__init__()
-        self.cells = cells
+    run.seconds = time.perf_counter() - began
+    return run
 
 
 def measure(
     llm: LLM,
     asked: Sequence[Asked],
-    methods: Sequence[MethodItem],
-    concurrency: Sequence[int],
+    items: Sequence[MethodItem],
+    loads: Sequence[int],
     params: SamplingParams,
+    runs: list[Run],
     rounds: int = 1,
-    told: Told = lambda stage, done: None,
-    alone: Mapping[tuple[int, ...], list[int]] | None = None,
-    others: Mapping[str, Other] | None = None,
-) -> dict[int, dict[str, Cell]]:
-    """Measure every method under every load, `rounds` times in turn.
-
-    They take turns so that changes in the machine's speed affect all of them alike. Returns the
-    cells by load and name.
-
-    - `alone`: by prompt, the tokens of plain answers given one at a time. Where None, these answers
-      are made first, if a method needs them.
-    - `others`: further rows of each table, by name, which are measured after the methods in each
-      turn. They answer in the order of the requests that they are given. They are compared where
-      they name their tokens.
-
-    Raises `Stopped` if it is interrupted once something is measured.
-    """
-    others = others or {}
-    compared = {item.name for item in methods if item.comparable(params)}
-    known = dict(alone or {})
-    if compared and alone is None:
-        known = _alone(llm, asked, replace(params, coupling=COUPLED), told)
-    cells = {
-        load: {name: Cell() for name in (*(item.name for item in methods), *others)}
-        for load in concurrency
-    }
-    for item in methods:  # what is measured or compiled at first use is not counted
-        for _ in serve(llm, asked[:2], item, params, 2):
-            pass
-    for other in others.values():
-        other(asked[:2], 2)
-    total = rounds * len(concurrency) * (len(methods) + len(others))
-    done = 0
-    try:
-        for _ in range(rounds):
-            for load in concurrency:
-                for item in methods:
-                    told(f"{item.name}, {load} at a time", done / total)
-                    began = time.perf_counter()
-                    cell = cells[load][item.name]
-                    answers = list(serve(llm, asked, item, params, load, cell))
-                    cell.seconds += time.perf_counter() - began
-                    cell.answers += answers
-                    done += 1
-                for name, other in others.items():
-                    told(f"{name}, {load} at a time", done / total)
-                    found = other(asked, load)
-                    for answered, one in zip(found.answers, asked, strict=True):
-                        answered.prompt = tuple(one.ids)
-                    cells[load][name].seconds += found.seconds
-                    cells[load][name].answers += found.answers
-                    done += 1
-    except KeyboardInterrupt as interrupt:
-        measured = {
-            load: {name: cell for name, cell in by_name.items() if cell.answers}
-            for load, by_name in cells.items()
-        }
-        measured = {load: by_name for load, by_name in measured.items() if by_name}
-        if not measured:
-            raise
-        _compare(measured, compared, known)
-        raise Stopped(measured) from interrupt
-    told("done", 1.0)
-    if compared:
-        compared |= {name for name in others if cells[concurrency[0]][name].named}
-    _compare(cells, compared, known)
-    return cells
-
-
-def _compare(
-    cells: Mapping[int, Mapping[str, Cell]],
-    compared: Collection[str],
-    known: Mapping[tuple[int, ...], list[int]],
+    progress: Progress = lambda stage, done: None,
 ) -> None:
-    """Count, in the cells of the names `compared`, the answers that are the `known` ones."""
-    for by_name in cells.values():
-        for name, cell in by_name.items():
-            if name in compared:
-                cell.identical = sum(_same(one, known) for one in cell.answers)
+    """Measure every method under every load, `rounds` times in turn, and append to `runs`.
+
+    They take turns so that changes in the machine's speed affect all of them alike. First plain
+    answers are made one at a time, if a method is compared with them.
+    """
+    alone: dict[tuple[int, ...], list[int]] = {}
+    compared = [item.name for item in items if item.comparable(params)]
+    for i, one in enumerate(asked if compared else ()):
+        progress("answers given alone", i / len(asked))
+        llm.reset()
+        answer = llm.generate(one.ids, replace(params, coupling=COUPLED), method=REFERENCE)
+        alone[tuple(one.ids)] = answer.token_ids
+    for item in items:  # what is measured or compiled at first use is not counted
+        serve(llm, asked[:2], item, params, 2)
+    plan = [(load, item) for _ in range(rounds) for load in loads for item in items]
+    for done, (load, item) in enumerate(plan):
+        progress(f"{item.name}, {load} at a time", done / len(plan))
+        run = serve(llm, asked, item, params, load)
+        if item.name in compared:
+            run.identical = sum(one.equals(alone[tuple(one.ids)]) for one in run.answers)
+        runs.append(run)
 
 
-def _alone(
-    llm: LLM, asked: Sequence[Asked], params: SamplingParams, told: Told
-) -> dict[tuple[int, ...], list[int]]:
-    """The token ids of plain answers given one at a time, by prompt."""
-    found: dict[tuple[int, ...], list[int]] = {}
-    for number, one in enumerate(asked):
-        told("answers given alone", number / len(asked))
-        if tuple(one.ids) not in found:
-            llm.reset()
-            found[tuple(one.ids)] = llm.generate(one.ids, params, method=ALONE).token_ids
+def figures(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return the figures of a method's runs. Latencies are in milliseconds; None where nothing was
+    measured."""
+    answers = [one for run in runs for one in run.answers]
+    whole, seconds = [one for one in answers if one.token_ids], sum(run.seconds for run in runs)
+    tokens, steps = sum(len(one.token_ids) for one in whole), sum(one.steps for one in whole)
+    later = sum(len(one.token_ids) - 1 for one in whole if one.steps)
+    first = [one.first - one.arrives for one in whole]
+    each = [(one.last - one.first) / max(1, len(one.token_ids) - 1) for one in whole]
+    decoding = sum(run.decoding_seconds for run in runs)
+    decoded = sum(run.decoding_tokens for run in runs)
+    equal = [run.identical for run in runs if run.identical is not None]
+    return {
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "decoding_tokens_per_second": decoded / decoding if decoding else None,
+        **{f"p{part}_ttft_ms": _percentile(first, part) for part in (50, 95)},
+        **{f"p{part}_tpot_ms": _percentile(each, part) for part in (50, 95)},
+        "mean_accepted_tokens": later / steps if steps else None,
+        "nodes_per_step": sum(one.nodes for one in whole) / steps if steps else None,
+        "identical": sum(equal) if equal else None,
+        "prompts": len(answers),
+        "cancelled": sum(one.cancelled for one in answers),
+        "seconds": seconds,
+    }
+
+
+def _percentile(seconds: Sequence[float], part: int) -> float | None:
+    return 1000 * float(np.percentile(seconds, part)) if seconds else None
+
+
+def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
+    """Return the figures by load, then by method, with the speed over that of `ar` where it is."""
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for load, name in dict.fromkeys((run.load, run.method) for run in runs):
+        own = [run for run in runs if (run.load, run.method) == (load, name)]
+        one = found.setdefault(load, {})[name] = figures(own)
+        plain = found[load].get(REFERENCE, {}).get("tokens_per_second")
+        one["over_ar"] = one["tokens_per_second"] / plain if plain else None
     return found
 
 
-def _same(answered: Answered, known: Mapping[tuple[int, ...], list[int]]) -> bool:
-    """Whether an answer is the one given alone, or its beginning where the client went away."""
-    whole = known[answered.prompt]
-    return whole[: len(answered.token_ids)] == answered.token_ids and (
-        answered.cancelled or len(whole) == len(answered.token_ids)
+def table(runs: Sequence[Run]) -> str:
+    """Return the figures as a Markdown table."""
+    return markdown(
+        [
+            {"at a time": load, "method": name, "tokens/s": number(one["tokens_per_second"])}
+            | {"over ar": number(one["over_ar"])}
+            | {column: number(one[key]) for column, key in COLUMNS.items()}
+            | {"identical": same(one)}
+            for load, by_name in by_load(runs).items()
+            for name, one in by_name.items()
+        ]
     )
-
-
-def ratios(cells: Mapping[int, Mapping[str, Cell]]) -> dict[int, dict[str, float]]:
-    """Return tokens a second over those of `ar` under the same load, by load and method.
-
-    Loads under which `ar` was not measured are left out.
-    """
-    return {
-        load: {
-            name: cell.tokens_per_second / by_name[ALONE].tokens_per_second
-            for name, cell in by_name.items()
-        }
-        for load, by_name in cells.items()
-        if ALONE in by_name and by_name[ALONE].tokens_per_second
-    }

@@ -10,29 +10,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quickbeam.cli import MISSING, bench, train
-from quickbeam.cli.acceptance import acceptance
+from quickbeam.cli import MISSING, bench, fields
 from quickbeam.cli.batch import batch
-from quickbeam.cli.bench_plan import bench_plan
-from quickbeam.cli.bench_report import bench_report
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
 from quickbeam.cli.doctor import doctor
-from quickbeam.cli.drafting import drafting
 from quickbeam.cli.generate import generate
-from quickbeam.cli.heads import heads
 from quickbeam.cli.inspect import inspect
-from quickbeam.cli.models import models, pull
-from quickbeam.cli.passes import passes
-from quickbeam.cli.recall import recall
+from quickbeam.cli.pull import pull
 from quickbeam.cli.serve import serve
-from quickbeam.cli.structured import structured
-from quickbeam.cli.throughput import throughput
-from quickbeam.cli.train_all import train_all
-from quickbeam.cli.trees import bench_trees
+from quickbeam.cli.train import train
 from quickbeam.cli.version import version as show_version
-from quickbeam.cli.vocabulary import bench_vocabulary
-from quickbeam.cli.weights import bench_weights
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 
@@ -102,17 +90,6 @@ def root(
         print(context.get_help())
 
 
-for command in (generate, chat, serve, batch, inspect, pull, models, demo, doctor):
-    app.command()(command)
-for measurement in (passes, acceptance, drafting, heads, recall):
-    bench.commands.command()(measurement)
-bench.commands.command()(throughput)
-bench.commands.command()(structured)
-bench.commands.command("vocabulary")(bench_vocabulary)
-bench.commands.command("trees")(bench_trees)
-bench.commands.command("weights")(bench_weights)
-bench.commands.command("plan")(bench_plan)
-bench.commands.command("report")(bench_report)
+for command in (generate, chat, serve, batch, train, inspect, pull, demo, doctor):
+    app.command()(fields.command(command))
 app.add_typer(bench.commands, name="bench")
-train.commands.command("all")(train_all)
-app.add_typer(train.commands, name="train")

@@ -6,9 +6,8 @@ import asyncio
 import sys
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from tqdm import tqdm
@@ -16,8 +15,7 @@ from tqdm import tqdm
 from quickbeam.batch.journal import Journal
 from quickbeam.batch.requests import read
 from quickbeam.batch.run import Answer, check, run
-from quickbeam.cli import options
-from quickbeam.cli.common import load
+from quickbeam.cli.loading import Loading, Replicas
 from quickbeam.errors import InvalidInput
 
 AHEAD = 2  # requests under way for each answer that is computed at a time
@@ -39,20 +37,8 @@ def batch(
             help="Answers, as they come. What is there already is not asked again.",
         ),
     ],
-    model: options.Model = None,
-    method: options.Method = "auto",
-    budget: options.Budget = None,
-    drafter: options.Drafter = None,
-    vocab: options.Vocab = None,
-    shortlist: options.Shortlist = None,
-    exact: options.Exact = None,
-    dtype: options.DtypeOption = options.Dtype.bfloat16,
-    weights: options.Weights = options.WeightsKind.bfloat16,
-    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
-    memory: options.Memory = None,
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    kv_memory: options.KVMemory = None,
+    loading: Loading,
+    replicas: Replicas,
     max_running: Annotated[
         int, typer.Option("--max-running", min=1, help="Answers made side by side.")
     ] = 32,
@@ -60,52 +46,21 @@ def batch(
         str | None,
         typer.Option("--served-name", metavar="NAME", help="What requests call the model."),
     ] = None,
-    ray: Annotated[
-        bool,
-        typer.Option(
-            "--ray", help="Answer by replicas of the model on a Ray cluster, or on this machine."
-        ),
-    ] = False,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="With --ray: how many.")] = 1,
-    threads: Annotated[
-        int, typer.Option("--threads", min=1, help="With --ray: of each replica.")
-    ] = 1,
 ) -> None:
     """Answer a file of requests. Broken off at any moment, the same command goes on: no answer is
     lost, and none is made twice.
 
     Exit code 1: some requests could not be answered; their records say why.
     """
-    if replicas > 1 and not ray:
-        raise InvalidInput(f"--replicas {replicas}: they run on Ray; add --ray")
     if not source.is_file():
         raise InvalidInput(f"{source}: there is no such file")
-
-    wanted: dict[str, Any] = {
-        "model": model,
-        "method": method,
-        "dtype": dtype,
-        "weights": weights,
-        "draft_weights": draft_weights.value,
-        "memory": memory,
-        "device": device,
-        "budget": options.nodes(budget),
-        "exact": exact,
-        "drafter": drafter,
-        "vocab": vocab,
-        "shortlist": shortlist,
-        "trust_remote_code": trust_remote_code,
-        "kv_memory": kv_memory,
-        "max_running": max_running,
-    }
     with Journal(output) as journal:
         total = check(source, journal)
         try:
             if len(journal.done) < total:
-                answers = (
-                    on_ray(replicas, threads, served_name, wanted)
-                    if ray
-                    else here(served_name, wanted)
+                replicas.check(loading)
+                answers = (on_ray if replicas.ray else here)(
+                    loading, replicas, max_running, served_name
                 )
                 with tqdm(
                     total=total,
@@ -114,7 +69,13 @@ def batch(
                     disable=not sys.stderr.isatty(),
                 ) as bar:
                     asyncio.run(
-                        follow(answers, source, journal, AHEAD * max_running * replicas, bar.update)
+                        follow(
+                            answers,
+                            source,
+                            journal,
+                            AHEAD * max_running * replicas.replicas,
+                            bar.update,
+                        )
                     )
         except KeyboardInterrupt:
             print(
@@ -141,7 +102,9 @@ async def follow(
         await run(read(source), answer, journal, window, told)
 
 
-def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManager[Answer]:
+def here(
+    loading: Loading, replicas: Replicas, running: int, name: str | None
+) -> AbstractAsyncContextManager[Answer]:
     """Return a context manager of a function that answers with a model in this process.
 
     Raises `InvalidInput` if the packages of the extra `serve` are missing.
@@ -152,25 +115,21 @@ def here(name: str | None, wanted: dict[str, Any]) -> AbstractAsyncContextManage
         raise InvalidInput(
             f"answering requests needs {error.name}: pip install 'quickbeam[serve]'"
         ) from error
-    return answering(load(**wanted), name)
+    return answering(loading.load(max_running=running), name)
 
 
 def on_ray(
-    count: int, threads: int, name: str | None, wanted: dict[str, Any]
+    loading: Loading, replicas: Replicas, running: int, name: str | None
 ) -> AbstractAsyncContextManager[Answer]:
     """Return a context manager of a function that answers with replicas on Ray.
 
     Raises `InvalidInput` if the packages of the extras `ray` and `serve` are missing.
     """
     try:
-        from quickbeam.batch.ray import replicas
+        from quickbeam.batch import ray
     except ImportError as error:
         raise InvalidInput(
             f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'"
         ) from error
-    return replicas(
-        count,
-        name,
-        {key: value.value if isinstance(value, Enum) else value for key, value in wanted.items()},
-        threads,
-    )
+    wanted = {**loading.arguments(), "max_running": running}
+    return ray.replicas(replicas.replicas, name, wanted, replicas.threads)

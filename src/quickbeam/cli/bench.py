@@ -1,364 +1,216 @@
-"""`quickbeam bench`: compare methods and peers on the same questions."""
+"""`quickbeam bench`: methods on the same questions, one request at a time and many at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr
-from enum import Enum
-from functools import partial
-from io import StringIO
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
-from rich.text import Text
 
-from quickbeam.bench.base import Runner
-from quickbeam.bench.files import check_output, check_plot, save
-from quickbeam.bench.methods import (
-    PEERS,
-    SWITCHES,
-    LLMRunner,
-    load_runners,
-    parse_budget,
-    parse_methods,
-)
+from quickbeam.bench.methods import KNOWN, LLMRunner, MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
-from quickbeam.cli import options
-from quickbeam.cli.common import progress_bar, stderr, stdout
+from quickbeam.cli.checks import check_models
+from quickbeam.cli.common import (
+    check_output,
+    loading_progress,
+    progress_bar,
+    save_record,
+)
+from quickbeam.cli.fields import WORDS, changed, command, numbers
+from quickbeam.cli.loading import Target
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.hub import DEFAULT
 from quickbeam.params import SamplingParams
-from quickbeam.presets import PRESETS
-
-if TYPE_CHECKING:
-    from quickbeam.bench.run import Results
+from quickbeam.presets import VOCABS
 
 INTERRUPTED = 130  # the shell's code for Ctrl-C
+# what transformers' generate takes of an answer's parameters
+PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 
 
-class Turns(str, Enum):
-    first = "first"
-    all = "all"
+@dataclass(frozen=True)
+class Asked:
+    """What is asked."""
+
+    questions: Path | None = None
+    """Spec-Bench lines (question_id, category, turns). Default: a set of our own."""
+    limit: int | None = field(default=None, metadata={"min": 1})
+    """Questions to ask, spread evenly over the categories. Default: all."""
+    raw: bool = False
+    """Give questions as they are, without the chat template."""
 
 
-commands = typer.Typer(
-    help="Measure. Without a command: methods side by side on the same questions."
-)
+@dataclass(frozen=True)
+class Conversations(Asked):
+    """What is asked, one request at a time."""
+
+    turns: str = field(default="first", metadata={"choices": ("first", "all")})
+    """Ask only the first turn of a question, or all; earlier answers in the conversation are the
+    reference method's."""
+
+
+@dataclass(frozen=True)
+class Load(Asked):
+    """What is asked, and how much at once."""
+
+    concurrency: str = "1,4,16"
+    """Requests at a time; several, comma-separated."""
+    rate: float | None = None
+    """Requests that arrive a second, at random (Poisson). Default: all at once."""
+    cancel: float = field(default=0.0, metadata={"min": 0.0, "max": 1.0})
+    """The share of clients that go away midway."""
+    rounds: int = field(default=1, metadata={"min": 1})
+    """How often every cell is run, in turn."""
+
+
+NAMES = f"{KNOWN}; vocabularies: {', '.join(VOCABS)}"
+HELP = f"Comma-separated NAME[:BUDGET][@SHORTLIST][+VOCABULARY]. Names: {NAMES}."
+Methods = Annotated[str, typer.Option(help=HELP)]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+commands = typer.Typer(help="Measure. Without a command: methods, one request at a time.")
 
 
 @commands.callback(invoke_without_command=True)
+@command
 def bench(
     context: typer.Context,
-    questions: Annotated[
-        Path | None,
-        typer.Option(
-            "--questions",
-            help="Spec-Bench lines (question_id, category, turns). Default: a set of our own.",
-        ),
-    ] = None,
-    model: options.Model = None,
-    methods: Annotated[
-        str,
-        typer.Option(
-            "--methods",
-            help=f"Comma-separated NAME[:BUDGET][+SWITCH]. Names: {', '.join([*PRESETS, *PEERS])}; "
-            f"switches: {', '.join(SWITCHES)}. "
-            "Example: ar,logitspec:16,logitspec:64,ar+exact,hf.",
-        ),
-    ] = "ar,pld,logitspec,auto",
-    limit: Annotated[
-        int | None,
-        typer.Option(
-            "--limit",
-            min=1,
-            help="Questions to ask, spread evenly over the categories. Default: all.",
-        ),
-    ] = None,
-    turns: Annotated[
-        Turns,
-        typer.Option(
-            "--turns",
-            help="Ask only the first turn of a question, or all; earlier answers in the "
-            "conversation are the reference method's.",
-        ),
-    ] = Turns.first,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=2, help="Longest answer, in tokens.")
-    ] = 128,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    coupling: options.CouplingOption = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            "--budget",
-            metavar="N|auto",
-            help="Most nodes of a draft tree. Default: the method's own.",
-        ),
-    ] = None,
-    exact: options.Exact = None,
-    fast: Annotated[
-        bool, typer.Option("--fast/--plain", help="Packed linears, or the plain reference path.")
-    ] = True,
-    drafter: options.Drafter = None,
-    vocab: options.Vocab = None,
-    shortlist: options.Shortlist = None,
-    dtype: options.DtypeOption = options.Dtype.bfloat16,
-    weights: options.Weights = options.WeightsKind.bfloat16,
-    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
-    memory: options.Memory = None,
-    device: options.DeviceOption = None,
-    json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write the figures here, after every question.")
-    ] = None,
-    plot_path: Annotated[
-        Path | None, typer.Option("--plot", help="Draw speed-up and MAT here (.png, .svg, .pdf).")
-    ] = None,
+    asked: Conversations,
+    target: Target,
+    methods: Methods = "ar,pld,logitspec,auto",
+    params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
+    json_file: JsonFile = None,
 ) -> None:
     """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall.
     Above temperature 0 outputs are compared where a --seed is given."""
-    if context.invoked_subcommand is not None:
-        return
-    filters: dict[str, Any] = {
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "repetition_penalty": repetition_penalty,
-    }
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        seed=seed,
-        coupling=options.coupling(coupling),
-        **filters,
-    )
-    items = parse_methods(
-        methods,
-        None if budget is None else parse_budget(budget),
-        exact,
-        fast,
-        drafter,
-        model,
-        vocab,
-        shortlist,
-    )
-    asked = spread(load_questions(questions), limit)
-    if json_path is not None:
-        check_output("--json", json_path)
-    if plot_path is not None:
-        check_plot(plot_path)
-
-    # stderr is redirected to hide the loaders' own progress bars
-    with progress_bar(f"loading {model or DEFAULT}") as loading, redirect_stderr(StringIO()):
-        from quickbeam.bench import report
-        from quickbeam.bench.environment import environment
-        from quickbeam.bench.run import begin
-
-        runners, name = load_runners(
-            items,
-            model,
-            dtype.value,
-            device.value if device else None,
-            drafter,
-            loading,
-            weights.value,
-            draft_weights.value,
-            memory,
-        )
-    results = begin(runners, params)
-    settings = {
-        "questions": "built-in" if questions is None else str(questions),
-        "limit": limit,
-        "turns": turns.value,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        **filters,
-        "seed": seed,
-        "coupling": params.coupling,
-        "drafter": drafter,
-        "vocab": vocab,
-        "shortlist": shortlist,
-        "weights": weights.value,
-        "draft_weights": draft_weights.value,
-        "memory": memory,
-    }
-    more = partial(_memory, runners)
-    log = Log(
-        json_path,
-        results,
-        environment(runners[results.reference].device, dtype.value),
-        name,
-        settings,
-        more,
-    )
-    carry_out(
-        asked,
-        runners,
-        turns is Turns.all,
-        log,
-        lambda: _show(results),
-        plot_path,
-        lambda path: report.plot(results, path),
-    )
-    for name, found in more().get("memory", {}).items():
-        stdout().print(f"{name}: {found['words']}")
+    if context.invoked_subcommand is None:
+        compare(asked, target, methods, params, json_file)
 
 
-def _memory(runners: Mapping[str, Runner]) -> dict[str, dict[str, Any]]:
-    """Return what each method reads from disk, for the methods whose weights stay there."""
-    found = {}
-    for name, runner in runners.items():
-        if isinstance(runner, LLMRunner) and (streamed := runner.llm.model.streamed) is not None:
-            found[name] = {**streamed.record(), "words": streamed.in_words}
-    return {"memory": found} if found else {}
-
-
-class Log:
-    """The JSON record on disk, with what `more` returns added.
-
-    If it can't be written, `write` is called again after the next question: a full disk may have
-    room by then.
-    """
-
-    def __init__(
-        self,
-        path: Path | None,
-        results: Results,
-        where: Mapping[str, object],
-        model: str,
-        settings: Mapping[str, object],
-        more: Callable[[], Mapping[str, object]] = dict,
-    ) -> None:
-        self.path, self.results, self.where, self.model, self.settings, self.more = (
-            path,
-            results,
-            where,
-            model,
-            settings,
-            more,
-        )
-        self.problem: OSError | None = None
-
-    def write(self) -> None:
-        if self.path is None or not self.results.trials:
-            return
-        from quickbeam.bench import report
-
-        try:
-            save(
-                self.path,
-                {
-                    **report.record(self.results, self.where, self.model, self.settings),
-                    **self.more(),
-                },
-            )
-            self.problem = None
-        except OSError as error:
-            self.problem = error
-
-
-def _ask(
-    asked: Sequence[Question],
-    runners: Mapping[str, Runner],
-    results: Results,
-    all_turns: bool,
-    log: Log,
+def compare(
+    asked: Conversations,
+    target: Target,
+    methods: str,
+    params: SamplingParams,
+    json_file: Path | None = None,
 ) -> None:
-    """Warm up, ask every runner every question, show progress, and write the record after each."""
-    from quickbeam.bench.run import run, warm_up
+    """Load the methods, ask the questions, then show and write the figures.
 
-    prompts = 1 + sum(len(question.turns) if all_turns else 1 for question in asked)
-    what, left = TextColumn("{task.description}"), TextColumn("left")
-    columns = (
-        what,
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        left,
-        TimeRemainingColumn(),
-    )
-    # Progress is drawn when an answer is done, not by a thread, so that nothing else runs while an
-    # answer is timed.
-    console = stderr()
-    quiet = not console.is_terminal
-    with Progress(
-        *columns,
-        console=console,
-        disable=quiet,
-        auto_refresh=False,
-        transient=True,
-        speed_estimate_period=3600,
-    ) as progress:
-        task = progress.add_task("warming up", total=prompts * len(runners))
-
-        def answered() -> None:
-            progress.advance(task)
-            progress.refresh()
-
-        progress.refresh()
-        warm_up(runners, results.params, answered)
-        progress.update(task, description="answers")
-        for _ in run(asked, runners, results, all_turns, answered):
-            log.write()
-
-
-def carry_out(
-    asked: Sequence[Question],
-    runners: Mapping[str, Runner],
-    all_turns: bool,
-    log: Log,
-    show: Callable[[], None],
-    plot_path: Path | None,
-    plot: Callable[[Path], None],
-) -> None:
-    """Ask everything, then write, show and plot the results.
-
-    This is done for what there is, however the asking ended. After Ctrl-C the exit code is 130.
-    Raises `QuickbeamError` for files that could not be written, and `InvalidInput` if no prompt
-    could be answered.
+    Raises `InvalidInput` if no prompt could be answered.
     """
-    results, interrupted = log.results, False
-    try:
-        _ask(asked, runners, results, all_turns, log)
-    except KeyboardInterrupt:
-        interrupted = True
-    finally:
-        log.write()
+    items, questions = prepare(asked, target, methods, params, json_file)
+    with loading_progress(target.model, target.drafter) as loading:
+        from quickbeam.bench import report
+        from quickbeam.bench.run import begin, run, warm_up
+
+        runners, name, disk = load_runners(items, target.arguments(), loading, asked.raw)
+    results, device = begin(items, params), next(iter(runners.values())).device
+    about = known(asked, target, params, device, name)
+    about |= {} if disk is None else {"memory": disk.record()}
+
+    def write() -> None:
+        if json_file is not None and results.trials:
+            save_record(json_file, {**about, **report.record(results)})
+
+    def finish() -> None:
         if results.trials:
-            show()
-    if plot_path is not None and results.trials:
-        try:
-            plot(plot_path)
-        except OSError as error:
-            raise QuickbeamError(f"--plot {plot_path}: not written ({error.strerror})") from error
-    if log.problem is not None:
-        raise QuickbeamError(
-            f"--json {log.path}: not written ({log.problem.strerror}); see the tables instead"
-        ) from log.problem
-    if interrupted:
-        raise typer.Exit(INTERRUPTED)
+            lines = report.footer(results) + ([] if disk is None else [disk.in_words])
+            typer.echo("\n".join([*report.tables(results), *lines]))
+        write()
+
+    # the bar is drawn when an answer is done, so that nothing else runs while one is timed
+    with kept(finish), progress_bar("warming up", by_itself=False) as show:
+        warm_up(runners, params)
+        for _ in run(questions, runners, results, asked.turns == "all", show):
+            with suppress(QuickbeamError):  # a full disk may have room after the next question
+                write()
     if not results.trials:
-        raise InvalidInput(f"no prompt could be answered; the first: {results.skipped[0].reason}")
+        raise InvalidInput(f"no prompt is answered; the first: {results.skipped[0]['reason']}")
 
 
-def _show(results: Results) -> None:
-    from quickbeam.bench import report
+@contextmanager
+def kept(finish: Callable[[], None]) -> Iterator[None]:
+    """Call `finish` at the end of the block, however it ends. After Ctrl-C the exit code is 130."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+    finally:
+        finish()
 
-    console = stdout()
-    console.print(report.category_table(results))
-    console.print(report.overall_table(results))
-    for line in report.footer(results):
-        console.print(Text(line))
+
+@commands.command()
+@command
+def throughput(
+    load: Load,
+    target: Target,
+    methods: Methods = "ar,logitspec,auto",
+    params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
+    json_file: JsonFile = None,
+) -> None:
+    """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out
+    the steps in which prompts are read); how long they wait for their first token and for each
+    further one; and how many answers are the ones given alone by plain decoding."""
+    loads = numbers("--concurrency", load.concurrency, 1024)
+    if load.rate is not None and not load.rate > 0:
+        raise InvalidInput(f"--rate {load.rate}: must be above 0 requests a second")
+    items, questions = prepare(load, target, methods, params, json_file)
+    if peer := next((item.name for item in items if item.is_peer), None):
+        raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
+    with loading_progress(target.model, target.drafter) as loading:
+        from quickbeam.bench.throughput import Run, by_load, fitting, measure, requests, table
+
+        runners, name, _ = load_runners(items, target.arguments(), loading, load.raw)
+    runner, runs = next(iter(runners.values())), list[Run]()
+    assert isinstance(runner, LLMRunner)
+    prompts = fitting(runner, questions, params.max_tokens)
+    about = known(load, target, params, runner.device, name)
+    about["settings"]["skipped"] = len(questions) - len(prompts)
+
+    def finish() -> None:
+        if runs:
+            typer.echo(table(runs))
+        if runs and json_file is not None:
+            about["complete"] = len(runs) == load.rounds * len(loads) * len(items)
+            save_record(json_file, {**about, "concurrency": by_load(runs)})
+        runner.llm.close()
+
+    asked = requests(prompts, load.rate, load.cancel, params.max_tokens)
+    with kept(finish), progress_bar("warming up") as show:
+        measure(runner.llm, asked, items, loads, params, runs, load.rounds, show)
+
+
+def prepare(
+    asked: Asked, target: Target, methods: str, params: SamplingParams, json_file: Path | None
+) -> tuple[list[MethodItem], list[Question]]:
+    """Return the entries of `--methods` and the questions.
+
+    Raises `InvalidInput` for what can be seen to be wrong before PyTorch is imported.
+    """
+    if params.max_tokens < 2:
+        raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
+    given = (target.drafter, target.model, target.vocab, target.shortlist)
+    items = parse_methods(methods, target.nodes(), *given)
+    peer = next((item.name for item in items if item.is_peer), None)
+    if peer and (refused := changed(params, PEER_PARAMS)):
+        raise InvalidInput(f"{refused[0]}: {peer} takes no such option; leave out one of them")
+    check_models(target.model, target.drafter)
+    if json_file is not None:
+        check_output("--json", json_file)
+    return items, spread(load_questions(asked.questions), asked.limit)
+
+
+def known(
+    asked: Asked, target: Target, params: SamplingParams, device: str, model: str
+) -> dict[str, Any]:
+    """Return when, where and with what settings a measurement was made, for its JSON."""
+    from quickbeam.bench.environment import environment
+
+    settings = {**asdict(asked), **asdict(params), **asdict(target)}
+    settings["questions"] = str(asked.questions or "built-in")
+    settings["logit_bias"] = WORDS["logit_bias"].write(params.logit_bias)
+    for name in ("model", "grammar", "n"):
+        del settings[name]
+    place = environment(device, target.dtype)
+    return {"environment": place, "model": model, "settings": settings}

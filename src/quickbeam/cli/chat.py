@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 
-from quickbeam.cli import options
-from quickbeam.cli.common import follow, load, statistics_line
+from quickbeam.cli.common import follow, statistics_line
+from quickbeam.cli.loading import Loading, System, Verbose
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
+CHATTY = SamplingParams(max_tokens=512)
 HELP = (
     "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
     "stops an answer and keeps it."
@@ -22,61 +23,16 @@ HELP = (
 
 
 def chat(
-    model: options.Model = None,
-    method: options.Method = "auto",
-    max_tokens: options.MaxTokens = 512,
-    temperature: options.Temperature = 0.0,
-    top_p: options.TopP = 1.0,
-    top_k: options.TopK = 0,
-    min_p: options.MinP = 0.0,
-    repetition_penalty: options.RepetitionPenalty = 1.0,
-    seed: options.Seed = None,
-    coupling: options.CouplingOption = None,
-    budget: options.Budget = None,
-    drafter: options.Drafter = None,
-    vocab: options.Vocab = None,
-    shortlist: options.Shortlist = None,
-    exact: options.Exact = None,
-    system: options.System = None,
-    dtype: options.DtypeOption = options.Dtype.bfloat16,
-    weights: options.Weights = options.WeightsKind.bfloat16,
-    draft_weights: options.DraftWeights = options.WeightsKind.bfloat16,
-    memory: options.Memory = None,
-    device: options.DeviceOption = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    kv_memory: options.KVMemory = None,
+    loading: Loading,
+    params: SamplingParams = CHATTY,
+    system: System = None,
+    verbose: Verbose = False,
 ) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        seed=seed,
-        coupling=options.coupling(coupling),
-    )
-    nodes = options.nodes(budget)
-    llm = load(
-        model,
-        method,
-        dtype,
-        device,
-        nodes,
-        exact,
-        drafter,
-        vocab,
-        shortlist,
-        trust_remote_code,
-        kv_memory,
-        weights,
-        memory=memory,
-        draft_weights=draft_weights.value,
-    )
+    llm = loading.load()
     opening = [{"role": "system", "content": system}] if system is not None else []
     messages = list(opening)
-    say(HELP)
+    say(f"{llm.name}, method {llm.method}. {HELP}")
     for line in lines():
         if line == "/exit":
             return
@@ -95,7 +51,7 @@ def chat(
             except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")
                 continue
-            say(statistics_line(completion, llm.describe()))
+            say(statistics_line(completion, llm.describe(), verbose))
             if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
 

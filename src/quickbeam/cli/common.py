@@ -5,27 +5,28 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from quickbeam import hub
-from quickbeam.bench.files import save
-from quickbeam.cli.options import Device, Dtype, WeightsKind
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.presets import PRESETS, check_vocab, preset
 
 if TYPE_CHECKING:
     from quickbeam.engine.result import Completion
     from quickbeam.engine.stream import Stream
-    from quickbeam.llm import LLM
 
+EVERY = 5.0  # seconds between two lines of progress
 PLAIN_WIDTH = 160  # columns of tables if the output is not a terminal
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -48,26 +49,30 @@ def stderr() -> Console:
 
 
 @contextmanager
-def progress_bar(first: str) -> Iterator[hub.Progress]:
-    """Show a line on stderr that says what is going on, if stderr is a terminal.
+def progress_bar(first: str, by_itself: bool = True) -> Iterator[hub.Progress]:
+    """Show a line on stderr that says what is going on, and remove it at the end.
 
-    Yields the callback that changes the line. The line disappears at the end.
+    Yields the callback that changes the line. Where stderr is no terminal, it is `progress_lines`.
+    `by_itself`: whether a thread draws the line, or only the callback.
     """
     console = stderr()
+    if not console.is_terminal:
+        with progress_lines(first) as report:
+            yield report
+        return
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         BarColumn(),
         TimeElapsedColumn(),
     )
-    quiet = not console.is_terminal
     with Progress(
         *columns,
         console=console,
         transient=True,
-        disable=quiet,
         redirect_stdout=False,
         redirect_stderr=False,
+        auto_refresh=by_itself,
     ) as bar:
         task = bar.add_task(first, total=None)
 
@@ -77,70 +82,57 @@ def progress_bar(first: str) -> Iterator[hub.Progress]:
                 description=stage,
                 total=None if fraction is None else 1.0,
                 completed=fraction or 0.0,
+                refresh=not by_itself,
             )
 
         yield report
 
 
-def load(
-    model: str | None,
-    method: str,
-    dtype: Dtype,
-    device: Device | None,
-    budget: int | None = None,
-    exact: bool | None = None,
-    drafter: str | None = None,
-    vocab: str | None = None,
-    shortlist: int | None = None,
-    trust_remote_code: bool = False,
-    kv_memory: str | None = None,
-    weights: WeightsKind = WeightsKind.bfloat16,
-    **more: Any,
-) -> LLM:
-    """Load the model of a command, with progress on stderr.
+@contextmanager
+def progress_lines(first: str, every: float = EVERY) -> Iterator[hub.Progress]:
+    """Write a line to stderr every few seconds, for logs and beside bars of other libraries.
 
-    `more` holds further arguments of `LLM`. Raises what `LLM` raises. Before anything is loaded, it
-    raises `InvalidInput` for an unknown method, and for a drafter or its settings if the method
-    doesn't use a drafter.
+    Nothing is written before another stage than the `first` begins: what takes long has one.
     """
-    given = {"--drafter": drafter, "--vocab": vocab, "--shortlist": shortlist}
-    if "drafter" not in preset(method).sources and (
-        useless := [f"{name} {value}" for name, value in given.items() if value is not None]
-    ):
-        users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
-        raise InvalidInput(
-            f"{useless[0]}: method {method!r} drafts without a model; add --method "
-            f"with one of {users}"
-        )
-    check_vocab(vocab or preset(method).vocab, shortlist)
-    with ExitStack() as stack:
-        report = None
-        if all(
-            name is None or name in hub.EMBEDDED or Path(name).exists() for name in (model, drafter)
-        ):
-            report = stack.enter_context(progress_bar(f"loading {model or hub.DEFAULT}"))
-            # hides the loaders' own progress bars (tqdm)
-            stack.enter_context(redirect_stderr(io.StringIO()))
-        # Otherwise the model comes from the Hugging Face hub, whose own bars show the download.
-        from quickbeam.llm import LLM
+    stream, begin, ended = sys.stderr, perf_counter(), threading.Event()
+    now: tuple[str, float | None] = first, None
 
-        place = device.value if device else None
-        return LLM(
-            model,
-            method,
-            dtype=dtype.value,
-            device=place,
-            budget=budget,
-            drafter=drafter,
-            vocab=vocab,
-            shortlist=shortlist,
-            exact=exact,
-            progress=report,
-            trust_remote_code=trust_remote_code,
-            kv_memory=kv_memory,
-            weights=weights.value,
-            **more,
-        )
+    def report(stage: str, fraction: float | None) -> None:
+        nonlocal now
+        now = stage, fraction
+
+    def tell() -> None:
+        while not ended.wait(every):
+            stage, fraction = now
+            if stage == first:
+                continue
+            far = f"{perf_counter() - begin:.0f} s" if fraction is None else f"{fraction:.0%}"
+            with suppress(OSError, ValueError):  # a stream that is closed or full
+                print(f"{stage}: {far}", file=stream, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield report
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def loading_progress(*names: str | None) -> Iterator[hub.Progress]:
+    """Show on stderr that the models of these names are loaded; the first is the target's."""
+    first = f"loading {names[0] or hub.DEFAULT}"
+    local = all(
+        name is None or name in hub.EMBEDDED or Path(name).expanduser().exists() for name in names
+    )
+    if not local:  # the Hugging Face hub's own bars show a download
+        with progress_lines(first) as report:
+            yield report
+        return
+    # the loaders' own bars (tqdm) are hidden
+    with progress_bar(first) as report, redirect_stderr(io.StringIO()):
+        yield report
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
@@ -203,6 +195,41 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def check_output(option: str, path: Path) -> None:
+    """Raise `InvalidInput` where `path` can't be written. The error names `option`."""
+    if path.is_dir():
+        raise InvalidInput(f"{option} {path}: is a folder; name a file")
+    if not path.parent.is_dir():
+        raise InvalidInput(f"{option} {path}: folder {path.parent} does not exist")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise InvalidInput(f"{option} {path}: can't be written ({error.strerror})") from None
+
+
+def save(path: Path, content: Mapping[str, object]) -> None:
+    """Write JSON so that `path` always holds a complete record.
+
+    It is the old one until the new one is complete. Raises `OSError` where the file can't be
+    written, and `ValueError` for a number that is not finite.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            json.dump(content, file, indent=1, allow_nan=False, ensure_ascii=False)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)  # mkstemp lets only the owner read the file
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
 def save_record(path: Path, record: dict[str, Any]) -> None:
     """Write the record of a benchmark to the file that `--json` names.
 
@@ -216,23 +243,29 @@ def save_record(path: Path, record: dict[str, Any]) -> None:
         ) from error
 
 
-def statistics_line(completion: Completion, kernels: str) -> str:
-    """Return what an answer cost, in one line. `kernels` says what computed it."""
+def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
+    """Return what an answer cost, in one line. `kernels` says what computed it.
+
+    `verbose` adds what only somebody who compares methods or machines asks for.
+    """
     s = completion.statistics
+    # an answer that ended by itself needs no word
+    reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
     parts = [
-        f"{s.new_tokens} tokens ({completion.finish_reason})",
-        f"{s.steps} steps",
-        f"MAT {s.mean_accepted_tokens:.2f}",
+        f"{s.new_tokens} tokens{reason}",
         f"{s.tokens_per_second:.1f} tokens/s",
-        f"prefill {s.prefill_seconds:.2f} s",
+        f"{s.mean_accepted_tokens:.2f} tokens a step",
     ]
-    if completion.seed is not None:
-        parts.append(f"seed {completion.seed}")
-    if s.head is not None and s.head.wanted:
-        parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
-    parts += [
-        f"{name} {count.accepted} of {count.drafted} drafted accepted"
-        for name, count in s.sources.items()
-    ]
-    parts.append(f"kernels: {kernels}")
+    if verbose:
+        parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
+        if completion.seed is not None:
+            parts.append(f"seed {completion.seed}")
+        if s.head is not None and s.head.wanted:
+            parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
+        parts += [
+            f"{name} {count.accepted} of {count.drafted} drafted accepted"
+            for name, count in s.sources.items()
+        ]
+        parts.append("bit-identical" if s.exact else "not bit-identical")
+        parts.append(f"kernels: {kernels}")
     return f"[{completion.method}] " + ", ".join(parts)

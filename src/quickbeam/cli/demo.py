@@ -15,15 +15,14 @@ from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Column, Table
-from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
-from quickbeam.bench.files import check_output
-from quickbeam.cli import options
-from quickbeam.cli.common import harmless, load, stderr
-from quickbeam.doctor.machine import cpu_name
+from quickbeam.cli.common import check_output, harmless, stderr
+from quickbeam.cli.doctor import BUSY
+from quickbeam.cli.loading import Loading
 from quickbeam.errors import QuickbeamError
 from quickbeam.hub import DEFAULT
+from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,36 +30,13 @@ if TYPE_CHECKING:
 
     from quickbeam.engine.result import Completion
     from quickbeam.engine.trace import StepRecord
+    from quickbeam.llm import LLM
 
 # columns of the picture: at this width a README shows its text no smaller than code
 WIDTH = 104
 # of accepted tokens, by the source that drafted them
 COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "bright_magenta"}
 NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
-THEME = TerminalTheme(  # of the picture
-    (13, 17, 23),
-    (230, 237, 243),
-    [
-        (72, 79, 88),
-        (255, 123, 114),
-        (63, 185, 80),
-        (210, 153, 34),
-        (88, 166, 255),
-        (188, 140, 255),
-        (57, 197, 207),
-        (177, 186, 196),
-    ],
-    [
-        (110, 118, 129),
-        (255, 161, 152),
-        (86, 211, 100),
-        (227, 179, 65),
-        (121, 192, 255),
-        (255, 140, 214),
-        (86, 212, 255),
-        (255, 255, 255),
-    ],
-)
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
 NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
 
@@ -73,27 +49,33 @@ class Example:
     prompt: str
 
 
-EDIT = """Rename the function area to rectangle_area in this code. Print the whole code.
+EDIT = """Rename the class Stack to Pile.
 
 ```python
-def area(width, height):
-    if width < 0 or height < 0:
-        raise ValueError("width and height must not be negative")
-    return width * height
+class Stack:
+    def __init__(self):
+        self.items = []
 
-def total_area(rectangles):
-    total = 0
-    for width, height in rectangles:
-        total = total + area(width, height)
-    return total
+    def push(self, item):
+        self.items.append(item)
 
-print(area(3, 4))
-print(total_area([(3, 4), (5, 6)]))
+    def pop(self):
+        return self.items.pop()
+
+    def size(self):
+        return len(self.items)
+
+    def is_empty(self):
+        return len(self.items) == 0
+
+    def peek(self):
+        return self.items[-1]
 ```"""
 EXAMPLES = (
     Example("an edit, whose answer repeats the question", EDIT),
     Example("an open question", "Why is the sky blue? Explain it in a few sentences."),
 )
+WORDS = "ar: plain decoding, one token a step · MAT: mean accepted tokens a step"
 
 
 @dataclass(frozen=True)
@@ -108,12 +90,10 @@ class Answer:
 
 
 def demo(
-    model: options.Model = None,
-    method: options.Method = "auto",
-    drafter: options.Drafter = None,
-    max_tokens: options.MaxTokens = 160,
-    dtype: options.DtypeOption = options.Dtype.bfloat16,
-    device: options.DeviceOption = None,
+    loading: Loading,
+    max_tokens: Annotated[
+        int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")
+    ] = 160,
     svg_path: Annotated[
         Path | None,
         typer.Option("--svg", metavar="OUT.svg", help="Draw what is shown here, as a picture."),
@@ -123,10 +103,8 @@ def demo(
     if svg_path is not None:
         check_output("--svg", svg_path)
     params = SamplingParams(max_tokens=max_tokens)
-    llm = load(model, method, dtype, device, drafter=drafter)
-    from quickbeam.engine.stream import finish
-
-    out, progress = Console(highlight=False), stderr()
+    llm, method = loading.load(), loading.method
+    out = Console(highlight=False)
     picture = Console(
         record=True,
         width=WIDTH,
@@ -135,40 +113,72 @@ def demo(
         color_system="truecolor",
         highlight=False,
     )
-
-    def answer(name: str, prompt: str, params: SamplingParams) -> Answer:
-        steps: list[StepRecord] = []
-        with progress.status(f"answering with {name}") if progress.is_terminal else ExitStack():
-            stream = llm.chat_stream(
-                [{"role": "user", "content": prompt}], params, method=name, observer=steps.append
-            )
-            completion = finish(stream)
-        return Answer(completion, sources(len(completion.token_ids), steps))
-
-    seen = set[str]()
-    for name in ("ar", method):
-        answer(name, "Say hello.", SamplingParams(max_tokens=min(16, max_tokens)))  # warm-up
+    methods = list(dict.fromkeys(("ar", method)))
+    for name in methods:  # measures costs and fills caches: not counted
+        answer(llm, name, EXAMPLES[0], params, "warming up")
+    load_of_others, seen = OtherLoad(), set[str]()
     for example in EXAMPLES:
-        rounds = [[answer(one, example.prompt, params) for one in ("ar", method)] for _ in range(2)]
         # The faster of two rounds counts, because other programs may slow one of them down.
-        plain, fast = (
+        rounds = [[answer(llm, one, example, params) for one in methods] for _ in range(2)]
+        best = [
             min(answers, key=lambda one: one.completion.statistics.seconds)
             for answers in zip(*rounds, strict=True)
-        )
-        both = side_by_side(plain, fast, llm.tokenizer)
+        ]
+        both = side_by_side(best[0], best[-1], llm.tokenizer)
         for console, prompt in ((out, example.prompt), (picture, example.prompt.splitlines()[0])):
             console.print(Rule(example.title, style="dim"), Text(prompt, style="dim"), both)
-        seen.update(one for one in fast.sources if one)
+        seen.update(one for one in best[-1].sources if one)
     for console in (out, picture):
         console.print(legend(seen))
-    picture.print(
-        Text(
-            f"{Path(model or DEFAULT).name} on {place(llm.model.device)}, kernels: {llm.kernels}",
-            style="dim",
-        )
-    )
+        console.print(Text(WORDS, style="dim"))
+    name = Path(loading.model or DEFAULT).name
+    where = f"{name} on {place(llm.model.device)}, kernels: {llm.kernels}"
+    picture.print(Text(where, style="dim"))
+    if (share := load_of_others.share()) > BUSY:
+        busy = f"The machine is busy: other programs used {100 * share:.0f} % of the processor"
+        out.print(Text(f"{busy}, so these speeds say little.", style="bold yellow"))
     if svg_path is not None:
         write_svg(picture, svg_path)
+
+
+def answer(
+    llm: LLM, method: str, example: Example, params: SamplingParams, doing: str = "answering"
+) -> Answer:
+    from quickbeam.engine.stream import finish
+
+    steps: list[StepRecord] = []
+    progress = stderr()
+    with progress.status(f"{doing} with {method}") if progress.is_terminal else ExitStack():
+        stream = llm.chat_stream(
+            [{"role": "user", "content": example.prompt}],
+            params,
+            method=method,
+            observer=steps.append,
+        )
+        completion = finish(stream)
+    return Answer(completion, sources(len(completion.token_ids), steps))
+
+
+class OtherLoad:
+    """How busy other programs keep the processor from now on."""
+
+    def __init__(self) -> None:
+        self._begin = self._seconds()
+
+    def share(self) -> float:
+        """Return the share of all cores' time, from 0 to 1, that other programs used."""
+        whole, others = (now - then for now, then in zip(self._seconds(), self._begin, strict=True))
+        return max(0.0, others / whole) if whole > 0 else 0.0
+
+    @staticmethod
+    def _seconds() -> tuple[float, float]:
+        """Return the processor time of all cores, and what of it other programs used."""
+        import psutil
+
+        every, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = every.idle + getattr(every, "iowait", 0.0)
+        whole = sum(every[:8])  # the guests' time that follows is part of the users'
+        return whole, whole - idle - own.user - own.system
 
 
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
@@ -241,9 +251,7 @@ def write_svg(picture: Console, path: Path) -> None:
     """
     drawn = NO_XML.sub(
         "\ufffd",
-        FONTS.sub(
-            "", picture.export_svg(title="quickbeam demo", theme=THEME, unique_id="quickbeam-demo")
-        ),
+        FONTS.sub("", picture.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")),
     )
     try:
         path.write_text(drawn, encoding="utf-8")

@@ -1,75 +1,195 @@
-"""`quickbeam doctor`: look at the machine, and say what is slow on it and why.
+"""`quickbeam doctor`: what makes quickbeam slow or unable to run here, and what to do about it.
 
-This module avoids imports that a broken installation may lack, so that it runs where the other
-commands don't.
+Each check imports what it needs, so a missing package costs one finding only.
 """
 
 from __future__ import annotations
 
 import json
-import sys
-from contextlib import ExitStack
-from typing import Annotated
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from importlib import metadata
+from typing import Annotated, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Column, Table
-from rich.text import Text
 
-from quickbeam import doctor as library
-from quickbeam.doctor.base import NOTE, OK, PROBLEM, Finding
+from quickbeam import __version__
+from quickbeam.machine import cpu_name, usable_cores
 
-PLAIN_WIDTH = 160  # columns if the output is not a terminal
-COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "bold red"}
+OK, NOTE, PROBLEM = "ok", "note", "problem"
+COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
+BUSY = 0.1  # share of the cores that make times vary, if other programs use them
+LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
+COMPILE = "python -m quickbeam.models.native.build"
+EXTRAS = ("serve", "grammar", "train", "bench", "ray")
+
+
+class Finding(NamedTuple):
+    """What a check says, and what to do about it: a note costs speed or a feature, and with a
+    problem no model can run."""
+
+    status: str
+    text: str
+    todo: str = ""
+
+
+def load() -> Finding:
+    import psutil
+
+    share, average = psutil.cpu_percent(0.4) / 100, psutil.getloadavg()[0]
+    text = f"{share:.0%} of the processor is in use, {average:.1f} processes over the last minute"
+    if share > BUSY or average > max(0.5, BUSY * usable_cores()):
+        return Finding(NOTE, text, "times measured now are noisy: wait, or end what else runs")
+    return Finding(OK, text)
+
+
+def cpu() -> Finding:
+    import torch
+
+    from quickbeam.models.native import build
+
+    cores, threads, sets = usable_cores(), torch.get_num_threads(), build.machine_sets()
+    text = f"{cpu_name()}, {platform.machine()}, {threads} threads for {cores} cores"
+    text += f", runs {', '.join(sets)}" if sets else ""
+    if threads > cores:
+        todo = f"threads beyond the cores wait for each other: OMP_NUM_THREADS={cores}"
+    elif os.environ.get("OMP_NUM_THREADS") and threads <= cores // 2:
+        todo = "cores are left idle: unset OMP_NUM_THREADS"
+    elif sets == ["plain"]:
+        todo = "without AVX2 products are slow: a newer processor helps most"
+    else:
+        return Finding(OK, text)
+    return Finding(NOTE, text, todo)
+
+
+def memory() -> Finding:
+    import psutil
+
+    now = psutil.virtual_memory()
+    text = f"{now.total / 1e9:.1f} GB, {now.available / 1e9:.1f} GB free"
+    todo = "little is free: end other programs, or take --weights int4 and --kv-memory 200MB"
+    return Finding(NOTE, text, todo) if now.available < LITTLE else Finding(OK, text)
+
+
+def gpu() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        text = f"{torch.cuda.get_device_name(0)}: models run there unless --device cpu is given"
+        return Finding(OK, text, "answers are bit for bit the same on a CPU only")
+    if not shutil.which("nvidia-smi"):
+        return Finding(OK, "none: models run on the CPU")
+    reason = "its driver doesn't fit" if torch.version.cuda else "this PyTorch is for CPUs"
+    return Finding(NOTE, f"there may be one, but {reason}", "install the PyTorch that fits it")
+
+
+def kernels() -> Finding:
+    from quickbeam.errors import InvalidInput
+    from quickbeam.models.native import build, choice
+
+    names = [name for name in ("QUICKBEAM_KERNELS", "QUICKBEAM_ISA") if os.environ.get(name)]
+    unset = f"unset {' and '.join(names)}" if names else ""
+    try:
+        text = choice.outlook()
+    except InvalidInput as error:
+        return Finding(PROBLEM, str(error), unset)
+    if text.endswith("compiled on first use"):
+        return Finding(NOTE, text, f"the first answer waits for that: {COMPILE}")
+    if text.startswith("native"):
+        best = build.machine_sets()[0]
+        todo = "" if best in text else f"{best} would be faster: {unset or COMPILE}"
+        return Finding(NOTE if todo else OK, text, todo)
+    todo = unset or ("install g++ or clang++, or name one in CXX" if build.has_kernels() else "")
+    return Finding(NOTE, f"{text}: slower, and answers are counted, not promised", todo)
+
+
+def lacking(extra: str = "") -> dict[str, str]:
+    """Return what quickbeam or an extra requires and lacks: by package, what is wrong there."""
+    from packaging.requirements import Requirement
+
+    missing = {}
+    for one in map(Requirement, metadata.requires("quickbeam") or ()):
+        due = one.marker is None or one.marker.evaluate({"extra": extra})
+        if due and ("extra" in str(one.marker)) == bool(extra):
+            version = installed(one.name)
+            if not version or not one.specifier.contains(version, prereleases=True):
+                missing[one.name] = f"{version} is not {one.specifier}" if version else ""
+    return missing
+
+
+def installed(name: str) -> str:
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(name)
+    return ""
+
+
+def packages() -> Finding:
+    versions = {name: installed(name) for name in ("torch", "transformers")}
+    missing = lacking() if all(versions.values()) else versions
+    text = f"quickbeam {__version__}, Python {platform.python_version()}"
+    if gone := " ".join(name for name, version in missing.items() if not version):
+        return Finding(PROBLEM, f"missing: {gone}", f"pip install {gone}")
+    text += "".join(f", {name} {version}" for name, version in versions.items())
+    if not missing:
+        return Finding(OK, text)
+    text += "".join(f"; {name} {why}, the tested range" for name, why in missing.items())
+    return Finding(NOTE, text, "pip install --upgrade quickbeam")
+
+
+def extras() -> Finding:
+    missing = {extra: ", ".join(lacking(extra)) for extra in EXTRAS if lacking(extra)}
+    parts = [", ".join(extra for extra in EXTRAS if extra not in missing) or "none installed"]
+    parts += [f"{extra} lacks {names}" for extra, names in missing.items()]
+    todo = f"where you need it: pip install 'quickbeam[{','.join(missing)}]'" if missing else ""
+    return Finding(NOTE if missing else OK, "; ".join(parts), todo)
+
+
+def model() -> Finding:
+    from quickbeam import hub
+
+    folder = hub.cache_folder()
+    above = next(one for one in (folder, *folder.parents) if one.exists())
+    pulled = next(info.pulled for info in hub.models() if info.name == hub.DEFAULT)
+    least, free = hub.EMBEDDED[hub.DEFAULT].work_bytes, shutil.disk_usage(above).free
+    text = f"{hub.DEFAULT} is {'' if pulled else 'not '}in {folder}, {free / 1e9:.1f} GB free"
+    if pulled:
+        return Finding(OK, text)
+    if free < least or not os.access(above, os.W_OK):
+        text += f"; fetching it needs {least / 1e6:.0f} MB in a folder that can be written"
+        return Finding(PROBLEM, text, "free some space, or set QUICKBEAM_CACHE to another folder")
+    return Finding(NOTE, f"{text}: the first answer waits for it", "quickbeam pull")
+
+
+CHECKS = (load, cpu, memory, gpu, kernels, packages, extras, model)
+
+
+def look(check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except Exception as error:  # something that it needs is missing
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        return Finding(NOTE, f"can't be told here ({reason})")
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON record.")] = False,
 ) -> None:
-    """Look at the machine: kernels, exactness, what is slow here and why. Exit code 1 where models
-    can't run."""
-    progress, found = Console(file=sys.stderr), list[Finding]()
-    with ExitStack() as stack:
-        status = stack.enter_context(progress.status("looking")) if progress.is_terminal else None
-        for finding in library.findings(
-            lambda name: status.update(f"looking at: {name}") if status else None
-        ):
-            found.append(finding)
+    """Look at the machine: what is slow here and why. Exit code 1 where models can't run."""
+    findings = {check.__name__: look(check) for check in CHECKS}
+    can_run = all(finding.status != PROBLEM for finding in findings.values())
     if as_json:
-        print(json.dumps(library.record(found), allow_nan=False))
+        rows = [{"check": name, **finding._asdict()} for name, finding in findings.items()]
+        print(json.dumps({"quickbeam": __version__, "can_run": can_run, "findings": rows}))
     else:
-        out = Console(highlight=False)
-        if not out.is_terminal:
-            out.width = PLAIN_WIDTH
-        show(out, found)
-    if not library.can_run(found):
+        for name, finding in findings.items():
+            typer.secho(f"{finding.status:8}", fg=COLOURS[finding.status], nl=False)
+            todo = f"\n{'':18}→ {finding.todo}" if finding.todo else ""
+            print(f"{name:10}{finding.text}{todo}")
+    if not can_run:
         raise typer.Exit(1)
-
-
-def show(out: Console, found: list[Finding]) -> None:
-    table = Table.grid(
-        Column(no_wrap=True), Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0)
-    )
-    for finding in found:
-        text = Text(finding.text)
-        if finding.todo:
-            text.append(
-                f"\n→ {finding.todo}",
-                style="dim" if finding.status == OK else COLOURS[finding.status],
-            )
-        table.add_row(
-            Text(finding.status, style=COLOURS[finding.status]),
-            Text(finding.check, style="bold"),
-            text,
-        )
-    out.print(table)
-    counts = {status: sum(one.status == status for one in found) for status in COLOURS}
-    out.print(
-        Text(
-            f"{counts[OK]} ok, {counts[NOTE]} to note, {counts[PROBLEM]} that keep models "
-            "from running"
-        )
-    )
 
 
 def alone(arguments: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from quickbeam.bench.files import check_output
-from quickbeam.cli.common import harmless
+from quickbeam.cli.common import check_output, harmless
 from quickbeam.errors import QuickbeamError
 
+HEADS = ("source", "drafted", "accepted", "mean value")
 SECONDS = ("draft_seconds", "verify_seconds", "seconds")
 # of sources, in the order of their names; the root is grey
 COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
@@ -34,7 +35,6 @@ li li { border-left: 1px solid #8886; padding-left: .4em; }
 .node code { white-space: pre; } .node small { color: var(--c); margin-left: .4em; }
 .accepted { background: #22c55e44; border-width: 2px; font-weight: 600; opacity: 1; }
 .next { border-style: dashed; --c: #888; opacity: 1; }
-.bar { display: inline-block; height: .8em; background: #22c55e; }
 """
 
 
@@ -44,9 +44,7 @@ def inspect(
     ],
     html_path: Annotated[
         Path | None,
-        typer.Option(
-            "--html", metavar="OUT.html", help="Draw every step's tree here, as one page."
-        ),
+        typer.Option("--html", metavar="OUT.html", help="Draw every step's tree, as one page."),
     ] = None,
 ) -> None:
     """Show what was drafted and what became of it: by source, and with --html tree by tree."""
@@ -59,8 +57,8 @@ def inspect(
             html_path.write_text(page(trace), encoding="utf-8", errors="replace")
         except OSError as error:
             raise QuickbeamError(f"--html {html_path}: not written ({error.strerror})") from error
-    table = Table("source", box=None, header_style="bold")
-    for column in ("drafted", "accepted", "mean value"):
+    table = Table(HEADS[0], box=None, header_style="bold")
+    for column in HEADS[1:]:
         table.add_column(column, justify="right")
     for source, figures in by_source(trace).items():
         table.add_row(harmless(source), *figures)
@@ -95,17 +93,12 @@ def by_source(trace: dict[str, Any]) -> dict[str, tuple[str, str, str]]:
     nodes = [node for step in trace["steps"] for node in step["nodes"][1:]]
     drafted = Counter(node["source"] for node in nodes)
     accepted = Counter(node["source"] for node in nodes if node["accepted"])
-    values: Counter[str] = Counter()
-    for node in nodes:
-        values[node["source"]] += node["value"]
-    return {
-        source: (
-            f"{count}",
-            f"{accepted[source]} ({accepted[source] / count:.0%})",
-            f"{values[source] / count:.2f}",
-        )
-        for source, count in sorted(drafted.items())
-    }
+    rows = {}
+    for source, count in sorted(drafted.items()):
+        value = sum(node["value"] for node in nodes if node["source"] == source) / count
+        share = f"{accepted[source]} ({accepted[source] / count:.0%})"
+        rows[source] = f"{count}", share, f"{value:.2f}"
+    return rows
 
 
 def milliseconds(seconds: float) -> str:
@@ -117,86 +110,49 @@ def page(trace: dict[str, Any]) -> str:
 
     The page loads nothing and runs no script.
     """
-    sources = by_source(trace)
+    sources, answer, steps = by_source(trace), trace["answer"], trace["steps"]
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
-    steps = trace["steps"]
-    answer = trace["answer"]
     parts = [
-        "<!DOCTYPE html>\n<html lang=en><meta charset=utf-8><meta name=viewport "
-        "content='width=device-width'>",
+        "<!DOCTYPE html>\n<html lang=en><meta charset=utf-8>",
+        "<meta name=viewport content='width=device-width'>",
         f"<title>{escape(answer['method'])}: {len(steps)} steps</title><style>{STYLE}</style>",
         "<h1>Draft trees, step by step</h1>",
         rows(summary(trace).items()),
         f"<pre>{escape(answer['text'])}</pre>",
         "<h2>Sources</h2>",
-        rows(
-            [
-                ("source", "drafted", "accepted", "mean value"),
-                *((source, *figures) for source, figures in sources.items()),
-            ],
-            colours,
-        ),
-        "<h2>Tokens a step</h2>",
-        histogram([step["emitted"] for step in steps]),
+        rows([HEADS, *((source, *figures) for source, figures in sources.items())], colours),
         "<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model "
-        "said next. "
-        "The small number is the estimated probability that the node is reached, where the method "
-        "makes one.</p>",
+        "said next. The small number is the estimated probability that the node is reached, where "
+        "the method makes one.</p>",
         *(draw_step(number, step, colours) for number, step in enumerate(steps, 1)),
         "</html>\n",
     ]
     return "\n".join(parts)
 
 
-def rows(lines: Any, colours: dict[str, str] | None = None) -> str:
-    """Return a table in HTML.
-
-    The first cell of each line is its heading. It has its source's colour, if there is one.
-    """
-    colours = colours or {}
-    drawn = []
-    for first, *others in lines:
-        style = f" style='color: {colours[first]}'" if first in colours else ""
-        drawn.append(
-            f"<tr><th{style}>{escape(first)}</th>"
-            + "".join(f"<td>{escape(cell)}</td>" for cell in others)
-            + "</tr>"
-        )
+def rows(lines: Iterable[Sequence[str]], colours: Mapping[str, str] | None = None) -> str:
+    """Return a table in HTML. The first cell of a line is its heading, in its source's colour."""
+    drawn = (
+        f"<tr><th style='color: {(colours or {}).get(first, 'inherit')}'>{escape(first)}</th>"
+        + "".join(f"<td>{escape(cell)}</td>" for cell in others)
+        + "</tr>"
+        for first, *others in lines
+    )
     return f"<table>{''.join(drawn)}</table>"
 
 
-def histogram(emitted: list[int]) -> str:
-    """Return bars that show how many steps emitted how many tokens."""
-    counts = Counter(emitted)
-    widest = max(counts.values(), default=1)
-    bars = (
-        f"<tr><th>{tokens}</th><td><span class=bar style='width: "
-        f"{20 * count / widest:.2f}em'></span> {count}</td></tr>"
-        for tokens, count in sorted(counts.items())
-    )
-    return f"<table>{''.join(bars)}</table>"
-
-
 def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str:
-    nodes = step["nodes"]
+    nodes, after = step["nodes"], step["next"]
     accepted = [node["text"] for node in nodes[1:] if node["accepted"]]
-    text = "".join([*accepted, step["next"]["text"]][: step["emitted"]])
-    head = (
-        f"step {number}: {len(nodes) - 1} drafted, {len(accepted)} accepted, {step['emitted']} "
-        f"emitted <code>{escape(repr(text))}</code>"
-    )
-    times = (
-        f"drafting {milliseconds(step['draft_seconds'])}, verifying "
-        f"{milliseconds(step['verify_seconds'])}"
-    )
-    next_one = (
-        "<span class='node next' title='token "
-        f"{step['next']['token']}'><code>{visible(step['next']['text'])}</code></span>"
-    )
-    opened = " open" if number == 1 else ""
+    text = "".join([*accepted, after["text"]][: step["emitted"]])
     return (
-        f"<details{opened}><summary>{head} "
-        f"<small>({times})</small></summary>{draw_tree(nodes, colours)}{next_one}</details>"
+        f"<details{' open' if number == 1 else ''}><summary>step {number}: {len(nodes) - 1} "
+        f"drafted, {len(accepted)} accepted, {step['emitted']} emitted "
+        f"<code>{escape(repr(text))}</code> <small>(drafting "
+        f"{milliseconds(step['draft_seconds'])}, verifying "
+        f"{milliseconds(step['verify_seconds'])})</small></summary>{draw_tree(nodes, colours)}"
+        f"<span class='node next' title='token {after['token']}'>"
+        f"<code>{visible(after['text'])}</code></span></details>"
     )
 
 
@@ -228,14 +184,12 @@ def draw_tree(nodes: list[dict[str, Any]], colours: dict[str, str]) -> str:
 
 
 def draw_node(node: dict[str, Any], colours: dict[str, str]) -> str:
-    accepted = " accepted" if node["accepted"] else ""
+    kind = "node accepted" if node["accepted"] else "node"
     value = f"<small>{node['value']:.2f}</small>" if node["value"] and node["depth"] else ""
-    title = (
-        f"token {node['token']}, depth {node['depth']}, {node['source']}, value {node['value']:.4g}"
-    )
-    colour = colours.get(node["source"], "#888")
+    title = f"token {node['token']}, depth {node['depth']}, {node['source']}"
+    title += f", value {node['value']:.4g}"
     return (
-        f"<span class='node{accepted}' style='--c: {colour}' "
+        f"<span class='{kind}' style='--c: {colours.get(node['source'], '#888')}' "
         f"title='{escape(title)}'><code>{visible(node['text'])}</code>{value}</span>"
     )
 

@@ -6,7 +6,7 @@ This module imports neither PyTorch nor the packages of other commands, so that 
 from __future__ import annotations
 
 from quickbeam import __version__
-from quickbeam.target.native.choice import outlook
+from quickbeam.models.native.choice import outlook
 
 
 def version() -> str:

@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.grammar.masks import DeadEnd
+from quickbeam.models.batch import Passed
 from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler, draw, most_probable
-from quickbeam.target.batch import Passed
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from quickbeam.draft.base import Prices
+from quickbeam.drafters.base import Prices
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 

@@ -23,13 +23,13 @@ from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.engine.turns import Turns
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.batch import Batch, Draft, Part, Passed
+from quickbeam.models.inference import inference
+from quickbeam.models.kv_cache import NoRoom, SequenceCache
+from quickbeam.models.model import Model
+from quickbeam.models.native.noise import NativeLoops
+from quickbeam.models.pages import PagePool
 from quickbeam.noise import PLAIN
-from quickbeam.target.batch import Batch, Draft, Part, Passed
-from quickbeam.target.inference import inference
-from quickbeam.target.kv_cache import NoRoom, SequenceCache
-from quickbeam.target.model import Model
-from quickbeam.target.native.noise import NativeLoops
-from quickbeam.target.pages import PagePool
 from quickbeam.tree import TokenTree
 
 MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
@@ -378,12 +378,17 @@ class Engine:
 
     def _have_read(self, one: Ready, passed: Passed) -> int:
         """Commit tokens of a text that was read. After the last token of a prompt, emit the first
-        token."""
+        token, if one is wanted."""
         sequence, part = one.sequence, one.part
         self._commit(sequence, list(range(part.rows)), passed)
+        if sequence.scoring:
+            sequence.score(passed.logits)
         if sequence.started or sequence.unread:
             return 0
-        logits = passed.logits[-1]
+        if not sequence.params.max_tokens:
+            sequence.end("length")
+            return 0
+        logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
         token = first_token(sequence.request.sampler, logits, sequence.chance, len(sequence.ids))
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)

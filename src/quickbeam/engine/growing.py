@@ -8,14 +8,14 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from quickbeam.draft.base import Drafter, DraftRequest, Laws
+from quickbeam.drafters.base import Drafter, DraftRequest, Laws
 from quickbeam.engine.budget import Budget, Load, Plan
 from quickbeam.engine.cost import CallCost
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.target.model import Model
+from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.constrained import constrained, situation
+from quickbeam.models.model import Model
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import Grown, Growth
-from quickbeam.trees.constrained import constrained, situation
 
 logger = logging.getLogger(__name__)
 

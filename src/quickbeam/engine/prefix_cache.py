@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from quickbeam.draft.base import Drafter
+from quickbeam.drafters.base import Drafter
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.target.kv_cache import NoRoom, Pool
+from quickbeam.models.kv_cache import NoRoom, Pool
 
 
 class Chunk:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from quickbeam.draft.base import HeadUse
+from quickbeam.drafters.base import HeadUse
 
 
 @dataclass
@@ -34,6 +34,9 @@ class Statistics:
     drafter_calls: int = 0
     drafter_seconds: float = 0.0  # the part of `draft_seconds` that these calls took
     head: HeadUse | None = None  # counters of the shortlist: time, tokens scored, recall
+    # whether a row's bits never depend on the other rows of a pass; where they do, the answer may
+    # differ in another batch or with other drafts
+    exact: bool = False
     sources: dict[str, SourceCount] = field(default_factory=dict)
 
     @property
@@ -60,7 +63,7 @@ class Statistics:
 
 @dataclass
 class Logprob:
-    """The log-probability of an emitted token under the model's own distribution.
+    """The log-probability of a token under the model's own distribution.
 
     `top` holds those of the most probable alternatives, by token id.
     """
@@ -78,6 +81,8 @@ class Completion:
       `interrupted`, or `error`.
     - `seed`: the seed that a sampled answer was drawn with, given or not; None at temperature 0.
     - `logprobs`: one entry a token where they were asked for.
+    - `prompt_logprobs`: one entry a token of the prompt where they were asked for, None for the
+      first token.
     """
 
     text: str
@@ -88,6 +93,7 @@ class Completion:
     method: str = ""
     logprobs: list[Logprob] | None = None
     seed: int | None = None
+    prompt_logprobs: list[Logprob | None] | None = None
 
     def to_json(self) -> dict[str, object]:
         """Return the record that `generate --json` prints."""
@@ -110,6 +116,7 @@ class Completion:
             "drafter_calls": s.drafter_calls,
             "verify_seconds": s.verify_seconds,
             "tokens_per_second": s.tokens_per_second,
+            "exact": s.exact,
             "sources": {name: vars(count) for name, count in s.sources.items()},
         }
         if s.head is not None:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import takewhile
 
-from quickbeam.engine.prefix_cache import PrefixCache
+from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.target.batch import Chain, Draft, Part
-from quickbeam.target.kv_cache import NoRoom, Pool
-from quickbeam.target.model import Model
+from quickbeam.models.batch import Chain, Draft, Part
+from quickbeam.models.kv_cache import NoRoom, Pool
+from quickbeam.models.model import Model
 from quickbeam.tree import TokenTree
 
 TREE = 64  # how many rows a sequence may need besides its tokens
@@ -108,6 +108,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             try:
                 sequence.begin(self.pool.new())
+                sequence.statistics.exact = self.model.exact
                 if self.prefixes is not None:
                     self._reuse(sequence, self.prefixes)
             except Exception as error:
@@ -121,7 +122,9 @@ class Scheduler:
         if self.pool.limit is None:
             return True
         page = self.pool.page
-        found = [] if self.prefixes is None else self.prefixes.find(sequence.ids, sequence.drafter)
+        found = list[Chunk]()
+        if self.prefixes is not None and not sequence.scoring:
+            found = self.prefixes.find(sequence.ids, sequence.drafter)
         if self.prefixes is not None and self.pool.shares:
             known = len(found) * self.prefixes.size
         else:
@@ -142,7 +145,7 @@ class Scheduler:
 
         Waiting for it then saves reading that text twice.
         """
-        if self.prefixes is None:
+        if self.prefixes is None or sequence.scoring:
             return False
         size, ids = self.prefixes.size, sequence.ids
         for other in self.active:
@@ -156,7 +159,12 @@ class Scheduler:
         return False
 
     def _reuse(self, sequence: SequenceState, prefixes: PrefixCache) -> None:
-        """Begin a sequence with the chunks that the prefix cache holds."""
+        """Begin a sequence with the chunks that the prefix cache holds.
+
+        They hold no log-probabilities, so a prompt whose tokens' are wanted is read anew.
+        """
+        if sequence.scoring:
+            return
         if not self.model.native and sequence.started:
             return  # tokens of the answer must be run as they were before, not read as a prompt is
         drafter, state = sequence.drafter, sequence.draft_state
@@ -224,7 +232,8 @@ class Scheduler:
         cache, read = sequence.cache, sequence.read
         tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
         if self.model.native or read < prompt:
-            return Chain(cache, tokens, wanted=not sequence.started and read + count == prompt)
+            last = not sequence.started and read + count == prompt
+            return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
         # After a set-back, tokens of the answer are run as a draft, as they were before.
         deepest = min(self.model.depth_limit(cache) + 1, self.model.nodes_of(TREE))
         tree = TokenTree(tokens[0])

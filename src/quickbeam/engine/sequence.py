@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from quickbeam.draft.base import GRAMMAR, Context, Drafter, DrafterState
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.accept import Chance
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
+from quickbeam.methods.base import TreePolicy
+from quickbeam.models.kv_cache import SequenceCache
 from quickbeam.noise import PLAIN, Loops, Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs
-from quickbeam.shortlist.shortlist import Shortlist
-from quickbeam.target.kv_cache import SequenceCache
-from quickbeam.trees.base import TreePolicy
 
 # makes the seed of drawn drafts differ from the seed of the answer
 DRAFTING = 0x9E3779B97F4A7C15
@@ -109,6 +109,10 @@ class SequenceState:
             sources.append(GRAMMAR)
         self.statistics = Statistics(sources={name: SourceCount() for name in sources})
         self.logprobs: list[Logprob] | None = None if request.params.logprobs is None else []
+        # of the prompt's first tokens so far; nothing predicts the first one
+        self.prompt_logprobs: list[Logprob | None] | None = (
+            None if request.params.prompt_logprobs is None else [None]
+        )
         self.error: BaseException | None = None
         self.cancelled = False
         self.ids = list(request.prompt)
@@ -152,6 +156,12 @@ class SequenceState:
         That is all of the prompt at first. Once there is an answer, it is all but the last token.
         """
         return len(self.ids) - self.started - self.read
+
+    @property
+    def scoring(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are still to be computed."""
+        known = self.prompt_logprobs
+        return known is not None and len(known) < len(self.request.prompt)
 
     @property
     def running(self) -> bool:
@@ -205,6 +215,19 @@ class SequenceState:
         if not self.over:
             self.error = error
             self.output.close(reason)
+
+    def score(self, logits: torch.Tensor) -> None:
+        """Record log-probabilities of the prompt's tokens.
+
+        `logits` `[n, vocab]` are the raw ones after the last `n` tokens that were read. What is
+        known, as it may be after a set-back, stays.
+        """
+        prompt, known = self.request.prompt, self.prompt_logprobs
+        assert known is not None
+        first = self.read - len(logits) + 1  # the place of the token that the first row predicts
+        for place in range(len(known), min(self.read + 1, len(prompt))):
+            row, token = logits[place - first], prompt[place]
+            known.append(Logprob(token, *logprobs(row, token, self.params.prompt_logprobs or 0)))
 
     def emit(self, tokens: Sequence[int], row: Callable[[int], torch.Tensor]) -> list[int]:
         """Feed tokens to the output until it ends, and return those that it took.

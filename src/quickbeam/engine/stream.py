@@ -122,6 +122,7 @@ class Stream(Iterator[str]):
             method=self._method,
             logprobs=sequence.logprobs,
             seed=None if sequence.params.greedy else sequence.seed,
+            prompt_logprobs=sequence.prompt_logprobs,
         )
 
 

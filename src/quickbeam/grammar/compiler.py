@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar import trial
 from quickbeam.grammar.masks import Compiled, Masks
 from quickbeam.grammar.spec import Grammar
 
@@ -32,7 +33,8 @@ class Compiler:
         self._hf, self._vocab, self._eos = tokenizer, vocab, sorted(eos)
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[Grammar, Compiled] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments, so that known grammars never wait
+        self._compiling = threading.Lock()
 
     def begin(self, grammar: Grammar, ends: Collection[int]) -> Masks:
         """Return the masks of an answer that the ids `ends` end.
@@ -40,28 +42,35 @@ class Compiler:
         Raises `InvalidInput` if llguidance is missing, if it can't take the tokenizer or the
         grammar, and if no id is left that could end the answer.
         """
-        with self._lock:
-            compiled = self._compile(grammar)
-            assert self._tokenizer is not None
-            known, special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
-            closing = [
-                token for token in ends if token in self._eos or (token < known and special(token))
-            ]
-            if not closing:
-                raise InvalidInput(
-                    "grammar with ignore_eos: nothing could end the answer where the grammar ends; "
-                    "leave ignore_eos out, "
-                    "or give a special token in stop_token_ids"
-                )
-            return Masks(compiled, self._vocab, ends, closing)
+        compiled = self._known(grammar)
+        if compiled is None:
+            with self._compiling:
+                compiled = self._known(grammar) or self._compiled(grammar)
+        assert self._tokenizer is not None
+        known, special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
+        closing = [
+            token for token in ends if token in self._eos or (token < known and special(token))
+        ]
+        if not closing:
+            raise InvalidInput(
+                "grammar with ignore_eos: nothing could end the answer where the grammar ends; "
+                "leave ignore_eos out, "
+                "or give a special token in stop_token_ids"
+            )
+        return Masks(compiled, self._vocab, ends, closing)
 
-    def _compile(self, grammar: Grammar) -> Compiled:
-        if grammar not in self._kept:
-            self._kept[grammar] = self._compiled(grammar)
-        self._kept.move_to_end(grammar)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
-        return self._kept[grammar]
+    def _known(self, grammar: Grammar) -> Compiled | None:
+        with self._lock:
+            if grammar in self._kept:
+                self._kept.move_to_end(grammar)
+            return self._kept.get(grammar)
+
+    def _keep(self, grammar: Grammar, compiled: Compiled) -> Compiled:
+        with self._lock:
+            self._kept[grammar] = compiled
+            while len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        return compiled
 
     def _compiled(self, grammar: Grammar) -> Compiled:
         try:
@@ -85,12 +94,17 @@ class Compiler:
                 text = make(grammar.text)
         except ValueError as error:
             raise InvalidInput(f"{grammar.kind}: {error}") from error
-        matcher = LLMatcher(self._tokenizer, text, log_level=0)
+        if (why := trial.failure(text)) is not None:
+            raise InvalidInput(f"{grammar.kind}: {why}")
+        tokenizer = self._tokenizer
+        matcher = trial.with_stack(2 * trial.STACK, lambda: LLMatcher(tokenizer, text, log_level=0))
         if matcher.is_error():
             raise InvalidInput(f"{grammar.kind}: {matcher.get_error().strip()}")
+        # a warning may quote the grammar, which is part of a request
         for warning in matcher.get_grammar_warnings():
-            logger.warning("%s: %s", grammar.kind, warning)
-        return Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
+            logger.info("%s: %r", grammar.kind, warning)
+        compiled = Compiled(matcher, self._tokenizer.eos_tokens, self._tokenizer.vocab_size)
+        return self._keep(grammar, compiled)
 
     def _prepared(self) -> LLTokenizer:
         """Return the tokenizer in llguidance's form."""

@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quickbeam import __version__
 from quickbeam.serve import chat, completions, errors, responses, tokens
@@ -51,6 +52,7 @@ def create_app(runner: Runner) -> FastAPI:
 def protect(app: FastAPI, runner: Runner) -> None:
     """Add the middlewares that the settings ask for. A request passes the last one added first."""
     settings = runner.settings
+    app.add_middleware(answer_head)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(
@@ -72,6 +74,17 @@ def protect(app: FastAPI, runner: Runner) -> None:
             *settings.allowed_hosts,
         ]
         app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+
+
+def answer_head(app: ASGIApp) -> ASGIApp:
+    """Return an application that answers HEAD as GET. What runs it leaves the body out."""
+
+    async def call(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}
+        await app(scope, receive, send)
+
+    return call
 
 
 async def index() -> Response:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -10,13 +11,13 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from quickbeam.engine.result import Logprob
+from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
 from quickbeam.serve.answers import Answers, event_stream
-from quickbeam.serve.convert import Wanted, begin
+from quickbeam.serve.convert import Wanted, begin, encode_infill
 from quickbeam.serve.disconnect import unless_gone
-from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
+from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
@@ -54,17 +55,19 @@ async def stream(runner: Runner, request: CompletionRequest) -> AsyncIterator[di
 
 
 async def _begin(runner: Runner, request: CompletionRequest) -> Texts:
-    llm, prompts = runner.llm, _prompts(request.prompt)
+    llm, prompts = runner.llm, request.prompts
     tokens = None if any(isinstance(one, str) for one in prompts) else sum(map(len, prompts))
     answers = await begin(
         runner,
         request,
-        lambda: [
-            list(llm.tokenizer(one)["input_ids"]) if isinstance(one, str) else one
-            for one in prompts
-        ],
-        Wanted({"max_tokens": request.max_tokens}, LENGTH, request.logprobs),
-        size=sum(map(len, prompts)),
+        lambda: [_encode(llm, one, request.suffix) for one in prompts],
+        Wanted(
+            {"max_tokens": request.max_tokens},
+            LENGTH,
+            request.logprobs,
+            _prompt_logprobs(request),
+        ),
+        size=sum(len(one) + len(request.suffix or "") for one in prompts),
         prompts=len(prompts),
         tokens=tokens,
         trace=bool(request.trace),
@@ -77,11 +80,20 @@ async def _begin(runner: Runner, request: CompletionRequest) -> Texts:
     )
 
 
-def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[str | list[int]]:
-    """Return the prompts, each a text or token ids."""
-    if isinstance(prompt, str) or isinstance(prompt[0], int):
-        return [prompt]
-    return list(prompt)
+def _prompt_logprobs(request: CompletionRequest) -> int | None:
+    """Return `SamplingParams.prompt_logprobs`.
+
+    An echo gets as many as `logprobs` says, and without an answer at least 0.
+    """
+    if not request.echo or request.prompt_logprobs is not None:
+        return request.prompt_logprobs
+    return 0 if request.logprobs is None and request.max_tokens == 0 else request.logprobs
+
+
+def _encode(llm: LLM, prompt: str | list[int], suffix: str | None) -> list[int]:
+    if isinstance(prompt, str) and suffix:
+        return encode_infill(llm, prompt, suffix)
+    return list(llm.tokenizer(prompt)["input_ids"]) if isinstance(prompt, str) else prompt
 
 
 def _text(llm: LLM, prompt: str | list[int]) -> str:
@@ -99,8 +111,14 @@ class Texts:
     ) -> None:
         self.request, self.answers = request, answers
         self._echoes = [echo for echo in echoes for _ in range(answers.n)]
-        texts = TokenTexts(runner.llm.tokenizer)
-        self._logprobs = [CompletionLogprobs(texts) for _ in self._echoes]
+        self._texts = TokenTexts(runner.llm.tokenizer)
+        self._scored = bool(request.echo) and request.logprobs is not None
+        self._logprobs = [
+            CompletionLogprobs(self._texts, len(echo), self._prompt(index))
+            if self._scored
+            else CompletionLogprobs(self._texts)
+            for index, echo in enumerate(self._echoes)
+        ]
         self._head = {
             "id": f"cmpl-{secrets.token_hex(12)}",
             "object": "text_completion",
@@ -113,7 +131,12 @@ class Texts:
     async def whole(self) -> dict[str, Any]:
         """Wait until all answers are complete, and return the response object."""
         completions = await self.answers.finished()
-        choices = [
+        # in a thread, because log-probabilities of long prompts take time
+        choices = await asyncio.to_thread(self._choices, completions)
+        return {**self._head, "choices": choices, "usage": self.answers.usage()}
+
+    def _choices(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
+        return [
             self._choice(
                 index,
                 self._echoes[index] + one.text,
@@ -124,17 +147,24 @@ class Texts:
             )
             for index, one in enumerate(completions)
         ]
-        return {**self._head, "choices": choices, "usage": self.answers.usage()}
+
+    def _prompt(self, index: int) -> list[int]:
+        """Return the token ids of the prompt of an answer."""
+        return self.answers.prompts[index // self.answers.n]
 
     async def chunks(self) -> AsyncIterator[dict[str, Any]]:
         """Yield chunks of all answers as they arrive, the usage last."""
         with self.answers as answers:
             first = [True] * len(answers)
             for index, echo in enumerate(self._echoes):
-                if echo:
+                if echo and not self._scored:
                     yield self._chunk(index, echo, first=True)
                     first[index] = False
             async for index, delta in answers.parts():
+                if self._scored and first[index]:  # the prompt is read by now
+                    echo = self._echoes[index]
+                    yield await asyncio.to_thread(self._chunk, index, echo, first=True)
+                    first[index] = False
                 if delta is None:
                     yield self._chunk(index, reason=answers.streams[index].completion.finish_reason)
                 elif (
@@ -190,10 +220,17 @@ class Texts:
             "finish_reason": reason,
         }
         choice["seed"] = self.answers.seeds[index // self.answers.n]
+        prompt = self._prompt(index)
+        scores = self.answers.streams[index].completion.prompt_logprobs if first else None
         if self.request.logprobs is not None:
-            choice["logprobs"] = self._logprobs[index].add(logprobs)
+            form = self._logprobs[index]
+            echoed = form.add(prompt, scores) if scores and self._scored else {}
+            given = form.add(token_ids, logprobs)
+            choice["logprobs"] = {name: echoed.get(name, []) + given[name] for name in given}
+        if self.request.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(scores or [], self._texts)
         if self.request.return_token_ids:
             choice["token_ids"] = list(token_ids)
             if first:
-                choice["prompt_token_ids"] = self.answers.prompts[index // self.answers.n]
+                choice["prompt_token_ids"] = prompt
         return choice

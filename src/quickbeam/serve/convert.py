@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.answers import Answers
@@ -28,29 +29,17 @@ from quickbeam.serve.messages import (
     ToolMessage,
 )
 from quickbeam.serve.runner import Job, Runner
-from quickbeam.serve.schemas import JsonObject, JsonSchema, Request, Speculation
+from quickbeam.serve.schemas import Request, Speculation
 
-SAME = (  # fields that mean the same in SamplingParams
-    *(
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "seed",
-        "stop",
-        "n",
-    ),
-    *(
-        "stop_token_ids",
-        "ignore_eos",
-        "min_tokens",
-        "bad_words",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-    ),
+OTHER = {"max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "grammar", "coupling"}
+# fields that mean the same in SamplingParams
+SAME = [field.name for field in fields(SamplingParams) if field.name not in OTHER]
+# What stands before a prefix, between it and a suffix, and behind that, in the models that fill in.
+INFILL = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen2.5-Coder, CodeGemma, Granite 4
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, StarCoder2, Granite Code
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 (DeepSeek-Coder)
 )
 SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
@@ -60,13 +49,15 @@ class Wanted(NamedTuple):
 
     `lengths` holds the fields that may limit the answer's length, each with its value; the first
     that is given counts. `length` is the limit if none is given; None means as many tokens as there
-    is room for. `logprobs` is that of `SamplingParams`. `grammar` takes precedence over the shared
-    fields that give one. `keep_special` keeps special tokens in the text.
+    is room for. `logprobs` and `prompt_logprobs` are those of `SamplingParams`. `grammar` takes
+    precedence over the shared fields that give one. `keep_special` keeps special tokens in the
+    text.
     """
 
     lengths: dict[str, int | None]
     length: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     grammar: Any = None
     keep_special: bool = False
 
@@ -113,7 +104,7 @@ async def _begun(
             f"unknown method {asked.method!r}; this server runs {', '.join(methods)}",
             "speculation.method",
         )
-    params = sampling(request, wanted, runner.settings.default_temperature)
+    params = sampling(request, wanted, runner.defaults)
     with runner.enter(size, prompts * params.n, tokens) as ticket:
         every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
         # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
@@ -139,22 +130,24 @@ async def _begun(
 
 
 def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
-    """Return the error with the request's field that it is about.
-
-    In most cases this is the first word of the message.
-    """
+    """Return the error with the request's field that it is about."""
     if isinstance(error, Refused):
         return error
     message = str(error).replace("max_tokens", _length(wanted)[0])
-    words = re.match(r"\w*", message)
-    word = words[0] if words else ""
-    if word in ("json_schema", "regex", "lark", "grammar"):
-        return Refused(
-            message, "tools" if wanted.grammar is not None else next(iter(request.grammars), None)
-        )
-    if word == "budget":
-        return Refused(message, "speculation.budget")
-    return Refused(message, word if word in type(request).model_fields else None)
+    if message.startswith(("json_schema", "regex", "lark", "grammar")):
+        return Refused(message, request.grammars[0].param if request.grammars else "tools")
+    return Refused(message, field_of(message, type(request).model_fields))
+
+
+def field_of(message: str, names: Collection[str]) -> str:
+    """Return which of a request's fields an error is about.
+
+    Messages begin with its name; the others are about the prompt.
+    """
+    word = message[: len(message) - len(message.lstrip(string.ascii_letters + "_"))]
+    within = {"budget": "speculation.budget", "reasoning_effort": "reasoning.effort"}
+    prompts = (name for name in ("messages", "input", "prompt") if name in names)
+    return word if word in names else within.get(word) or next(prompts)
 
 
 def check_model(runner: Runner, model: str | None) -> None:
@@ -169,14 +162,14 @@ def check_model(runner: Runner, model: str | None) -> None:
         )
 
 
-def sampling(request: Request, wanted: Wanted, temperature: float | None = None) -> SamplingParams:
+def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> SamplingParams:
     """Return the request's sampling parameters, without the final length of the answer.
 
-    `temperature` is the default for requests that give none; None means 1, as in OpenAI's API.
-    Raises `InvalidInput` for values that can't be used.
+    `defaults` holds parameters for requests that don't give them. Raises `InvalidInput` for values
+    that can't be used.
     """
     given = {name: value for name in SAME if (value := getattr(request, name, None)) is not None}
-    given.setdefault("temperature", 1.0 if temperature is None else temperature)
+    given = {**defaults, **given}
     if given.get("top_k") == -1:  # vLLM's value for off
         given["top_k"] = 0
     if request.logit_bias:
@@ -189,7 +182,10 @@ def sampling(request: Request, wanted: Wanted, temperature: float | None = None)
     # set later, from the room in the context.
     length = _length(wanted)[1]
     return SamplingParams(
-        max_tokens=2**31 if length is None else length, logprobs=wanted.logprobs, **given
+        max_tokens=2**31 if length is None else length,
+        logprobs=wanted.logprobs,
+        prompt_logprobs=wanted.prompt_logprobs,
+        **given,
     )
 
 
@@ -206,23 +202,27 @@ def _measured(
 ) -> list[tuple[list[int], int]]:
     """Return each prompt's token ids with the number of tokens that its answer may have.
 
-    Raises `Refused` for a prompt that leaves too little room in the context.
+    Raises `Refused` for an empty prompt, before any other is answered, and for one that leaves too
+    little room in the context.
     """
     name, asked = _length(wanted)
     method = request.speculation.method if request.speculation else None
     found = []
     for ids in encode():
+        if not ids:
+            prompt = field_of("", type(request).model_fields)
+            raise Refused("an empty prompt: give at least one token", prompt)
         room = llm.room(len(ids), method)
-        if (asked or 1) > room:
+        if (1 if asked is None else asked) > room:
             raise Refused(
                 f"This model's maximum context length is {room + len(ids)} tokens, of which the "
                 f"prompt has {len(ids)} "
-                f"and {name} asks for {asked or 'at least 1'}: shorten the "
+                f"and {name} asks for {'at least 1' if asked is None else asked}: shorten the "
                 f"prompt{' or ask for less' if asked else ''}",
-                name if asked and room > 0 else None,
+                name if asked and room > 0 else field_of("", type(request).model_fields),
                 "context_length_exceeded",
             )
-        found.append((ids, asked or room))
+        found.append((ids, room if asked is None else asked))
     return found
 
 
@@ -232,22 +232,17 @@ def _token(name: str) -> int:
     return int(name)
 
 
-def _grammar(request: Request) -> Any:
-    """Return the grammar of `response_format`, `regex` or `lark`; None if any text will do."""
-    if not request.grammars:
-        return None
-    from quickbeam.grammar import Grammar
-
-    asked = getattr(request, "response_format", None)
-    if isinstance(asked, JsonSchema):
-        return Grammar.json_schema(asked.json_schema.schema_)
-    if isinstance(asked, JsonObject):
-        return Grammar.json_object()
-    return (
-        Grammar.regex(request.regex)
-        if request.regex is not None
-        else Grammar.lark(request.lark or "")
-    )
+def _grammar(request: Request) -> Grammar | None:
+    """Return the grammar that a request asks for; None if any text will do."""
+    for _, kind, value in request.grammars:
+        if kind == "json_object":
+            return Grammar.json_object()
+        if kind == "choice":
+            texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
+            return Grammar.lark(f"start: {texts}")
+        found: Grammar = getattr(Grammar, kind)(value)
+        return found
+    return None
 
 
 def encode_conversation(
@@ -275,8 +270,42 @@ def encode_conversation(
         template_messages(asked.messages),
         tools=shown,
         continue_final_message=bool(asked.continue_final_message),
-        **arguments,
+        **{**_effort(str(llm.tokenizer.chat_template), asked.reasoning_effort), **arguments},
     )
+
+
+def _effort(template: str, effort: str | None) -> dict[str, Any]:
+    """Return the variables by which a chat template is told how much to reason.
+
+    Raises `InvalidInput` for what the template can't be told.
+    """
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    if effort == "none":
+        return {"enable_thinking": False} if "enable_thinking" in template else {}
+    raise InvalidInput(
+        f"reasoning_effort={effort!r}: this model's chat template knows no efforts; leave it out, "
+        "or give none"
+    )
+
+
+def encode_infill(llm: LLM, prompt: str, suffix: str) -> list[int]:
+    """Return the token ids that ask for the text between `prompt` and `suffix`.
+
+    Raises `Refused` for a tokenizer without the tokens for that.
+    """
+    known = llm.tokenizer.get_added_vocab()
+    marks = next((marks for marks in INFILL if known.keys() >= {*marks}), None)
+    if marks is None:
+        raise Refused(
+            "suffix: this model's tokenizer has no tokens for filling in; leave it out, or serve a "
+            "model that was trained for that, such as Qwen2.5-Coder or StarCoder2",
+            "suffix",
+        )
+    before, between, behind = marks
+    return list(llm.tokenizer(f"{before}{prompt}{between}{suffix}{behind}")["input_ids"])
 
 
 def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:

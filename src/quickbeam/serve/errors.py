@@ -128,11 +128,14 @@ def _invalid(errors: Sequence[Any], body: Any) -> Problem:
     if not errors:
         return Problem(400, "the request is not valid")
     found = [(_path(error, body), error) for error in errors]
-    path, error = max(found, key=lambda one: (len(one[0]), one[1]["type"] == "unsupported"))
+    telling = ("unsupported", "too_short")
+    path, error = max(found, key=lambda one: (len(one[0]), one[1]["type"] in telling))
     name = (error.get("ctx") or {}).get("param") or _name(path)
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] == "extra_forbidden":
-        message = "not a field that this server knows: leave it out"
+        message = "not supported by this server: leave it out"
+    elif error["type"] == "too_short":
+        message = "empty: give at least one"
     elif error["type"] == "json_invalid":
         return Problem(
             400, f"the body is not JSON: {(error.get('ctx') or {}).get('error', message)}"

@@ -28,14 +28,14 @@ from quickbeam.serve.messages import (
 )
 from quickbeam.serve.schemas import (
     NAME,
+    AskedGrammar,
     Body,
     JsonObject,
-    JsonSchema,
     Request,
+    Returned,
     Schema,
     TextFormat,
-    Unsupported,
-    only,
+    format_grammars,
     refuse,
     text_part,
 )
@@ -43,18 +43,17 @@ from quickbeam.serve.schemas import (
 LOGPROBS = "message.output_text.logprobs"
 
 
-class ItemText(Body):
-    """A text part of an item.
-
-    The fields after `text` are accepted because clients send back output items, which have them.
-    """
-
-    type: Literal["input_text", "output_text"]
+class InputText(Body):
+    type: Literal["input_text"]
     text: str
-    annotations: Annotated[Any, only(None, [])] = None
-    logprobs: Any = None
 
 
+class OutputText(Returned):
+    type: Literal["output_text"]
+    text: str
+
+
+ItemText = Annotated[InputText | OutputText, Field(discriminator="type")]
 ItemContent = (
     str
     | Annotated[
@@ -68,22 +67,26 @@ class Item(Body):
 
     id: str | None = None
     status: str | None = None
-    caller: Unsupported = None
-    namespace: Unsupported = None
 
 
 class MessageItem(Item):
     type: Literal["message"] | None = None
-    role: Literal["user", "assistant", "system", "developer"]
+    role: Literal["user", "system", "developer"]
     content: ItemContent
-    phase: Unsupported = None
 
 
-class CallItem(Item):
+class AnswerItem(Returned):
+    type: Literal["message"] | None = None
+    role: Literal["assistant"]
+    content: ItemContent
+
+
+class CallItem(Returned):
     type: Literal["function_call"]
     call_id: str
     name: str
     arguments: str
+    namespace: None = None  # it would say something to a model
 
 
 class OutputItem(Item):
@@ -94,12 +97,16 @@ class OutputItem(Item):
 
 
 def _kind(item: Any) -> str:
-    kind = item.get("type") if isinstance(item, dict) else getattr(item, "type", None)
-    return kind if isinstance(kind, str) else "message"
+    found = item if isinstance(item, dict) else {}
+    kind = found.get("type")
+    if isinstance(kind, str) and kind != "message":
+        return kind
+    return "answer" if found.get("role") == "assistant" else "message"
 
 
 AnyItem = Annotated[
     Annotated[MessageItem, Tag("message")]
+    | Annotated[AnswerItem, Tag("answer")]
     | Annotated[CallItem, Tag("function_call")]
     | Annotated[OutputItem, Tag("function_call_output")],
     Discriminator(_kind),
@@ -112,9 +119,8 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: Annotated[Any, only(None, ["direct"])] = None
-    defer_loading: Annotated[Any, only(None, False)] = None
-    output_schema: Unsupported = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    defer_loading: Literal[False] | None = None
 
 
 class FunctionChoice(Body):
@@ -130,11 +136,19 @@ class TextConfig(Body):
     format: (
         Annotated[TextFormat | JsonObject | JsonSchemaFormat, Field(discriminator="type")] | None
     ) = None
-    verbosity: Annotated[Any, only(None, "medium")] = None
+    verbosity: Literal["medium"] | None = None
+
+
+class Reasoning(Body):
+    """`summary` and `context` are accepted because a response without reasoning has none."""
+
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    context: Literal["auto"] | None = None
 
 
 class ResponseStreamOptions(Body):
-    include_obfuscation: Annotated[Any, only(None, False)] = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class ResponsesRequest(Request):
@@ -154,39 +168,23 @@ class ResponsesRequest(Request):
     )
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
-    truncation: Annotated[Any, only(None, "disabled")] = None
-    background: Annotated[Any, only(None, False)] = None
-    reasoning: Annotated[Any, only(None, {})] = None
-    previous_response_id: Unsupported = None
-    conversation: Unsupported = None
-    prompt: Unsupported = None
-    max_tool_calls: Unsupported = None
-    context_management: Unsupported = None
+    truncation: Literal["disabled"] | None = None
+    background: Literal[False] | None = None
+    reasoning: Reasoning | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise refuse("it is for streams: set stream, too", "stream_options")
-        if len(given := self.grammars) > 1:
-            raise refuse(
-                f"given with {given[0]}, but an answer keeps to one grammar: give one of them",
-                given[1],
-            )
         check_tools(self.chat_tools, self.choice, self.grammars)
         return self
 
     @property
-    def grammars(self) -> list[str]:
-        return ["text" if name == "response_format" else name for name in super().grammars]
-
-    @property
-    def response_format(self) -> JsonObject | JsonSchema | None:
-        """`text.format` in the form of chats; None for plain text."""
-        asked = self.text and self.text.format
-        if isinstance(asked, JsonSchemaFormat):
-            schema = Schema(name=asked.name, schema=asked.schema_, strict=asked.strict)
-            return JsonSchema(type="json_schema", json_schema=schema)
-        return asked if isinstance(asked, JsonObject) else None
+    def grammars(self) -> list[AskedGrammar]:
+        return [
+            *format_grammars("text", self.text.format if self.text else None),
+            *super().grammars,
+        ]
 
     @property
     def chat_tools(self) -> list[Tool]:
@@ -238,13 +236,17 @@ class ResponsesRequest(Request):
                         name=item.name,
                     )
                 )
-            elif item.role == "assistant":
+            elif isinstance(item, AnswerItem):
                 found.append(AssistantMessage(role="assistant", content=_text(item.content)))
             elif item.role == "user":
                 found.append(UserMessage(role="user", content=_text(item.content)))
             else:
                 found.append(SystemMessage(role=item.role, content=_text(item.content)))
-        return Conversation(messages=found, chat_template_kwargs=self.chat_template_kwargs)
+        return Conversation(
+            messages=found,
+            reasoning_effort=self.reasoning.effort if self.reasoning else None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
 
 
 def _text(content: ItemContent) -> str:

@@ -89,29 +89,57 @@ def chat_logprobs(entries: Sequence[Logprob], texts: TokenTexts) -> dict[str, An
     return {"content": content, "refusal": None}
 
 
+def prompt_logprobs(
+    entries: Sequence[Logprob | None], texts: TokenTexts
+) -> list[dict[str, Any] | None]:
+    """Return log-probabilities of a prompt's tokens in vLLM's form.
+
+    The form is `[None, {"<token id>": {"logprob", "rank", "decoded_token"}}]`. A token that is none
+    of the likeliest that are given has the rank None.
+    """
+
+    def one(entry: Logprob) -> dict[str, Any]:
+        ranks = {token: rank for rank, token in enumerate(entry.top, 1)}
+        return {
+            str(token): {
+                "logprob": max(logprob, LOWEST),
+                "rank": ranks.get(token),
+                "decoded_token": texts.text_of(token),
+            }
+            for token, logprob in {entry.token: entry.logprob, **entry.top}.items()
+        }
+
+    return [None if entry is None else one(entry) for entry in entries]
+
+
 class CompletionLogprobs:
     """Log-probabilities in the form of completions, piece by piece.
 
-    The form is `{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`. `offset` is the
-    number of characters before the first token. A token's offset is the number of characters that
-    are complete before it.
+    The form is `{"tokens", "token_logprobs", "top_logprobs", "text_offset"}`. A token's offset is
+    the number of characters that are complete before it. `echo` is the text in front of the answer
+    and `prompt` its tokens. Where these spell more, as with a token that begins a text, what is too
+    much counts as standing before the text.
     """
 
-    def __init__(self, texts: TokenTexts, offset: int = 0) -> None:
-        self._texts, self._offset = texts, offset
+    def __init__(self, texts: TokenTexts, echo: int = 0, prompt: Sequence[int] = ()) -> None:
+        self._texts = texts
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        spelled = b"".join(map(texts.bytes_of, prompt)).decode(errors="replace")
+        self._offset = echo - len(spelled)
 
-    def add(self, entries: Sequence[Logprob]) -> dict[str, Any]:
-        """Return the log-probabilities of further tokens."""
-        offsets, tops = [], []
-        for entry in entries:
-            offsets.append(self._offset)
-            self._offset += len(self._decoder.decode(self._texts.bytes_of(entry.token)))
-            tops.append(self._top(entry))
+    def add(self, tokens: Sequence[int], entries: Sequence[Logprob | None]) -> dict[str, Any]:
+        """Return the log-probabilities of further tokens, each with its entry.
+
+        A prompt's first token has None.
+        """
+        offsets = []
+        for token in tokens:
+            offsets.append(max(self._offset, 0))
+            self._offset += len(self._decoder.decode(self._texts.bytes_of(token)))
         return {
-            "tokens": [self._texts.text_of(entry.token) for entry in entries],
-            "token_logprobs": [max(entry.logprob, LOWEST) for entry in entries],
-            "top_logprobs": tops,
+            "tokens": [self._texts.text_of(token) for token in tokens],
+            "token_logprobs": [entry and max(entry.logprob, LOWEST) for entry in entries],
+            "top_logprobs": [entry and self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
     NAME,
+    AskedGrammar,
     Body,
     GenerationRequest,
+    Returned,
     Root,
-    Unsupported,
-    only,
     refuse,
     text_part,
 )
@@ -44,11 +44,11 @@ class NamedTool(Body):
 
 
 def check_tools(
-    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[str]
+    tools: list[Tool] | None, choice: ToolMode | NamedTool | None, grammars: list[AskedGrammar]
 ) -> None:
     """Raise a validation error if tools, tool choice and grammars don't fit together."""
     names = [tool.function.name for tool in tools or []]
-    if choice not in (None, "none") and not names:
+    if choice not in (None, "none", "auto") and not names:
         raise refuse("there are no tools to choose from: give tools, too", "tool_choice")
     if len(set(names)) < len(names):
         raise refuse("two have the same name", "tools")
@@ -58,7 +58,7 @@ def check_tools(
         raise refuse(
             "an answer that keeps to a grammar can't call tools: leave it out, or give "
             "tool_choice none",
-            grammars[0],
+            grammars[0].param,
         )
 
 
@@ -70,12 +70,12 @@ class TextPart(Body):
 Content = str | Annotated[list[Annotated[TextPart, text_part("text")]], Field(min_length=1)]
 
 
-class CalledFunction(Body):
+class CalledFunction(Returned):
     name: str
     arguments: str
 
 
-class ToolCall(Body):
+class ToolCall(Returned):
     id: str
     type: Literal["function"]
     function: CalledFunction
@@ -93,21 +93,26 @@ class UserMessage(Body):
     name: str | None = None
 
 
-class AssistantMessage(Body):
-    """A message of the assistant.
-
-    `refusal` and the fields after it are accepted because OpenAI's client sends them back, empty.
-    """
+class AssistantMessage(Returned):
+    """A message of the assistant. `reasoning` is what vLLM calls `reasoning_content`."""
 
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    reasoning_content: str | None = None
-    refusal: Unsupported = None
-    annotations: Annotated[Any, only(None, [])] = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
+    reasoning_content: str | None = Field(
+        default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
+    )
+    # they would say something to a model
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.content is None and not self.tool_calls and self.reasoning_content is None:
+            raise refuse("give content or tool_calls")
+        return self
 
 
 class ToolMessage(Body):
@@ -128,7 +133,26 @@ class Conversation(Body):
     messages: Annotated[list[Message], Field(min_length=1)]
     tools: list[Tool] | None = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _ends(self) -> Self:
+        if self.add_generation_prompt is bool(self.continue_final_message):
+            raise refuse(
+                "an answer either continues the final message or is a message of its own: leave "
+                "it out",
+                "add_generation_prompt",
+            )
+        return self
+
+
+class Prediction(Body):
+    """A guess at the answer. It may only change how long an answer takes, and here does not."""
+
+    type: Literal["content"]
+    content: Content
 
 
 class ChatRequest(GenerationRequest, Conversation):
@@ -137,18 +161,13 @@ class ChatRequest(GenerationRequest, Conversation):
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     tool_choice: ToolMode | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    audio: Unsupported = None
-    function_call: Unsupported = None
-    functions: Unsupported = None
-    modalities: Annotated[Any, only(None, ["text"])] = None
-    prediction: Unsupported = None
-    reasoning_effort: Unsupported = None
-    verbosity: Annotated[Any, only(None, "medium")] = None
-    web_search_options: Unsupported = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: Prediction | None = None
+    verbosity: Literal["medium"] | None = None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise refuse("needs logprobs: true", "top_logprobs")
         if (
             None not in (self.max_tokens, self.max_completion_tokens)

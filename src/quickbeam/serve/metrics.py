@@ -311,9 +311,10 @@ class RequestMetrics:
         metrics.queue.observe(times.began - self._entered)
         metrics.prefix_queries.inc(self._prompt)
         metrics.prefix_hits.inc(statistics.cached_tokens)
+        if times.first is not None or completion.finish_reason == "length":  # the prompt was read
+            metrics.prompt_tokens.inc(self._prompt)
         if times.first is None:
             return
-        metrics.prompt_tokens.inc(self._prompt)
         metrics.first_token.observe(times.first - self._entered)
         metrics.prefill.observe(times.first - times.began)
         metrics.decode.observe(now - times.first)

@@ -153,10 +153,10 @@ class Made:
         """Return the response object; `completion` is None while the answer is not complete."""
         request = self._request
         cut = completion is not None and completion.finish_reason == "length"
-        asked = request.model_dump(
-            by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text"}
+        told = {"tools", "tool_choice", "text", "reasoning", "temperature", "top_p"}
+        asked = self._runner.defaults | request.model_dump(
+            by_alias=True, exclude_none=True, include=told
         )
-        default = self._runner.settings.default_temperature
         return {
             "id": self._id,
             "object": "response",
@@ -172,17 +172,15 @@ class Made:
             "output": [] if completion is None else self._items.output,
             "parallel_tool_calls": request.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": None, "summary": None},
+            "reasoning": {"effort": None, "summary": None, **asked.get("reasoning", {})},
             "service_tier": "default",
             "store": False,
-            "temperature": (1.0 if default is None else default)
-            if request.temperature is None
-            else request.temperature,
+            "temperature": asked["temperature"],
             "text": {"format": {"type": "text"}, **asked.get("text", {})},
             "tool_choice": asked.get("tool_choice", "auto"),
             "tools": asked.get("tools", []),
             "top_logprobs": request.top_logprobs or 0,
-            "top_p": 1.0 if request.top_p is None else request.top_p,
+            "top_p": asked.get("top_p", 1.0),
             "truncation": "disabled",
             "usage": None if completion is None else self._usage(),
             "user": request.user,

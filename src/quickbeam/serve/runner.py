@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from quickbeam import hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
@@ -56,6 +56,8 @@ class Runner:
         self.settings, self.gate, self.started = settings, Gate(settings), int(time.time())
         self.name = settings.served_name or name_of(hub.DEFAULT if llm is None else llm.name)
         self.fingerprint = ""
+        # parameters of requests that don't give them
+        self.defaults: dict[str, Any] = {"temperature": 1.0}
         self._aio: AsyncLLM | None = None
         self.metrics = Metrics(self.name, self.gate)
         if llm is not None:
@@ -64,6 +66,10 @@ class Runner:
     def attach(self, llm: LLM, fingerprint: str) -> None:
         """Begin to answer with `llm`, unless the server was told to end in the meantime."""
         self._aio, self.fingerprint = AsyncLLM(llm=llm), fingerprint
+        self.defaults.update(llm.sampling_defaults)
+        if self.settings.default_temperature is not None:
+            self.defaults["temperature"] = self.settings.default_temperature
+        logger.info("sampling of requests that don't say: %s", self.defaults)
         self.gate.places = llm.engine.scheduler.most
         self.metrics.watch(llm.engine, lambda: self.heartbeat)
         if self.gate.phase is Phase.starting:

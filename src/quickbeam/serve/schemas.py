@@ -1,14 +1,15 @@
 """What requests may hold. Knows nothing of models.
 
-Each field either works, or its value is refused by name. Nothing is silently ignored. This module
-checks types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the
-same as leaving a field out.
+Each field either works, or its value is refused by name. Nothing is silently ignored but what
+answers hold beside their text and calls, in which clients write themselves. This module checks
+types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the same
+as leaving a field out.
 """
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,22 +27,6 @@ def refuse(what: str, param: str | None = None) -> PydanticCustomError:
     `param` names the field, if it is not the one that is being read.
     """
     return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
-
-
-def only(*accepted: Any) -> BeforeValidator:
-    """Accept only these values, which have no effect, and refuse any other."""
-
-    def check(value: Any) -> Any:
-        if not any(
-            value is one or (value == one and not isinstance(value, bool | int)) for one in accepted
-        ):
-            kept = ", ".join(json.dumps(one) for one in accepted if one is not None)
-            raise refuse(
-                f"not supported by this server: leave it out{f', or give {kept}' if kept else ''}"
-            )
-        return value
-
-    return BeforeValidator(check)
 
 
 def text_part(*kinds: str) -> BeforeValidator:
@@ -63,15 +48,29 @@ def text_part(*kinds: str) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Unsupported = Annotated[Any, only(None)]
-
-
 class Body(BaseModel):
     """An object in a request. Unknown fields are refused, and types are not converted."""
 
     model_config = ConfigDict(
         extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value is not None}
+
+
+class Returned(Body):
+    """A part of an answer, as clients send it back.
+
+    Fields that say nothing to a model are dropped: clients add fields of their own to what they
+    read.
+    """
+
+    model_config = ConfigDict(extra="ignore")
 
 
 class Root(Body):
@@ -88,14 +87,17 @@ class Root(Body):
         """
         if not isinstance(body, dict):
             raise refuse("the body must be a JSON object, sent as application/json")
-        try:
-            json.dumps(body, allow_nan=False, ensure_ascii=False).encode()
-        except UnicodeEncodeError:
-            raise refuse("a string holds half of a surrogate pair, which is no character") from None
-        except RecursionError:
-            raise refuse("nested too deep") from None
-        except (ValueError, TypeError) as error:
-            raise refuse(f"not JSON: {error}") from None
+        for name, value in body.items():
+            param = name if name in cls.model_fields else None
+            try:
+                json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode()
+            except UnicodeEncodeError:
+                why = "holds half of a surrogate pair, which is no character"
+                raise refuse(why, param) from None
+            except RecursionError:
+                raise refuse("nested too deep", param) from None
+            except (ValueError, TypeError) as error:
+                raise refuse(f"not JSON: {error}", param) from None
         return body
 
 
@@ -106,10 +108,44 @@ class Speculation(Body):
     budget: Annotated[int, Field(ge=0, le=MOST_DEAR)] | None = None
 
 
+Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+
+
+# kinds of grammars by vLLM's names
+VLLM_KINDS = {
+    "json": "json_schema",
+    "json_object": "json_object",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "lark",
+}
+
+
+class StructuredOutputs(Body):
+    """vLLM's way to give a grammar."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choice | None = None
+    grammar: str | None = None
+
+
+class AskedGrammar(NamedTuple):
+    """A grammar, by the field that gives it.
+
+    `kind` is `choice`, one of several texts, or a method of `Grammar`, which takes the `value`.
+    """
+
+    param: str
+    kind: str
+    value: Any
+
+
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Annotated[Any, only(None, False)] = None
+    include_obfuscation: Literal[False] | None = None
 
 
 class Request(Root):
@@ -134,28 +170,44 @@ class Request(Root):
     skip_special_tokens: bool | None = None
     regex: str | None = None
     lark: str | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
     speculation: Speculation | None = None
-    # notes of the caller, without effect
+    # notes of the caller, without effect; nothing is stored
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    service_tier: Annotated[Any, only(None, "auto", "default")] = None
-    store: Annotated[Any, only(None, False)] = None
-    # not served
-    moderation: Unsupported = None
-    prompt_cache_options: Unsupported = None
-    prompt_cache_retention: Annotated[Any, only(None, "in_memory")] = None
+    prompt_cache_retention: Literal["in_memory"] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+    store: bool | None = None
+
+    @model_validator(mode="after")
+    def _has_one_grammar(self) -> Self:
+        if len(given := self.grammars) > 1:
+            raise refuse(
+                f"given with {given[0].param}, but an answer keeps to one grammar: give one of "
+                "them",
+                given[1].param,
+            )
+        return self
 
     @property
-    def grammars(self) -> list[str]:
-        """The names of the fields that give a grammar."""
-        given = {name: getattr(self, name, None) for name in ("response_format", "regex", "lark")}
-        return [
-            name
-            for name, value in given.items()
-            if value is not None and not isinstance(value, TextFormat)
+    def grammars(self) -> list[AskedGrammar]:
+        """What the answer has to follow; after validation, at most one."""
+        vllm = self.structured_outputs.model_dump(by_alias=True) if self.structured_outputs else {}
+        given = [
+            AskedGrammar("regex", "regex", self.regex),
+            AskedGrammar("lark", "lark", self.lark),
         ]
+        for name, kind in VLLM_KINDS.items():
+            guided = f"guided_{name}"
+            given.append(AskedGrammar(guided, kind, getattr(self, guided, None)))
+            given.append(AskedGrammar(f"structured_outputs.{name}", kind, vllm.get(name) or None))
+        return [one for one in given if one.value is not None]
 
 
 class TextFormat(Body):
@@ -178,6 +230,16 @@ class JsonSchema(Body):
     json_schema: Schema
 
 
+def format_grammars(
+    param: str, asked: TextFormat | JsonObject | JsonSchema | Schema | None
+) -> list[AskedGrammar]:
+    """Return the grammar of a response format; none if any text will do."""
+    schema = asked.json_schema if isinstance(asked, JsonSchema) else asked
+    if isinstance(schema, Schema):
+        return [AskedGrammar(param, "json_schema", schema.schema_)]
+    return [AskedGrammar(param, "json_object", True)] if isinstance(asked, JsonObject) else []
+
+
 ResponseFormat = Annotated[TextFormat | JsonObject | JsonSchema, Field(discriminator="type")]
 
 
@@ -196,42 +258,62 @@ class GenerationRequest(Request):
         for name in ("stream_options", "trace"):
             if getattr(self, name) and not self.stream:
                 raise refuse("it is for streams: set stream, too", name)
-        if len(given := self.grammars) > 1:
-            raise refuse(
-                f"given with {given[0]}, but an answer keeps to one grammar: give one of them",
-                given[1],
-            )
         return self
+
+    @property
+    def grammars(self) -> list[AskedGrammar]:
+        return [*format_grammars("response_format", self.response_format), *super().grammars]
+
+
+# the most log-probabilities for each token of a prompt: they take memory, and prompts are long
+MOST_OF_PROMPTS = 20
 
 
 class CompletionRequest(GenerationRequest):
     prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPTS)] | None = None
     best_of: int | None = None
-    suffix: Annotated[Any, only(None, "")] = None
+    suffix: str | None = None
     # one for each prompt
     seeds: list[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, each a text or token ids."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.seeds is not None:
-            single = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
-            prompts = 1 if single else len(self.prompt)
-            if len(self.seeds) != prompts:
+            if len(self.seeds) != len(self.prompts):
                 raise refuse(
-                    f"{len(self.seeds)} seeds for {prompts} prompts: give one for each", "seeds"
+                    f"{len(self.seeds)} seeds for {len(self.prompts)} prompts: give one for each",
+                    "seeds",
                 )
             if self.seed is not None:
                 raise refuse("given with seed: give one of them", "seeds")
+        if self.suffix and not all(isinstance(one, str) for one in self.prompts):
+            raise refuse("needs a prompt of text: give no token ids, or no suffix", "suffix")
         if self.best_of not in (None, self.n or 1):
             raise refuse(
                 "no more answers are drawn than are given: leave it out, or give the value of n",
                 "best_of",
             )
-        if self.echo and self.logprobs is not None:
+        if self.stream and self.prompt_logprobs is not None:
             raise refuse(
-                "log-probabilities of the prompt are not given: leave out echo or logprobs", "echo"
+                "not given in a stream: leave out stream, or give echo and logprobs instead",
+                "prompt_logprobs",
+            )
+        if self.echo and (self.logprobs or 0) > MOST_OF_PROMPTS:
+            raise refuse(f"at most {MOST_OF_PROMPTS} with echo: give fewer", "logprobs")
+        if self.echo and None not in (self.logprobs, self.prompt_logprobs):
+            raise refuse(
+                "logprobs with echo are those of the prompt, too: give one of them",
+                "prompt_logprobs",
             )
         return self
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 
 from quickbeam.errors import InvalidInput
@@ -11,50 +11,51 @@ from quickbeam.errors import InvalidInput
 
 @dataclass(frozen=True)
 class ServeSettings:
-    """Settings of a server. Raises `InvalidInput` for values that can't be used.
-
-    `served_name` is what clients call the model; None means the name that it was loaded by.
-    `aliases` are other names for it. `default_temperature` is for requests that give none; None
-    means 1, as in OpenAI's API.
-
-    Each of the `api_keys` gives access to the API; without keys everybody may use it. With
-    `protect_metrics`, `/metrics` needs a key, too. `cors_origins` are the origins whose web pages
-    may send requests from a browser. `allowed_hosts` are names, beside `host`, that the server may
-    be reached by. They are checked only if the server listens on this machine alone and asks for no
-    key. This check keeps out web pages whose own DNS name points to this machine.
-
-    `max_waiting` is the number of answers that may wait beside those that the engine is computing;
-    a request for `n` answers counts as `n`. `max_waiting_tokens` limits the tokens of the prompts
-    that wait. `max_prompt_tokens` limits one prompt; None means what the model's context allows.
-    `max_body_bytes` limits a request's body.
-
-    Times are in seconds. A request that the engine has not started after `queue_timeout` is
-    refused. `drain_timeout` is the time for answers under way when the server is told to end.
-    `keep_alive` is the time between comments in a stream that has nothing else to send. An engine
-    that is silent for longer than `heartbeat_limit` counts as unhealthy, so the longest step (a
-    part of a long prompt, say) must be shorter than this.
-
-    `log_prompts` writes every prompt to the log.
-    """
+    """Settings of a server. Raises `InvalidInput` for values that can't be used."""
 
     host: str = "127.0.0.1"
+    """Address to listen at. Default: only this machine can connect."""
     port: int = 8000
-    served_name: str | None = None
-    aliases: tuple[str, ...] = ()
+    """Port to listen at; 0: any that is free."""
+    served_name: str | None = field(default=None, metadata={"option": False})
+    """What clients call the model. None: the name that it was loaded by."""
+    aliases: tuple[str, ...] = field(default=(), metadata={"option": False})
+    """Other names for it."""
     default_temperature: float | None = None
-    api_keys: tuple[str, ...] = ()
+    """Temperature of requests that name none. Default: the model's own (generation_config), else
+    1."""
+    api_keys: tuple[str, ...] = field(default=(), metadata={"metavar": "KEY"})
+    """Clients must send this key, or one of them. QUICKBEAM_API_KEY (comma-separated) keeps keys
+    out of `ps`. Without any, everybody may use the server."""
     protect_metrics: bool = False
-    cors_origins: tuple[str, ...] = ()
-    allowed_hosts: tuple[str, ...] = ()
+    """/metrics needs a key, too."""
+    cors_origins: tuple[str, ...] = field(default=(), metadata={"metavar": "URL"})
+    """Let web pages of this origin send requests; *: of any."""
+    allowed_hosts: tuple[str, ...] = field(default=(), metadata={"metavar": "NAME"})
+    """Another name that the server is reached by, say a proxy's. Names are checked only where it
+    listens on this machine alone and asks for no key, which keeps out web pages whose own DNS name
+    points to this machine."""
     max_waiting: int = 128
+    """Answers that may wait beside the running ones; further requests get a 429."""
     max_waiting_tokens: int = 262_144
+    """Most tokens of all waiting prompts, estimated by length."""
     max_prompt_tokens: int | None = None
-    max_body_bytes: int = 8 * 2**20
-    queue_timeout: float = 60.0
-    drain_timeout: float = 30.0
-    keep_alive: float = 15.0
-    heartbeat_limit: float = 60.0
+    """Longest prompt. Default: what the model's context takes."""
+    max_body_bytes: int = field(
+        default=8_000_000, metadata={"option": "--max-body", "metavar": "SIZE"}
+    )
+    """Largest request, as in 8MB; larger ones get a 413."""
+    queue_timeout: float = field(default=60, metadata={"metavar": "SECONDS"})
+    """How long a request may wait; then it gets a 503."""
+    drain_timeout: float = field(default=30, metadata={"metavar": "SECONDS"})
+    """How long answers under way may take when the server is told to end."""
+    keep_alive: float = field(default=15, metadata={"option": False})
+    """Seconds between comments in a stream that has nothing else to send."""
+    heartbeat_limit: float = field(default=60, metadata={"metavar": "SECONDS"})
+    """/health fails when the engine is silent for longer, so the longest step (a part of a long
+    prompt, say) must be shorter."""
     log_prompts: bool = False
+    """Write every prompt to the log."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -8,7 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from quickbeam import __version__
-from quickbeam.serve.convert import check_model, encode_conversation
+from quickbeam.errors import InvalidInput
+from quickbeam.serve.convert import check_model, encode_conversation, field_of
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import TokenizeChat
 from quickbeam.serve.runner import Runner
@@ -64,7 +65,12 @@ async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
     runner: Runner = http.app.state.runner
     check_model(runner, request.model)
-    ids = await asyncio.to_thread(_tokens, runner, request)
+    try:
+        ids = await asyncio.to_thread(_tokens, runner, request)
+    except Refused:
+        raise
+    except InvalidInput as error:
+        raise Refused(str(error), field_of(str(error), type(request).model_fields)) from error
     texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
     return {
         "count": len(ids),

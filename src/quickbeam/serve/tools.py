@@ -53,9 +53,10 @@ def calling(
     """
     if not tools or choice == "none":
         return None
-    form, several = tool_format(tokenizer), several is not False
+    form = tool_format(tokenizer)
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
+        several = several is not False
         lark = _strict(form, tools, several, tokenizer)
     else:
         forced = [
@@ -63,7 +64,9 @@ def calling(
             for tool in tools
             if choice == "required" or tool.function.name == choice.function.name  # type: ignore[union-attr]
         ]
-        lark = forcing_grammar(form, forced, several and choice == "required", tokenizer)
+        # Several only if asked for: a model may not know when to end what a grammar lets go on.
+        several = several is True and choice == "required"
+        lark = forcing_grammar(form, forced, several, tokenizer)
     return Calling(form, tools, several, _grammar(lark), special)
 
 

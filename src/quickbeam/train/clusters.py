@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.layout import Layout
 
 ITERATIONS = 20  # of k-means
 SAMPLE = 256  # rows per cluster that k-means looks at
@@ -54,7 +54,7 @@ def make_layout(
     vocab = len(weight)
     if not 1 <= frequent < vocab:
         raise InvalidInput(
-            f"--frequent {frequent}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} tokens"
+            f"--listed {frequent}: must be 1 to {vocab - 1}, as the vocabulary has {vocab} tokens"
         )
     if size < 1:
         raise InvalidInput(f"--size {size}: must be at least 1")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,61 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
+from quickbeam.train.recipes import Recipe as Recipe
 from quickbeam.train.shards import Shards
 from quickbeam.train.unroll import Batch, collate, lasting, unroll
 
 HELD_OUT = 50  # one conversation in this many is never trained on
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a drafter is trained.
-
-    A step has about `batch` tokens, padding counted. It has up to `depths` passes of training-time
-    test (`ahead`), and each later pass weighs `decay` times the one before. The learning rate rises
-    over `warmup` steps, stays at `lr`, and falls to zero over the last share `cooldown` of the run.
-    `clip`: the largest norm of the gradient.
-
-    The loss is the cross-entropy with the target's distribution over `loss_vocab` tokens
-    (`LossVocabulary`), plus `regression` times the smooth L1 distance to the target's hidden state.
-    The distance guides the training while the drafter's distribution is still far off. Its weight
-    falls to zero over the first share `lead` of the run.
-
-    In the first share `whole` of the run every token counts, those of users too. Text is expensive,
-    and what users say teaches what answers don't contain. After that only answers count.
-    """
-
-    epochs: float = 6
-    batch: int = 1024
-    depths: int = 3
-    decay: float = 0.8
-    lr: float = 1e-3
-    warmup: int = 50
-    cooldown: float = 0.3
-    loss_vocab: int = 8192
-    regression: float = 10.0
-    lead: float = 0.5
-    whole: float = 0.5
-    clip: float = 1.0
-    seed: int = 0
-
-    def ahead(self, done: float) -> int:
-        """Return the number of passes of a step if `done` (0 to 1) of the run is over.
-
-        It is one in the first half, then two, and one more after every further fifth of the run. A
-        step of three passes takes three times as long, and what it learns first is the first pass.
-        """
-        return min(self.depths, 1 if done < 0.5 else 2 + int((done - 0.5) * 5))
-
-    def rate(self, step: int, done: float) -> float:
-        """Return the learning rate of a step if `done` (0 to 1) of the run is over."""
-        return (
-            self.lr
-            * min(1.0, (step + 1) / self.warmup)
-            * min(1.0, max(0.0, 1 - done) / max(self.cooldown, 1e-9))
-        )
 
 
 def new_network(model: nn.Module, config: EagleConfig, seed: int) -> EagleHead:
@@ -313,7 +265,7 @@ def split(shards: Shards) -> tuple[list[int], list[int]]:
     if len(shards) < 2:
         raise InvalidInput(
             "the text is a single conversation, which can't be both trained on and held out: run "
-            "`quickbeam train drafter` with more --tokens, a smaller --length, or more --prompts"
+            "`quickbeam train` with more --tokens, a smaller --length, or more --prompts"
         )
     held = [i for i in range(len(shards)) if i % HELD_OUT == HELD_OUT - 1] or [len(shards) - 1]
     return sorted(set(range(len(shards))) - set(held)), held

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.shortlist.layout import ABSENT, Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.layout import ABSENT, Layout
 from quickbeam.train.drafter import autocast
 from quickbeam.train.shards import Shards, spread_lengths
 from quickbeam.train.unroll import Batch, ahead, collate, unroll

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import torch
 
-from quickbeam.draft.eagle import OFFERED
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.eagle import OFFERED
+from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.errors import InvalidInput
 from quickbeam.train.drafter import autocast
 from quickbeam.train.labels import BATCH_TOKENS, inputs

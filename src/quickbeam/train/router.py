@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import torch
 
+from quickbeam.drafters.shortlist.layout import FREQUENT
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.shortlist.layout import FREQUENT
-from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train.labels import Rows
 
 CHOICES = (0, 1, 2, 4, 8, 16, 32)  # numbers of clusters that reports are about

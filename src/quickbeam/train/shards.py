@@ -187,7 +187,7 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     """
     found = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInput(f"--prompts {path}: can't be read ({error})") from error
     for number, line in enumerate(lines, 1):

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import torch
 
 from quickbeam import hub
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.artefact import FIELDS, TENSORS, Artefact
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.artefact import FIELDS, TENSORS, Artefact
-from quickbeam.target.loading import load_model, pick_device
+from quickbeam.models.loading import load_model, pick_device
 from quickbeam.train.clusters import make_layout, ranking
 from quickbeam.train.drafter import HELD_OUT, for_products, head_of, split
 from quickbeam.train.labels import BATCH_TOKENS, FLOATS, Labeller, Rows, collect
@@ -33,7 +33,13 @@ GIB = 2**30
 SIZE = 512
 FREQUENT_SHARE = 12  # one token in this many is always scored
 HELD_ROWS = 20_000  # the most rows that the figures are measured on
-OPTIONS = ("rows", "epochs", "width", "depths", "seed")  # recipe fields on the command line
+OPTIONS = {  # recipe fields on the command line
+    "rows": "--rows",
+    "epochs": "--router-epochs",
+    "width": "--width",
+    "depths": "--depths",
+    "seed": "--seed",
+}
 CARD, FIGURES = "ROUTER.md", "router.json"
 
 
@@ -63,8 +69,8 @@ class DrafterFolder:
         self.model, self.out = model, out
         if not any((out / "text").glob("*.safetensors")):
             raise InvalidInput(
-                f"{out} holds no text: make a drafter there first, quickbeam train "
-                f"drafter --out {out}"
+                f"{out} holds no text: make a drafter there first, quickbeam train --only drafter "
+                f"--out {out}"
             )
         self.shards = Shards(out / "text")
         config = EagleHead.load(out).config
@@ -176,19 +182,19 @@ class RouterTraining(DrafterFolder):
     def __init__(self, model: str | None, out: Path, recipe: RouterRecipe) -> None:
         if not Artefact.there(out):
             raise InvalidInput(
-                f"{out} holds no clusters: make them first, quickbeam train clusters --out {out}"
+                f"{out} holds no clusters: make them first, quickbeam train --only shortlist "
+                f"--clusters heads --out {out}"
             )
         self.artefact, self.recipe = Artefact.load(out), recipe
         super().__init__(model, out)
         if (vocab := self.artefact.layout.vocab) != len(self.head):
             raise InvalidInput(
                 f"{out}: the clusters are of {vocab:,} tokens, the model has {len(self.head):,}: "
-                "run quickbeam train clusters again"
+                "run quickbeam train --only shortlist again"
             )
         if not self.artefact.layout.clusters:
             raise InvalidInput(
-                f"{out}: the shortlist has no clusters to choose from: run quickbeam train "
-                "clusters with a smaller --frequent"
+                f"{out}: the shortlist has no clusters to choose from: give fewer --listed"
             )
 
     def memory(self) -> int:
@@ -297,9 +303,12 @@ class RouterTraining(DrafterFolder):
     def command(self) -> str:
         """Return the command line of this training."""
         plain = RouterRecipe()
-        parts = ["quickbeam train router", *([f"--model {self.model}"] if self.model else [])]
-        changed = [name for name in OPTIONS if getattr(self.recipe, name) != getattr(plain, name)]
-        return " ".join(parts + [f"--{name} {getattr(self.recipe, name)}" for name in changed])
+        parts = ["quickbeam train --only shortlist --clusters heads"]
+        parts += [f"--model {self.model}"] if self.model else []
+        for name, option in OPTIONS.items():
+            if (value := getattr(self.recipe, name)) != getattr(plain, name):
+                parts.append(f"{option} {value}")
+        return " ".join(parts)
 
     def card(self, epoch: Epoch, rows: int, labelling: float, seconds: float) -> str:
         """Return the card in Markdown: what the shortlist is, how it was made, what it finds."""
@@ -317,8 +326,8 @@ class RouterTraining(DrafterFolder):
 
 `--vocab clusters` and `--vocab router` ask it. Without them a drafter scores the frequent tokens
 and those of the context, and no router: with the context beside both, one of this kind found no
-more for the default model than a list of the same length. `quickbeam train shortlist` makes one
-that does (docs/vocabulary.md).
+more for the default model than a list of the same length. With `--clusters wanted` the router
+does (docs/vocabulary.md).
 
 - **Data:** {rows:,} rows at up to {recipe.depths} drafts ahead, of {self.shards.tokens:,} tokens of
   text that the model wrote itself. One conversation in {HELD_OUT} was held out.

@@ -9,54 +9,26 @@ import gc
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
 from quickbeam import hub
-from quickbeam.draft.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
-from quickbeam.target.kv_cache import LayerShape
-from quickbeam.target.kv_store import KVPool
-from quickbeam.target.loading import eos_ids, load_model
-from quickbeam.target.model import Model
+from quickbeam.models.kv_cache import LayerShape
+from quickbeam.models.kv_store import KVPool
+from quickbeam.models.loading import eos_ids, load_model
+from quickbeam.models.model import Model
 from quickbeam.train import drafter, openers, text
+from quickbeam.train.recipes import Plan as Plan
 from quickbeam.train.shards import Shards, ShardWriter, Unwritten, read_prompts
 from quickbeam.train.trainer import Report, Trainer
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked for.
-
-    `model`: None is the embedded default. `out`: the folder for text and drafter. `tokens`: of
-    text. `prompts`: a file of conversations to answer (`read_prompts`); None lets the model write
-    questions of its own. `slots`: conversations that are written at a time. `length`: the most
-    tokens of a conversation. `quote`: the share of conversations that are about a longer text.
-    `languages`: of the model's own questions and documents (`openers.LANGUAGES`).
-    `start`: the folder of a drafter whose weights the training begins with.
-    """
-
-    model: str | None
-    out: Path
-    tokens: int = 1_000_000
-    prompts: Path | None = None
-    slots: int = 128
-    length: int = 512
-    quote: float = 0.15
-    start: Path | None = None
-    languages: Sequence[str] = ("en",)
-    recipe: drafter.Recipe = field(default_factory=drafter.Recipe)
-
-    @property
-    def text(self) -> Path:
-        return self.out / "text"
 
 
 @dataclass(frozen=True)
@@ -298,7 +270,7 @@ class DrafterTraining:
     def command(self) -> str:
         """Return the command line of this training."""
         plan, recipe, plain = self.plan, self.plan.recipe, drafter.Recipe()
-        parts = ["quickbeam train drafter"]
+        parts = ["quickbeam train --only drafter"]
         parts += [f"--model {plan.model}"] if plan.model else []
         parts += [f"--prompts {plan.prompts.name}"] if plan.prompts else []
         parts += [f"--tokens {plan.tokens}", f"--length {plan.length}"]

@@ -12,15 +12,15 @@ from typing import NoReturn
 
 import torch
 
-from quickbeam.draft.base import Context, Drafter, DrafterState, DraftRequest
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request
+from quickbeam.methods.base import Undrafted
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
-from quickbeam.shortlist.shortlist import Shortlist
 from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree
-from quickbeam.trees.base import Undrafted
 
 # While known tokens are left, the params are not greedy: `law` then decides, and not the likeliest
 # token that a pass may report.

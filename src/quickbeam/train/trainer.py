@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.train.drafter import (
     Held,

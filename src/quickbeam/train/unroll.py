@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.train.shards import Conversation
 
 

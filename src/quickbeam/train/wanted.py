@@ -21,11 +21,11 @@ import torch
 import torch.nn.functional as F
 
 from quickbeam import hub
-from quickbeam.draft.eagle_model import EagleHead
+from quickbeam.drafters.eagle_model import EagleHead
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.errors import InvalidInput
-from quickbeam.shortlist.artefact import Artefact
-from quickbeam.shortlist.layout import Layout
-from quickbeam.shortlist.router import Router, RouterConfig
 from quickbeam.train.clusters import ranking
 from quickbeam.train.drafter import HELD_OUT, split
 from quickbeam.train.places import Places, collect_places
@@ -264,32 +264,6 @@ def routed(
     return found
 
 
-@torch.no_grad()
-def routed_by_chance(
-    held: Places,
-    clusters: Clusters,
-    scores: Scores,
-    count: int,
-    cap: int,
-    asked: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the same as `routed`, with a number of clusters that differs by place.
-
-    A place takes the clusters whose probability is above a threshold, at most `cap` of them. The
-    threshold is the same for all places. It is chosen so that they take `count` on average.
-    """
-    n = len(held.tokens)
-    best = torch.empty(n, cap)
-    wanted, own, place = clusters.of[held.wanted], torch.zeros(n), torch.zeros(n, dtype=torch.int64)
-    for rows in torch.split(torch.arange(n), CHUNK):
-        p = scores(rows if asked is None else asked[rows]).softmax(-1)[:, : clusters.count]
-        best[rows] = p.topk(min(cap, p.shape[1])).values
-        own[rows] = p.gather(1, wanted[rows][:, None].clamp(min=0))[:, 0]
-        place[rows] = (p > own[rows][:, None]).sum(1)
-    least = best.flatten().kthvalue(max(1, best.numel() - n * count)).values
-    return (wanted >= 0) & (own > least) & (place < cap)
-
-
 class WantedTraining(DrafterFolder):
     """Makes a drafter's shortlist in one go: frequent tokens, clusters and a router.
 
@@ -403,8 +377,8 @@ class WantedTraining(DrafterFolder):
         """Return the card in Markdown: what the shortlist is, how it was made, what it finds."""
         parameters = sum(p.numel() for p in router.parameters()) / 1e6
         command = (
-            f"quickbeam train shortlist --rows {self.rows} --listed {self.listed} --size "
-            f"{self.size} --depths {self.depths}"
+            f"quickbeam train --only shortlist --rows {self.rows} --listed {self.listed} "
+            f"--size {self.size} --depths {self.depths}"
         )
         command += "" if self.ranked is None else f" --list-of {self.ranked.name}"
         lines = [
@@ -419,7 +393,7 @@ class WantedTraining(DrafterFolder):
 {layout.clusters:,} clusters of {layout.size} tokens that are wanted in the same places; a router of
 {parameters:.2f} M parameters, taught to find what neither the list nor the context has. Made with
 
-    {command} --epochs {self.how.epochs} --width {self.how.width}
+    {command} --router-epochs {self.how.epochs} --width {self.how.width}
 
 `--vocab clusters` and `--vocab router` ask it. Without them a drafter scores frequent tokens and
 those of the context, and no router.

@@ -17,9 +17,9 @@ from transformers import AutoTokenizer, PreTrainedModel
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.target.model import Model
-from quickbeam.target.native import library
-from quickbeam.target.native.quantised import BFLOAT16
+from quickbeam.models.model import Model
+from quickbeam.models.native import library
+from quickbeam.models.native.quantised import BFLOAT16
 
 
 class Options(NamedTuple):

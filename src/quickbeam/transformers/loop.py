@@ -20,7 +20,7 @@ from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.target.loading import refuse_unfit
+from quickbeam.models.loading import refuse_unfit
 from quickbeam.transformers.engines import Options, engine_of
 from quickbeam.transformers.params import params_of
 
@@ -84,6 +84,9 @@ def generate(
     seeds = (
         [None] * len(prompts) if wanted.greedy else torch.randint(2**62, (len(prompts),)).tolist()
     )
+    # as in transformers, an end that is not in the vocabulary is one that never comes
+    ends = [token for token in wanted.stop_token_ids if token < llm.model.vocab_size]
+    wanted = replace(wanted, stop_token_ids=ends)
     streams = list[Stream]()
     try:
         for ids, seed in zip(prompts, seeds, strict=True):

@@ -1,0 +1,144 @@
+"""Latency of a drafter's head alone: the whole vocabulary against shortlists with a router.
+
+    python benchmarks/heads.py --shares 1,6 --rows 1,8
+
+Weights are random and of the given shapes; caches are cold, as a real drafter finds them. "Full" is
+the target's head and its softmax, "a drafter's full" the same as a drafter keeps it (in 8 bits with
+the native kernels). "Both, of full" is shortlist and router over the full head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from common import arguments, finish, milliseconds, numbers, script
+from quickbeam.drafters.base import law_of
+from quickbeam.drafters.shortlist.head import BlockHead
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
+from quickbeam.drafters.shortlist.router import FastRouter, Router, RouterConfig
+from quickbeam.models.linear import native_linear
+from quickbeam.models.native.library import kernels
+from quickbeam.models.native.operands import Rows
+from quickbeam.models.native.program import Program
+
+# as `quickbeam train` makes them: tokens of a cluster, and the router's hidden width; one token in
+# `FREQUENT` of those scored is in the frequent block
+CLUSTER, FREQUENT, WIDTH = 16, 3, 256
+SWEEP = 16 * 2**20  # numbers read between two calls: more than caches hold
+SHAPES = {
+    "SmolLM2-135M": (49_152, 576),
+    "Llama-3-8B": (128_256, 4096),
+    "Qwen3-4B": (151_936, 2560),
+    "Gemma-3-270M": (262_144, 640),
+}
+Head = Callable[[torch.Tensor], object]  # hidden states `[n, d]`
+
+
+def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
+    """Return a head that scores this share of the vocabulary, its layout, and how many tokens."""
+    vocab = len(weight)
+    frequent = max(1, round(vocab * share / FREQUENT / CLUSTER)) * CLUSTER
+    layout = Layout(torch.arange(vocab), frequent, CLUSTER, vocab)
+    count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
+    chosen = torch.arange(count) * layout.clusters // count
+    head = BlockHead(weight, layout, most=count)
+    return lambda h: law_of(head(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
+
+
+def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
+    """Return a router's scores of the clusters, by the native kernels where they run."""
+    router, found = Router(RouterConfig(d, d, WIDTH, clusters)), kernels()
+    if found is None or d % 2:
+        fast = FastRouter(router, dtype, torch.device("cpu"))
+        return lambda h: fast(h, h)
+    program = Program(found)
+    sides = program.given("hidden", d), program.given("embedded", d)
+    NativeRouter(router, found).add(program, *sides, program.given("scores", clusters, True))
+
+    def run(h: torch.Tensor) -> torch.Tensor:
+        n = len(h)
+        scores, rows = torch.empty(n, clusters), Rows([0] * n, [0] * n, wanted=range(n))
+        program.run(rows, {"hidden": h, "embedded": h, "scores": scores})
+        return scores
+
+    return run
+
+
+def timed(work: Head, h: torch.Tensor, sweep: torch.Tensor) -> Callable[[], float]:
+    """Return a call on cold caches that gives its own milliseconds."""
+
+    def run() -> float:
+        sweep.add_(1)
+        return milliseconds({"": lambda: work(h)}, 1, warm=0)[""]
+
+    return run
+
+
+@torch.inference_mode()
+def measure(
+    vocab: int, d: int, rows: list[int], shares: list[float], repeats: int
+) -> list[dict[str, float]]:
+    """Return the milliseconds of all heads, by rows and share."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.empty(vocab, d, dtype=torch.bfloat16)
+    for part in weight.split(16_384):
+        part.copy_(torch.randn(part.shape, generator=generator))
+    linear = nn.Linear(1, 1, bias=False)
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    full = native_linear([linear]) or linear
+    drafter = native_linear([linear], rows_format(weight)) or full
+    found, sweep = [], torch.zeros(SWEEP)
+    for share in shares:
+        short, layout, tokens = shortlist(weight, share)
+        heads: dict[str, Head] = {
+            "full_ms": lambda h: law_of(full(h), 1.0),
+            "drafter_ms": lambda h: law_of(drafter(h), 1.0),
+            "head_ms": short,
+            "router_ms": router_of(d, layout.clusters, weight.dtype),
+        }
+        for n in rows:
+            h = torch.randn(n, d, generator=generator).bfloat16()
+            works = {name: timed(work, h, sweep) for name, work in heads.items()}
+            times = {name: sorted(run() for _ in range(repeats + 1)) for name, run in works.items()}
+            one: dict[str, float] = {name: taken[repeats // 2] for name, taken in times.items()}
+            one |= {"ratio": (one["head_ms"] + one["router_ms"]) / one["full_ms"]}
+            found.append({"vocab": vocab, "d": d, "rows": n, "tokens": tokens, **one})
+    return found
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument(
+        "--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}, or VxD"
+    )
+    parser.add_argument("--rows", default="1", help="rows of a call")
+    parser.add_argument("--shares", default="1,6", help="tokens to score, in %% of the vocabulary")
+    parser.add_argument("--repeats", type=int, default=15)
+    given = parser.parse_args()
+    shares, rows = [x / 100 for x in numbers(given.shares)], [int(x) for x in numbers(given.rows)]
+    found = []
+    for name in given.shapes.split(","):
+        shape = SHAPES.get(name) or tuple(map(int, name.split("x")))
+        found += [{"name": name, **one} for one in measure(*shape, rows, shares, given.repeats)]
+    table = [
+        {
+            "head": f"{one['name']} {one['vocab']:,} x {one['d']:,}",
+            "rows": one["rows"],
+            "scored": f"{one['tokens'] / one['vocab']:.1%}",
+            "full": f"{one['full_ms']:.2f}",
+            "a drafter's full": f"{one['drafter_ms']:.2f}",
+            "shortlist": f"{one['head_ms']:.2f}",
+            "router": f"{one['router_ms']:.2f}",
+            "both, of full": f"{one['ratio']:.2f}",
+        }
+        for one in found
+    ]
+    finish(given, table, heads=found)
+
+
+if __name__ == "__main__":
+    script(main)

@@ -1,0 +1,176 @@
+"""What several commands ask for: how a model is loaded, where it runs, what answers follow."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from quickbeam.cli.checks import check_loading
+from quickbeam.errors import InvalidInput
+from quickbeam.grammar import Grammar
+from quickbeam.hub import DEFAULT
+from quickbeam.presets import PRESETS, VOCABS
+
+if TYPE_CHECKING:
+    from quickbeam.llm import LLM
+
+FORMATS = ("bfloat16", "int8", "int4")
+
+Raw = Annotated[
+    bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")
+]
+System = Annotated[
+    str | None, typer.Option("--system", help="System message put before the conversation.")
+]
+Verbose = Annotated[
+    bool, typer.Option("--verbose", "-v", help="Say more about how each answer was made.")
+]
+
+
+@dataclass(frozen=True)
+class Target:
+    """How a model and its drafter are loaded: arguments of `LLM`, all but the method."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}."
+        },
+    )
+    budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
+    """Nodes of a draft tree; auto: as many as pay, by measured cost. Default: the method's own."""
+    drafter: str | None = None
+    """A smaller model with the same vocabulary, or a feature drafter, for the methods that draft
+    with one."""
+    vocab: str | None = field(default=None, metadata={"metavar": "|".join(VOCABS)})
+    """Which part of the vocabulary a feature drafter scores. Default: the method's own."""
+    shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
+    """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
+    eighth, router a sixteenth."""
+    exact: bool | None = None
+    """Require logits with the bits of plain decoding, or do without. Default: wherever the device
+    can."""
+    dtype: str = field(
+        default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
+    )
+    """Number format of the weights; auto: the one in the model's configuration."""
+    weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
+    """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
+    draft_weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
+    """The same of a smaller model that drafts."""
+    memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
+    """For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host
+    memory). Default: all in memory."""
+    device: str | None = field(default=None, metadata={"choices": ("cpu", "cuda")})
+    """Where the model runs. Default: cuda where there is one."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Read it first."""
+    kv_memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
+    """Memory for keys and values, as in 2GB or 512MiB. Default: half of what is free."""
+
+    def nodes(self) -> int | None:
+        """Return what `LLM` takes for `--budget`: a number of nodes, 0 for auto, None if not given.
+
+        Raises `InvalidInput` for other values.
+        """
+        if self.budget is None or self.budget == "auto":
+            return None if self.budget is None else 0
+        if not self.budget.isascii() or not self.budget.isdecimal() or int(self.budget) < 1:
+            raise InvalidInput(f"--budget {self.budget!r}: must be auto or a number of at least 1")
+        return int(self.budget)
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments that `LLM` takes for these options."""
+        return {**asdict(self), "budget": self.nodes()}
+
+
+@dataclass(frozen=True)
+class Loading(Target):
+    """How a model is loaded to answer with a method."""
+
+    method: str = field(
+        default="auto", metadata={"help": f"How tokens are drafted: {', '.join(PRESETS)}."}
+    )
+
+    def check(self) -> None:
+        """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
+        self.nodes()
+        check_loading(self.model, self.method, self.drafter, self.vocab, self.shortlist)
+
+    def load(self, **more: Any) -> LLM:
+        """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
+        from quickbeam.cli.common import loading_progress
+
+        self.check()
+        with loading_progress(self.model, self.drafter) as progress:
+            from quickbeam.llm import LLM
+
+            return LLM(**self.arguments(), progress=progress, **more)
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """Whether answers are computed by replicas on Ray."""
+
+    ray: bool = False
+    """Answer by replicas of the model on Ray, on this machine or a cluster."""
+    replicas: int = field(default=1, metadata={"min": 1})
+    """With --ray: how many."""
+    threads: int = field(default=1, metadata={"min": 1})
+    """With --ray: of each replica."""
+
+    def check(self, loading: Loading) -> None:
+        """Raise `InvalidInput` for options that don't fit one another, or can't be loaded here.
+
+        Replicas may run on machines with other folders than this one's.
+        """
+        if self.replicas > 1 and not self.ray:
+            raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
+        if not self.ray:
+            loading.check()
+
+
+@dataclass(frozen=True)
+class Follow:
+    """What an answer has to follow: at most one of these."""
+
+    json_schema: str | None = field(default=None, metadata={"metavar": "FILE|JSON"})
+    """The answer is JSON that fits this schema, in a file or as it is."""
+    json_object: bool = False
+    """The answer is a JSON object."""
+    regex: str | None = field(default=None, metadata={"metavar": "PATTERN"})
+    """The answer is what this regular expression matches."""
+    lark: Path | None = field(default=None, metadata={"metavar": "FILE"})
+    """The answer follows this Lark grammar, whose first rule is start."""
+
+    def grammar(self) -> Grammar | None:
+        """Return what `SamplingParams` takes for these options.
+
+        Raises `InvalidInput` if more than one is given, and for files that can't be read.
+        """
+        given = [name for name, value in vars(self).items() if value not in (None, False)]
+        if len(given) > 1:
+            names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+            raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
+        if self.json_schema is not None:
+            inline = self.json_schema.lstrip().startswith("{")
+            return Grammar.json_schema(
+                self.json_schema if inline else _text("--json-schema", Path(self.json_schema))
+            )
+        if self.regex is not None:
+            return Grammar.regex(self.regex)
+        if self.lark is not None:
+            return Grammar.lark(_text("--lark", self.lark))
+        return Grammar.json_object() if self.json_object else None
+
+
+def _text(option: str, path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise InvalidInput(f"{option} {path}: can't be read ({error.strerror})") from error
+    except UnicodeError as error:
+        raise InvalidInput(f"{option} {path}: not UTF-8 text ({error})") from error

@@ -1,0 +1,336 @@
+"""The interface of candidate sources and drafters: what they are told and what they return."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from quickbeam.errors import InvalidInput
+from quickbeam.noise import Noise
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+if TYPE_CHECKING:
+    from quickbeam.drafters.shortlist.shortlist import Shortlist
+    from quickbeam.grammar.masks import Masks
+    from quickbeam.models.kv_cache import Pool
+
+logger = logging.getLogger(__name__)
+DEPTHS = 6  # depths of a tree that `HeadUse` counts separately
+GRAMMAR = "grammar"  # the name of the source of forced tokens: the only ones a grammar allows
+
+
+@dataclass
+class Context:
+    """What is known of one sequence before a step: the committed tokens and the request's settings.
+
+    - `ids`: prompt and output so far. The last one becomes the root of the next tree.
+    - `logits`: `[vocab]` raw target logits that the last id was chosen from, on the target's
+      device.
+    - `temperature`: the request's; 0 is greedy.
+    - `generator`: the CPU generator that children are drawn with when drafts may not look at the
+      noise.
+    - `states`: what each source keeps of this sequence, by the source's name.
+    - `prices`: the marginal costs of nodes, where they are measured (see `TreePolicy.priced`).
+    - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
+    - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
+    - `grammar`: the grammar that the answer has to follow, if there is one.
+    """
+
+    ids: list[int]
+    logits: torch.Tensor
+    temperature: float = 0.0
+    generator: torch.Generator = field(default_factory=torch.Generator)
+    states: dict[str, Any] = field(default_factory=dict)
+    prices: Prices | None = None
+    noise: Noise | None = None
+    filters: SamplingParams | None = None
+    grammar: Masks | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether children may be drawn from a drafter's distribution, under the residual rule."""
+        return self.temperature > 0 and self.noise is None
+
+    @property
+    def draft_temperature(self) -> float:
+        """The temperature of the drafters' distributions.
+
+        It is the request's where children are drawn. Otherwise it is 1: the noise, if there is any,
+        applies the request's temperature (`methods/perturbed.py`).
+        """
+        return self.temperature if self.draws else 1.0
+
+    def within(self, path: Sequence[int], tokens: Sequence[int]) -> Sequence[int]:
+        """Return as many of `tokens` as the grammar allows after `path`, the tokens below the root.
+
+        Without a grammar these are all of them.
+        """
+        return tokens if self.grammar is None else tokens[: self.grammar.follows(path, tokens)]
+
+    def forced(self, path: Sequence[int]) -> int | None:
+        """Return the only token that the grammar allows after `path`, or None if there isn't
+        one."""
+        return None if self.grammar is None else self.grammar.forced(path)
+
+    def begin(self, sources: Sequence[Source]) -> Context:
+        """Let the sources read the text so far, keep their states, and return this context."""
+        for source in sources:
+            self.states[source.name] = source.begin(self.ids)
+        return self
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append newly committed tokens and pass them on to the sources' states."""
+        self.ids.extend(tokens)
+        for state in self.states.values():
+            state.extend(tokens)
+
+
+class Prices(ABC):
+    """The marginal cost of nodes, in tokens (`engine/budget.py`).
+
+    A node is worth its time if the tokens expected of it exceed its price. `trial`: whether to make
+    the first call of a drafter in any case, to measure what it brings.
+    """
+
+    trial: bool = False
+
+    @abstractmethod
+    def node(self, nodes: int) -> float:
+        """Return the price in tokens of one more node in a tree of `nodes` nodes.
+
+        The price never falls as trees grow.
+        """
+
+
+class DraftRequest(NamedTuple):
+    """One sequence's request for its drafter's distributions after `nodes` of a growing `tree`.
+
+    `gain`: how many tokens the sequence expects to gain from the answer. It is infinite where the
+    budget may not refuse the request.
+    """
+
+    context: Context
+    tree: TokenTree
+    nodes: Sequence[int]
+    gain: float = float("inf")
+
+
+class Source(ABC):
+    """Proposes candidate tokens. It holds no state of a sequence: `begin` returns that state."""
+
+    name: str  # the name in statistics and in `TokenTree.source`
+
+    @abstractmethod
+    def begin(self, ids: Sequence[int]) -> SourceState:
+        """Return the state of a sequence that begins with the prompt `ids`."""
+
+
+class SourceState:
+    """What a source keeps of one sequence."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Read newly committed tokens. Called once after the first token and then once a step."""
+
+
+class Laws(NamedTuple):
+    """Distributions over the next token, one row each, all over the same s tokens.
+
+    - `values`: `[m, s]` float32. Each row sums to 1, or is zero where nothing is to be proposed.
+    - `tokens`: `[s]` int64, the token of each column. `None`: column i is token i. A token without
+      a column has probability 0. If a token has several columns, one of them holds its probability.
+    - `vocab`: how many tokens the vocabulary has.
+    - `forced`: by row, the only token that a grammar allows there. The values of such a row mean
+      nothing.
+    """
+
+    values: torch.Tensor
+    tokens: torch.Tensor | None = None
+    vocab: int = 0
+    forced: Mapping[int, int] = MappingProxyType({})
+
+    def named(
+        self, streams: Sequence[Iterator[tuple[int, float]]]
+    ) -> list[Iterator[tuple[int, float]]]:
+        """Return streams of `(column, probability)` with each column replaced by its token."""
+        if self.tokens is None:
+            return list(streams)
+        tokens = self.tokens.cpu().numpy()
+        return [((int(tokens[column]), value) for column, value in stream) for stream in streams]
+
+    def dense(self, row: int | slice = slice(None)) -> torch.Tensor:
+        """Return the distributions over the whole vocabulary: `[m, vocab]`, or `[vocab]` for a
+        row."""
+        values = self.values[row]
+        if self.tokens is None:
+            return values
+        return values.new_zeros(*values.shape[:-1], self.vocab).index_add_(-1, self.tokens, values)
+
+
+@dataclass
+class HeadUse:
+    """Counters of how a drafter's head was used, over all calls.
+
+    - `calls`: how many calls were counted.
+    - `tokens`: how many tokens were scored, summed over `calls`.
+    - `seconds`: the time of everything that grows with the vocabulary: routing, the head, the
+      softmax.
+    - `wanted`: how many committed tokens followed nodes whose distributions had been computed. This
+      and the following counters are kept with a shortlist only.
+    - `held`: how many of the `wanted` tokens had been scored.
+    - `rare`: how many of the `wanted` tokens were neither frequent nor in the context, so that only
+      a router could select them. Counted by the depth of the node; the last entry is for all deeper
+      nodes, too.
+    - `rare_held`: how many of the `rare` tokens had been scored.
+    """
+
+    calls: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    wanted: int = 0
+    held: int = 0
+    rare: list[int] = field(default_factory=lambda: [0] * DEPTHS)
+    rare_held: list[int] = field(default_factory=lambda: [0] * DEPTHS)
+
+    def plus(self, other: HeadUse) -> HeadUse:
+        """Return the sums of both."""
+        found = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
+        for name in ("rare", "rare_held"):
+            found[name] = [
+                a + b for a, b in zip(getattr(self, name), getattr(other, name), strict=True)
+            ]
+        return HeadUse(**found)
+
+
+class DrafterState(SourceState):
+    """What a drafter keeps of one sequence."""
+
+    @property
+    def waiting(self) -> int:
+        """How many committed tokens it can read ahead of the next tree.
+
+        Where the target provides hidden states, it is those that it was given (`hear`) and has not
+        read.
+        """
+        return 0
+
+    @property
+    def used(self) -> HeadUse | None:
+        """The counters of its head, or None where they are not kept."""
+        return None
+
+    def hear(self, hidden: torch.Tensor) -> None:
+        """Take the hidden states `[k, layers * d]` of the next k committed tokens.
+
+        Called only where the target provides them (`Drafter.needs_hidden`).
+        """
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        """Return what another sequence needs to `adopt` the tokens of one chunk.
+
+        These are tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`. Returns None if the state
+        does not hold them.
+        """
+        return None
+
+    def adopt(
+        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+    ) -> None:
+        """Begin with shared chunks of `tokens` tokens each.
+
+        `hidden`: hidden states, `[k, layers * d]` each. The first are those of the last adopted
+        token. The rest belong to whole chunks behind it that no drafter has read.
+        """
+
+    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+        """Return the hidden states of tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`.
+
+        Returns None unless the state has all of them and has read none of them.
+        """
+        return None
+
+    def release(self) -> None:
+        """Give all memory back."""
+
+
+class Drafter(Source):
+    """A source that gives a distribution over the next token after any node of the tree.
+
+    A smaller language model is one, a feature drafter is another.
+    """
+
+    needs_hidden = False  # whether its states `hear` the target's hidden states
+    pool: Pool | None = None  # where its states keep their keys and values
+    context_length: int | None = None  # how many tokens it can read; None: no limit
+
+    @abstractmethod
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
+        """Return the state of a sequence that begins with `ids`.
+
+        `shortlist`: the part of the vocabulary that the head scores for this sequence; `None`: all
+        of it.
+        """
+
+    def check_shortlist(self, shortlist: Shortlist | None) -> None:
+        """Raise `InvalidInput` for a shortlist that this drafter can't take."""
+        if shortlist is not None:
+            raise InvalidInput("this drafter scores its whole vocabulary: take --vocab full")
+
+    def check_length(self, prompt: int, max_tokens: int) -> None:
+        """Raise `InvalidInput` if prompt and answer might exceed the drafter's context length.
+
+        The prompt has `prompt` tokens, the answer at most `max_tokens`.
+        """
+        limit = self.context_length
+        if limit is not None and prompt + max_tokens > limit:
+            raise InvalidInput(
+                f"a prompt of {prompt} tokens and max_tokens={max_tokens} exceed the drafter's "
+                f"context of {limit}: "
+                f"shorten the prompt, ask for at most {max(0, limit - prompt)} tokens, or take a "
+                "method without a drafter"
+            )
+
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+        """Let states read committed tokens ahead of the next tree.
+
+        Only states with at least `least` unread tokens do. They read as far as the text that
+        follows those tokens is known, and at most the first `end` tokens of the text. So a drafter
+        reads a long prompt step by step with the target, and no other answer waits for it.
+        """
+
+    @abstractmethod
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Return, for each request, the distributions over the token after each of its nodes.
+
+        They are at the request's `draft_temperature`, over the tokens that were scored. One batched
+        call serves all requests. Each node is requested at most once a tree, after its parent, and
+        the root comes first. A distribution that is not finite is returned as zeros: nothing is
+        proposed there.
+        """
+
+
+def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return the distributions `[n, vocab]` float32 that a drafter's logits give at `temperature`.
+
+    A row that is not finite becomes zeros.
+    """
+    scores = logits.float()
+    # The largest logit is subtracted first, so that the division can't overflow upwards. The floor
+    # keeps 1/temperature finite in float32, as in `Sampler.law`.
+    if temperature != 1:
+        scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
+    law = scores.softmax(-1)
+    if law.device.type != "cpu":
+        return law.nan_to_num_(0.0)
+    first = law[:, 0].tolist()
+    # One bad logit makes the softmax's sum NaN, and so the whole row: the first column shows it.
+    if any(value != value for value in first):
+        logger.warning("the drafter's logits are not finite (NaN): it proposes nothing there")
+        law.nan_to_num_(0.0)
+    return law

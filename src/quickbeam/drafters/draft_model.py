@@ -1,0 +1,233 @@
+"""A smaller causal language model with the target's vocabulary as a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, Laws, law_of
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.errors import InvalidInput
+from quickbeam.models.batch import Batch, Chain, Draft
+from quickbeam.models.inference import inference
+from quickbeam.models.kv_cache import Pool, SequenceCache
+from quickbeam.models.model import Model
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.streamed_pass import Source
+from quickbeam.models.weight_file import WeightFile
+from quickbeam.tree import TokenTree
+
+# If about this many committed tokens are unread, they are read as a prompt is: without logits for
+# each of them. The engine lets drafters catch up from this many on (`growing.CAUGHT_UP`).
+GAP = 32
+
+
+class LMState(DrafterState):
+    """What the drafter keeps of one sequence: keys and values, and the shadow of its growing tree.
+
+    The shadow is explained at `LMDrafter`. `calls`: how many passes over trees were run.
+    """
+
+    def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
+        self.cache, self.ids, self.calls = cache, list(ids), 0
+        self.tree: TokenTree | None = None  # the tree that is being grown
+        self.shadow: TokenTree | None = None
+        self.done = 0  # how many nodes of the shadow were run
+        self.place: dict[int, int] = {}  # from nodes of the tree to nodes of the shadow
+
+    @property
+    def waiting(self) -> int:
+        return max(0, len(self.ids) - 1 - self.cache.length - len(self.accepted()))
+
+    def accepted(self) -> list[int]:
+        """Return the nodes of the last shadow that were run and accepted, its root first."""
+        if self.shadow is None:
+            return []
+        path = beginning(self.shadow, self.ids[self.cache.length : -1])
+        return [node for node in path if node < self.done]
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.ids.extend(tokens)
+
+    def share(self, chunk: int, tokens: int) -> Any:
+        return (
+            self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
+        )
+
+    def adopt(
+        self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.cache.adopt(chunks, tokens)
+
+    def release(self) -> None:
+        self.cache.release()
+        self.tree = self.shadow = None
+
+
+class LMDrafter(Drafter):
+    """A drafter that is a smaller causal language model of transformers.
+
+    Its token ids must mean what the target's do (`check_vocabulary`).
+
+    A sequence keeps the keys and values of what the model has read, as it does in the target. Of a
+    growing tree the model runs only the nodes that are requested. They form the tree's *shadow*: a
+    tree of the drafter's own, which grows by one pass a call. The accepted nodes of the last shadow
+    stay computed. Other committed tokens are not computed yet, such as accepted leaves, which were
+    never requested. They begin the next shadow as a chain that ends in the root, so catching up
+    takes no extra pass.
+
+    `vocab_size`: width of the target's logits, and of the distributions returned. Tokens beyond
+    this model's own have probability 0. Of a request's sampling parameters only the temperature
+    shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
+    the model's own distribution is its best estimate.
+
+    The drafter takes the model over, as `Model` does; `weights`, `kept` and `source` are the same
+    as there. Raises `InvalidInput` for models that `Model` can't run.
+    """
+
+    name = "drafter"
+    pool: Pool
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        vocab_size: int,
+        *,
+        fast: bool = True,
+        weights: str = BFLOAT16,
+        kept: WeightFile | None = None,
+        source: Source | None = None,
+    ) -> None:
+        own = int(model.get_output_embeddings().weight.shape[0])
+        if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        self.model = Model(model, fast=fast, exact=False, weights=weights, kept=kept, source=source)
+        self.pool, self.context_length = self.model.pool, self.model.context_length
+        self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
+
+    def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
+        self.check_shortlist(shortlist)
+        return LMState(self.model.pool.new(), ids)
+
+    @inference
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+        for state in states:
+            assert isinstance(state, LMState)
+            last = len(state.ids) - 1 if end is None else min(end, len(state.ids) - 1)
+            if last - state.cache.length >= max(least, GAP):
+                self._read(state, last)
+
+    @inference
+    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+        """Return distributions `[len(nodes), vocab]` float32 on the drafter's device, by one pass.
+
+        See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
+        the root, or where a node's parent was never requested.
+        """
+        batch = Batch()
+        for request in requests:
+            state = self._state(request)
+            if request.nodes[0] == 0:
+                state.shadow, state.place = self._catch_up(state)
+                state.tree, state.done = request.tree, 0
+            if state.shadow is None or request.tree is not state.tree:
+                raise ValueError("a new tree: ask for its root first")
+            for node in request.nodes:
+                if node == 0 or node in state.place:  # known where a failed call is made again
+                    continue
+                if (parent := state.place.get(request.tree.parent[node])) is None:
+                    raise ValueError(
+                        f"node {node}: ask for its parent {request.tree.parent[node]} first"
+                    )
+                state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
+            state.calls += 1
+            batch.parts.append(Draft(state.cache, state.shadow, state.done))
+        laws = []
+        for request, passed in zip(requests, self.model.forward(batch), strict=True):
+            state = self._state(request)
+            assert state.shadow is not None
+            state.done = len(state.shadow)
+            laws.append(
+                Laws(
+                    self._law(
+                        passed.logits[-len(request.nodes) :], request.context.draft_temperature
+                    )
+                )
+            )
+        return laws
+
+    def _state(self, request: DraftRequest) -> LMState:
+        state: LMState = request.context.states[self.name]
+        return state
+
+    def _catch_up(self, state: LMState) -> tuple[TokenTree, dict[int, int]]:
+        """Commit the accepted nodes of the last shadow, and start a new one.
+
+        The new shadow is the chain of the committed tokens that were not run yet. Returns it, and
+        the map from the root to its last node.
+        """
+        cache, ids = state.cache, state.ids
+        if path := state.accepted():
+            cache.commit(path)
+        if len(ids) - cache.length > GAP:
+            self._read(state, len(ids) - 1)
+        shadow = TokenTree(ids[cache.length])
+        for token in ids[cache.length + 1 :]:
+            shadow.add(len(shadow) - 1, token, self.name)
+        return shadow, {0: len(shadow) - 1}
+
+    def _read(self, state: LMState, last: int) -> None:
+        """Run the first `last` committed tokens, without logits, and forget the shadow."""
+        state.shadow = state.tree = None
+        while state.cache.length < last:
+            begin = state.cache.length
+            end = min(last, (begin // self.model.chunk + 1) * self.model.chunk)
+            self.model.forward(Batch([Chain(state.cache, state.ids[begin:end], wanted=0)]))
+            state.cache.commit(range(end - begin))
+
+    def _law(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
+        law = law_of(logits[:, : self._shared], temperature)
+        missing = self._vocab_size - self._shared
+        return F.pad(law, (0, missing)) if missing else law
+
+
+def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    """Return the nodes of the longest path from the root whose tokens begin `tokens`, root
+    first."""
+    path: list[int] = []
+    for token in tokens:
+        node = tree.child(path[-1], token) if path else 0 if tree.token[0] == token else None
+        if node is None:
+            break
+        path.append(node)
+    return path
+
+
+def check_vocabulary(target_tokenizer: Any, drafter_tokenizer: Any, sizes: tuple[int, int]) -> None:
+    """Raise `InvalidInput` where a drafter's token ids don't mean what the target's do.
+
+    The error names the first token id that differs. `sizes`: widths of the target's and the
+    drafter's logits, which may differ. A token that only one tokenizer knows is allowed in the
+    other model's padding: after the last token of its tokenizer, yet within its logits.
+    """
+    target, drafter = (
+        {i: token for token, i in tokenizer.get_vocab().items()}
+        for tokenizer in (target_tokenizer, drafter_tokenizer)
+    )
+    tail = max(target, default=-1), max(drafter, default=-1)
+    for i in sorted(target.keys() | drafter.keys()):
+        ours, theirs = target.get(i), drafter.get(i)
+        padding = (theirs is None and tail[1] < i < sizes[1]) or (
+            ours is None and tail[0] < i < sizes[0]
+        )
+        if ours != theirs and not padding:
+            spelt = [f"{token!r}" if token is not None else "no token" for token in (ours, theirs)]
+            raise InvalidInput(
+                f"the drafter's vocabulary is not the target's: token {i} is {spelt[0]} to the "
+                f"target and {spelt[1]} to the drafter; "
+                "use a smaller model of the target's family, with the same tokenizer"
+            )

@@ -1,0 +1,320 @@
+"""The feature drafter's network: one decoder layer that reads the target's hidden states.
+
+It can be that of EAGLE (2401.15077) or of EAGLE-3 (2503.01840).
+
+Row j of a sequence holds the target's hidden state after token j and the embedding of token j+1.
+The layer's output for that row predicts token j+2. Nodes of a draft tree have not been read by the
+target yet: there the layer's own output stands in for the hidden state.
+
+The network knows nothing of trees and of how keys and values are kept: it is given attention as a
+function.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quickbeam.errors import InvalidInput
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+MODEL_TYPE = "quickbeam-eagle"
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {  # by name in transformers
+    "silu": F.silu,
+    "swish": F.silu,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+@dataclass(frozen=True)
+class EagleConfig:
+    """The shape of a feature drafter, general enough for the published ones.
+
+    - `layers`: which hidden states of the target the drafter reads (`hf_attention.Features`), each
+      `target_size` wide.
+    - `join`: where the hidden states meet the embedding. `attention` (EAGLE-3): in the attention's
+      input, each after a norm of its own, once one linear layer has fused the hidden states.
+      `input` (EAGLE and EAGLE-2): in one linear layer before an ordinary decoder layer.
+    - `draft_vocab_size`: how many tokens its own head has, or None for the target's head.
+    - `rope`: further fields of a Llama configuration that shape the rotary angles.
+
+    The comments beside the other fields explain them.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: tuple[int, ...]
+    target_size: int
+    vocab_size: int
+    draft_vocab_size: int | None = None
+    join: str = "attention"
+    eps: float = 1e-5
+    activation: str = "silu"
+    rope: dict[str, Any] = field(default_factory=dict)
+    feature_norms: bool = False  # norm each hidden state before they are fused
+    fused_norm: bool = False  # norm the concatenated hidden states (`attention` only)
+    norm_before_residual: bool = False  # the residual is the normed hidden state (`attention` only)
+    # add the embedding to the residual, after a linear layer of its own (`attention` only;
+    # quickbeam's own addition)
+    lift: bool = False
+    input_norm: bool = False  # the layer norms its input (`input` only; the published ones don't)
+    final_norm: bool = True  # a norm before the head
+    # the final norm also applies to the output that stands in for the next hidden state
+    norm_output: bool = False
+    own_embedding: bool = False
+    fc_bias: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    @property
+    def own_head(self) -> bool:
+        return self.draft_vocab_size is not None
+
+    def rotary(self) -> LlamaRotaryEmbedding:
+        """Return transformers' module of the rotary angles."""
+        heads = {
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+        }
+        return LlamaRotaryEmbedding(
+            LlamaConfig(hidden_size=self.heads * self.head_dim, **heads, **self.rope)
+        )
+
+
+class Norm(nn.Module):
+    """RMS norm over the last dimension."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), (x.shape[-1],), self.weight, self.eps)
+
+
+class EagleHead(nn.Module):
+    """The feature drafter's network.
+
+    `embedding` and `head` are the target's, unless the configuration says that the drafter has its
+    own. The target's are not among this module's parameters and are not saved. Raises
+    `InvalidInput` for an activation that is not in `ACTIVATIONS`.
+
+    Below, `d` is `hidden_size`. Tensors have any leading dimensions `...`; the last of these is the
+    sequence.
+    """
+
+    def __init__(
+        self, config: EagleConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        d, rows = config.hidden_size, (config.heads + 2 * config.kv_heads) * config.head_dim
+        wide = config.join == "attention"
+        if wide:
+            self.fc = nn.Linear(len(config.layers) * config.target_size, d, bias=config.fc_bias)
+            self.hidden_norm = Norm(d, config.eps)
+            if config.lift:
+                self.lift = nn.Linear(d, d, bias=False)
+            if config.fused_norm:
+                self.fused_norm = Norm(len(config.layers) * config.target_size, config.eps)
+        else:
+            self.fc = nn.Linear(2 * d, d, bias=config.fc_bias)
+        if config.feature_norms:
+            self.feature_norms = nn.ModuleList(
+                Norm(config.target_size, config.eps) for _ in config.layers
+            )
+        if wide or config.input_norm:
+            self.input_norm = Norm(d, config.eps)
+        self.qkv = nn.Linear(2 * d if wide else d, rows, bias=config.attention_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, d, bias=False)
+        self.mlp_norm = Norm(d, config.eps)
+        self.gate_up = nn.Linear(d, 2 * config.intermediate_size, bias=config.mlp_bias)
+        self.down = nn.Linear(config.intermediate_size, d, bias=config.mlp_bias)
+        if config.final_norm:
+            self.norm = Norm(d, config.eps)
+        if config.own_embedding:
+            self.own_embedding = nn.Embedding(config.vocab_size, d)
+        if config.draft_vocab_size is not None:
+            self.own_head = nn.Linear(d, config.draft_vocab_size, bias=False)
+            # the target's token for each row of the head
+            self.register_buffer("tokens", torch.arange(config.draft_vocab_size))
+        self.rotary = config.rotary()
+        if config.activation not in ACTIVATIONS:
+            raise InvalidInput(
+                f"unknown activation {config.activation!r}; known: {', '.join(ACTIVATIONS)}"
+            )
+        self.activation = ACTIVATIONS[config.activation]
+        # in a dictionary, so that they don't become parameters of this module
+        self._shared = {"embedding": embedding, "head": head}
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings `[..., n, d]` of token ids `[..., n]`."""
+        return self.embedding(ids)  # type: ignore[no-any-return]
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The drafter's own embedding, or the target's."""
+        module = self.own_embedding if self.config.own_embedding else self._shared["embedding"]
+        assert module is not None, "built without an embedding"
+        return module
+
+    @property
+    def head(self) -> nn.Module:
+        """The drafter's own head, or the target's."""
+        module = self.own_head if self.config.own_head else self._shared["head"]
+        assert module is not None, "built without a head"
+        return module
+
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Turn the target's hidden states into what the layer reads.
+
+        `hidden`: `[..., n, len(layers) * target_size]`. Returns `[..., n, d]`.
+        """
+        if self.config.feature_norms:
+            parts = hidden.reshape(*hidden.shape[:-1], -1, self.config.target_size).unbind(-2)
+            hidden = torch.cat(
+                [norm(part) for norm, part in zip(self.feature_norms, parts, strict=True)], -1
+            )
+        if self.config.fused_norm:
+            hidden = self.fused_norm(hidden)
+        return self.fc(hidden) if self.config.join == "attention" else hidden
+
+    def project(
+        self, hidden: torch.Tensor, embedded: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the residual `[..., n, d]` and the queries, keys and values of `forward`.
+
+        A row's key and value depend on its own inputs alone, so they are all that is kept of
+        committed rows. The arguments are those of `forward`.
+        """
+        config = self.config
+        if config.join == "attention":
+            normed, token = self.hidden_norm(hidden), self.input_norm(embedded)
+            x, residual = (
+                torch.cat([token, normed], -1),
+                normed if config.norm_before_residual else hidden,
+            )
+            if config.lift:
+                residual = residual + self.lift(token)
+        else:
+            x = residual = self.fc(torch.cat([embedded, hidden], -1))
+            if config.input_norm:
+                x = self.input_norm(x)
+        qkv = self.qkv(x).unflatten(-1, (-1, config.head_dim))
+        rotated = config.heads + config.kv_heads
+        cos, sin = self.rotary(qkv, positions.reshape(-1, positions.shape[-1]))
+        cos, sin = (angle.view(*positions.shape, 1, -1) for angle in (cos, sin))
+        qk = qkv[..., :rotated, :]
+        first, second = qk.chunk(2, -1)
+        qk = qk * cos + torch.cat([-second, first], -1) * sin
+        query, key = qk[..., : config.heads, :], qk[..., config.heads :, :]
+        return residual, query, key, qkv[..., rotated:, :]
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        embedded: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attention,
+    ) -> torch.Tensor:
+        """Run the layer once and return its output `[..., n, d]`.
+
+        The output stands in for the hidden state of the next row, and `logits` reads it.
+
+        - `hidden`: `[..., n, d]`, what `fuse` returned or an earlier output of this method.
+        - `embedded`: `[..., n, d]`, the embeddings of the tokens that follow.
+        - `positions`: `[..., n]`.
+        - `attend(query, key, value)`: the attention. `query` is `[..., n, heads, head_dim]`; `key`
+          and `value` are `[..., n, kv_heads, head_dim]`. Queries and keys are rotated already.
+          Returns `[..., n, heads * head_dim]`.
+        """
+        residual, query, key, value = self.project(hidden, embedded, positions)
+        x = residual + self.out(attend(query, key, value))
+        gate, up = self.gate_up(self.mlp_norm(x)).chunk(2, -1)
+        x = x + self.down(self.activation(gate) * up)
+        return self.norm(x) if self.config.norm_output else x  # type: ignore[no-any-return]
+
+    def feature(self, out: torch.Tensor) -> torch.Tensor:
+        """Return what the head reads of an output: the output, normed where there is a norm."""
+        return self.norm(out) if self.config.final_norm and not self.config.norm_output else out
+
+    def logits(self, out: torch.Tensor) -> torch.Tensor:
+        """Return the logits `[..., n, draft vocabulary]` of an output.
+
+        If the drafter has its own head, `tokens` holds the token of each column.
+        """
+        return self.score(self.feature(out))
+
+    def score(self, feature: torch.Tensor) -> torch.Tensor:
+        """Return the same logits as `logits`, from what the head reads (`feature`)."""
+        return self.head(feature)  # type: ignore[no-any-return]
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write `config.json` and `model.safetensors`, each complete or not at all.
+
+        Floating-point tensors are stored as `dtype`.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {
+            k: v.to(dtype) if v.is_floating_point() else v
+            for k, v in self.state_dict().items()
+            if not k.startswith("rotary.")
+        }
+        record = {"model_type": MODEL_TYPE, **asdict(self.config)}
+        (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
+        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / "model.part")
+        os.replace(folder / "config.part", folder / "config.json")
+        os.replace(folder / "model.part", folder / "model.safetensors")
+
+    @staticmethod
+    def load(
+        folder: Path, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> EagleHead:
+        """Load what `save` wrote. Raises `InvalidInput` if the folder holds something else."""
+        try:
+            record = json.loads((folder / "config.json").read_text())
+            if record.pop("model_type") != MODEL_TYPE:
+                raise KeyError("model_type")
+            record["layers"] = tuple(record["layers"])
+            network = EagleHead(EagleConfig(**record), embedding, head)
+            state = load_file(folder / "model.safetensors")
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+            raise InvalidInput(
+                f"{folder} is not a drafter that `quickbeam train` wrote: {error}"
+            ) from error
+        return network.take(state, str(folder))
+
+    def take(self, state: dict[str, torch.Tensor], where: str) -> EagleHead:
+        """Load the named weights of `state` and return this network.
+
+        `where`: the folder that errors name. Raises `InvalidInput` naming tensors that are missing
+        or have another shape.
+        """
+        expected = {k for k in self.state_dict() if not k.startswith("rotary.")}
+        if missing := sorted(expected - state.keys()):
+            raise InvalidInput(f"{where}: the drafter lacks {', '.join(missing[:4])}")
+        try:
+            self.load_state_dict({k: v for k, v in state.items() if k in expected}, strict=False)
+        except RuntimeError as error:
+            raise InvalidInput(f"{where}: {error}") from error
+        return self

@@ -1,0 +1,55 @@
+"""The last logits as a source: guesses the token after the one that they chose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from quickbeam.drafters.base import Context, Source, SourceState
+from quickbeam.drafters.largest import largest
+from quickbeam.noise import Places, Wanted
+
+
+class LastLogits(Source):
+    """Guesses the token after the root from the logits that chose the root (LogitSpec).
+
+    If a model ranks a token high but picks another one, it often emits the former next. The source
+    needs no state.
+    """
+
+    name = "last_logits"
+
+    def begin(self, ids: Sequence[int]) -> SourceState:
+        return SourceState()
+
+    def ranked(self, context: Context, k: int) -> list[tuple[int, int]]:
+        """Return `(rank, token)` of the `k` largest of `context.logits`, best first.
+
+        The root is left out. If there are fewer than `k` logits, all are ranked. Where the noise of
+        the next place is known, it perturbs the logits first (`methods/perturbed.py`).
+
+        Rank 0 is the argmax. Greedy decoding makes the argmax the root, so ranks begin at 1. With
+        sampling the root may have any rank, and this rank is missing. Under a grammar only tokens
+        that it allows after the root are ranked.
+        """
+        k = min(k, context.logits.shape[-1])
+        if k < 1:
+            return []
+        root, logits = context.ids[-1], context.logits
+        if context.grammar is not None:
+            logits = context.grammar.ban(logits.to(torch.float32, copy=True))
+        # the guessed place has its own noise, as the places of a drafter's children do
+        if context.noise is not None:
+            rows = logits.float().softmax(-1)[None].cpu()
+            places, wanted = (
+                Places([len(context.ids)], [0.0], [0.0]),
+                Wanted(context.temperature, k),
+            )
+            ((tokens, _),) = context.noise.perturb(rows, None, places, wanted)
+            return [(rank, token) for rank, token in enumerate(tokens) if token != root]
+        return [(rank, token) for rank, token in enumerate(largest(logits, k)[0]) if token != root]
+
+    def candidates(self, context: Context, k: int) -> list[int]:
+        """Return the tokens of `ranked`: at most `k` ids, in order of rank."""
+        return [token for _, token in self.ranked(context, k)]

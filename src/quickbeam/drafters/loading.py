@@ -1,0 +1,132 @@
+"""Builds a drafter from what `--drafter` names.
+
+This is a smaller model, or a feature drafter in any layout that `checkpoints.py` reads.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from quickbeam import hub
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.checkpoints import is_eagle, load_eagle
+from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.errors import InvalidInput
+from quickbeam.models.loading import load_model
+from quickbeam.models.model import Model
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.streamed_llama import StreamedLlama
+from quickbeam.models.streamed_loading import Streamed, open_streamed
+from quickbeam.models.weight_file import WeightFile
+
+logger = logging.getLogger(__name__)
+
+
+def load_drafter(
+    name: str,
+    target: Model,
+    tokenizer: Any,
+    *,
+    fast: bool = True,
+    progress: Any = None,
+    trust_remote_code: bool = False,
+    weights: str = BFLOAT16,
+) -> Drafter:
+    """Load the drafter `name` for `target`.
+
+    - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id.
+    - `tokenizer`: the target's.
+    - `trust_remote_code`: whether Python code that comes with a smaller model may run.
+    - `weights`: the weight format of a smaller model (see `Model`).
+
+    Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
+    other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
+    """
+    place = Path(hub.resolve(name, progress)).expanduser()
+    if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
+        place = _fetch(name, trust_remote_code)
+    if place.is_dir() and is_eagle(place):
+        if weights != BFLOAT16:
+            raise InvalidInput(
+                f"draft_weights={weights!r}: {name} is a feature drafter, which "
+                "stays bfloat16; leave it out"
+            )
+        if isinstance(target.streamed, StreamedLlama):
+            logger.warning(
+                "a feature drafter shares the model's embedding and head: %s",
+                target.streamed.shared_in_words,
+            )
+        network = load_eagle(
+            place,
+            target_layers=target.config.num_hidden_layers,
+            target_size=target.config.hidden_size,
+            vocab_size=target.vocab_size,
+            embedding=target.embedding,
+            head=target.head,
+        )
+        drafter = EagleDrafter(network, target, fast=fast)
+        drafter.folder = place
+        return drafter
+    if (
+        isinstance(target.streamed, StreamedLlama)
+        and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
+    ):
+        check_vocabulary(
+            tokenizer, streamed.tokenizer, (target.vocab_size, streamed.source.plan.embedding[0])
+        )
+        return LMDrafter(streamed.model, target.vocab_size, weights=weights, source=streamed.source)
+    model, own = load_model(
+        str(place), target.dtype, target.device, trust_remote_code=trust_remote_code
+    )
+    check_vocabulary(
+        tokenizer, own, (target.vocab_size, int(model.get_output_embeddings().weight.shape[0]))
+    )
+    kept = (
+        None
+        if weights == BFLOAT16
+        else WeightFile.of(
+            str(place), getattr(model.config, "_commit_hash", None), weights, progress
+        )
+    )
+    return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
+
+
+def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:
+    """Open a smaller model beside a target that doesn't fit into memory.
+
+    Its packed weights come from a file, and loading it never takes more memory than they do.
+    Returns None for a model that has to be loaded in the ordinary way.
+    """
+    try:
+        found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
+    except InvalidInput as error:
+        logger.info("the drafter is loaded as a whole: %s", error)
+        return None
+    return (
+        found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
+    )
+
+
+def _fetch(name: str, code: bool) -> Path:
+    """Download a Hugging Face repository into its cache and return the folder.
+
+    The older weight format is fetched only where there is no other. `code`: fetch Python files,
+    too. Raises `InvalidInput` if the repository can't be fetched.
+    """
+    others = ["*.json", "*.txt", "*.model", "*.jinja", *(["*.py"] if code else [])]
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=["*.safetensors", *others]))
+        if not any(folder.glob("*.safetensors")):
+            folder = Path(snapshot_download(name, allow_patterns=["*.bin", *others]))
+    except (HfHubHTTPError, LocalEntryNotFoundError, HFValidationError, OSError) as error:
+        raise InvalidInput(
+            f"the drafter {name!r} can't be fetched ({str(error).splitlines()[0]}); "
+            "give a folder that holds it"
+        ) from error
+    return folder

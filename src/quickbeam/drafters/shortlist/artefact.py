@@ -1,0 +1,153 @@
+"""The files that training a shortlist writes.
+
+They hold the layout, a ranking of the tokens by frequency, and the router.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from quickbeam.drafters.shortlist.layout import Layout, require_distinct
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
+from quickbeam.errors import InvalidInput
+
+TENSORS, FIELDS = "shortlist.safetensors", "shortlist.json"
+PREFIX = "router."
+
+
+@dataclass(frozen=True, eq=False)
+class Artefact:
+    """A trained shortlist, as it is stored in a folder.
+
+    - `layout`: the frequent tokens and the clusters.
+    - `ranking`: `[vocab]` int64, all tokens by falling frequency in the training text.
+    - `router`: a router over the layout's clusters, or None.
+    - `deepest`: the largest depth of a tree at which the router is asked. Nodes below score what
+      the nodes above them do.
+
+    Raises `InvalidInput` where the parts don't fit one another.
+    """
+
+    layout: Layout
+    ranking: torch.Tensor
+    router: Router | None = None
+    deepest: int = 0
+
+    def __post_init__(self) -> None:
+        require_distinct(self.ranking, self.layout.vocab, "the ranking")
+        if len(self.ranking) != self.layout.vocab:
+            raise InvalidInput(
+                f"the ranking holds {len(self.ranking)} tokens: must be all "
+                f"{self.layout.vocab} of the layout's vocabulary"
+            )
+        if self.deepest < 0:
+            raise InvalidInput(f"a router with deepest={self.deepest}: must be at least 0")
+        if self.router is not None and self.router.config.clusters != self.layout.clusters:
+            raise InvalidInput(
+                f"the router scores {self.router.config.clusters} clusters, the "
+                f"layout has {self.layout.clusters}"
+            )
+
+    def save(self, folder: Path) -> None:
+        """Write `shortlist.safetensors` and `shortlist.json`, each complete or not at all.
+
+        Token ids are stored as int32, the router in bfloat16.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        tensors = {"order": self.layout.order.int(), "ranking": self.ranking.int()}
+        if self.router is not None:
+            tensors |= {
+                PREFIX + name: tensor.to("cpu", torch.bfloat16)
+                for name, tensor in self.router.state_dict().items()
+            }
+        record = {
+            "frequent": self.layout.frequent,
+            "size": self.layout.size,
+            "vocab": self.layout.vocab,
+            "deepest": self.deepest,
+            "router": None if self.router is None else asdict(self.router.config),
+        }
+        (folder / f"{FIELDS}.part").write_text(
+            json.dumps(record, indent=2) + "\n", encoding="utf-8"
+        )
+        save_file(
+            {name: tensor.contiguous() for name, tensor in tensors.items()},
+            folder / f"{TENSORS}.part",
+        )
+        os.replace(folder / f"{TENSORS}.part", folder / TENSORS)
+        os.replace(folder / f"{FIELDS}.part", folder / FIELDS)
+
+    @staticmethod
+    def load(folder: Path) -> Artefact:
+        """Load what `save` wrote. The router is in float32, on the CPU.
+
+        Raises `InvalidInput` naming what is missing or does not fit.
+        """
+        for name in (FIELDS, TENSORS):
+            if not (folder / name).is_file():
+                raise InvalidInput(f"{folder} holds no shortlist: {name} is missing")
+        try:
+            record = json.loads((folder / FIELDS).read_text(encoding="utf-8"))
+            frequent, size, vocab = (
+                _integer(record, name) for name in ("frequent", "size", "vocab")
+            )
+            deepest = _integer(record, "deepest") if "deepest" in record else 0
+            config = None if record["router"] is None else RouterConfig(**record["router"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise InvalidInput(
+                f"{folder / FIELDS} does not describe a shortlist: {_reason(error)}"
+            ) from error
+        try:
+            tensors = load_file(folder / TENSORS)
+            order, ranking = tensors["order"].long(), tensors["ranking"].long()
+        except (OSError, SafetensorError, KeyError) as error:
+            raise InvalidInput(
+                f"{folder / TENSORS} does not hold a shortlist: {_reason(error)}"
+            ) from error
+        try:
+            router = None if config is None else _router(config, tensors)
+            return Artefact(Layout(order, frequent, size, vocab), ranking, router, deepest)
+        except InvalidInput as error:
+            raise InvalidInput(f"{folder}: {error}") from error
+
+    @staticmethod
+    def there(folder: Path) -> bool:
+        """Whether `folder` holds the files of a shortlist.
+
+        They may still be broken; `load` checks that.
+        """
+        return all((folder / name).is_file() for name in (FIELDS, TENSORS))
+
+
+def _router(config: RouterConfig, tensors: dict[str, torch.Tensor]) -> Router:
+    with torch.device("meta"):  # makes no random weights that would be thrown away
+        router = Router(config)
+    state = {
+        name.removeprefix(PREFIX): tensor.float()
+        for name, tensor in tensors.items()
+        if name.startswith(PREFIX)
+    }
+    try:
+        router.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        raise InvalidInput(f"the router's weights don't fit its configuration: {error}") from error
+    return router.eval()
+
+
+def _integer(record: Any, name: str) -> int:
+    value = record[name]
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be an integer")
+    return value
+
+
+def _reason(error: Exception) -> str:
+    return f"{error} is missing" if isinstance(error, KeyError) else str(error)

@@ -1,0 +1,189 @@
+"""Makes the shortlist that `--vocab` and `--shortlist` ask for, over a drafter's head."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from functools import partial
+
+import torch
+from torch import nn
+
+from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.eagle import EagleDrafter
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.context import ContextTokens
+from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
+from quickbeam.drafters.shortlist.native import rows_format
+from quickbeam.drafters.shortlist.shortlist import Shortlist
+from quickbeam.errors import InvalidInput
+from quickbeam.models.inference import inference
+from quickbeam.models.linear import NativeLinear
+from quickbeam.models.model import Model
+from quickbeam.models.quantised import QuantisedLinear
+from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
+
+SHARES = {
+    FREQUENCY: 4,
+    FREQUENCY + BESIDE: 16,
+    "clusters": 8,
+    "router": 16,
+}  # by kind: the default size is the size of the vocabulary divided by this
+BOTH = (FREQUENCY + BESIDE, "router")  # kinds that score the context beside the layout's tokens
+KEPT = 2  # how many shortlists are kept: each holds a copy of the head's rows
+
+
+def make_shortlist(
+    drafter: Drafter, model: Model, vocab: str, size: int | None = None
+) -> Shortlist | None:
+    """Return a shortlist of about `size` tokens, or `None` for `full`.
+
+    - `frequency`: the most frequent tokens of the text that the drafter was trained on (FR-Spec,
+      2502.14856).
+    - `frequency+context`: `frequency` and the tokens of `context`.
+    - `context`: the tokens of prompt and output, and those that the target's last logits make
+      likely (NanoSpec); `size` is the most it keeps, 3072 where it isn't given.
+    - `clusters`: the frequent block and the clusters that a router picks (DynaSpec, 2510.13847).
+    - `router`: `clusters` and the tokens of `context`.
+
+    Without a `size`, all but `context` take a share of the vocabulary (`SHARES`).
+
+    Raises `InvalidInput` for an unknown `vocab`, a `size` that is not 1 to the vocabulary's, a
+    drafter that is no feature drafter or has a shortlist of its own, and a drafter without the
+    files that `quickbeam train` writes.
+    """
+    check_vocab(vocab)
+    vocab = plain_vocab(vocab)
+    if vocab == FULL:
+        return None
+    if not isinstance(drafter, EagleDrafter):
+        raise InvalidInput(
+            f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a "
+            "feature drafter, or take --vocab full"
+        )
+    if drafter.network.config.own_head:
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter's head has a shortlist of its own, "
+            "trained with it; take --vocab full"
+        )
+    if size is not None and not 1 <= size <= model.vocab_size:
+        raise InvalidInput(
+            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
+        )
+    weight = rows_of(model.head, drafter.network.config.hidden_size, model)
+    rows = rows_format(weight)
+    if vocab == "context":
+        return Shortlist(
+            weight,
+            Layout.nothing(model.vocab_size),
+            context=partial(ContextTokens, weight, size or 3072, rows=rows),
+        )
+    artefact = _artefact(drafter, model, vocab)
+    size = size or model.vocab_size // SHARES[vocab]
+    listed = vocab.startswith(FREQUENCY)
+    layout = (
+        Layout.by_frequency(artefact.ranking, size, model.vocab_size)
+        if listed
+        else artefact.layout.within(size)
+    )
+    context = (
+        partial(ContextTokens, weight, skip=layout.cluster_of == FREQUENT, rows=rows)
+        if vocab in BOTH
+        else None
+    )
+    if listed:
+        return Shortlist(weight, layout, context=context)
+    return Shortlist(
+        weight,
+        layout,
+        router=artefact.router,
+        chosen=layout.room(size),
+        deepest=artefact.deepest,
+        context=context,
+    )
+
+
+class Shortlists:
+    """The shortlists of one drafter, each made when it is first requested.
+
+    The `KEPT` most recently used ones are kept.
+    """
+
+    def __init__(self, drafter: Drafter, model: Model) -> None:
+        self._drafter, self._model = drafter, model
+        # by kind and size, the most recently used last
+        self._made: OrderedDict[tuple[str, int | None], Shortlist] = OrderedDict()
+
+    def get(self, vocab: str, size: int | None) -> Shortlist | None:
+        """Return the shortlist for `vocab` and `size` (see `make_shortlist`)."""
+        key = plain_vocab(vocab), size
+        if (
+            key not in self._made
+            and (made := make_shortlist(self._drafter, self._model, *key)) is not None
+        ):
+            self._made[key] = made
+            while len(self._made) > KEPT:
+                self._made.popitem(last=False)
+        if key in self._made:
+            self._made.move_to_end(key)
+        return self._made.get(key)
+
+
+def is_listed(drafter: Drafter) -> bool:
+    """Whether `drafter` comes with a list of the most frequent tokens."""
+    if (
+        not isinstance(drafter, EagleDrafter)
+        or drafter.network.config.own_head
+        or drafter.folder is None
+    ):
+        return False
+    return Artefact.there(drafter.folder)
+
+
+def _artefact(drafter: EagleDrafter, model: Model, vocab: str) -> Artefact:
+    folder = drafter.folder
+    if folder is None or not Artefact.there(folder):
+        raise InvalidInput(
+            f"--vocab {vocab}: the drafter {folder or ''} comes without a shortlist; make one with "
+            "quickbeam train --only shortlist,"
+            " or take --vocab full or context"
+        )
+    artefact = Artefact.load(folder)
+    if artefact.layout.vocab != model.vocab_size:
+        raise InvalidInput(
+            f"{folder}: a shortlist over {artefact.layout.vocab} tokens, the model "
+            f"has {model.vocab_size}: train it anew"
+        )
+    if vocab.startswith(FREQUENCY):
+        return artefact
+    if artefact.router is None:
+        raise InvalidInput(
+            f"--vocab {vocab}: {folder} has clusters but no router; make one with "
+            "quickbeam train --only shortlist"
+        )
+    config, network = artefact.router.config, drafter.network.config
+    if (config.hidden_size, config.embed_size) != (network.hidden_size, network.hidden_size):
+        raise InvalidInput(
+            f"{folder}: a router for states of {config.hidden_size}, the drafter's "
+            f"are {network.hidden_size}: train it anew"
+        )
+    return artefact
+
+
+@inference
+def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
+    """Return the rows of a head, `[vocab, size]`, in whatever form the head keeps them.
+
+    Where they can't be read off, they are the head's product with the identity matrix, which causes
+    no rounding.
+    """
+    if isinstance(head, NativeLinear):
+        return head.packed.rows()[: model.vocab_size]
+    if isinstance(head, QuantisedLinear):
+        return head.quantised.dense[: model.vocab_size, :size].to(model.dtype)
+    weight = getattr(head, "weight", None)
+    if type(head) is nn.Linear and weight is not None:
+        linear: torch.Tensor = weight.detach()[: model.vocab_size]
+        return linear
+    identity = torch.eye(size, dtype=model.dtype, device=model.device)
+    rows: torch.Tensor = head(identity).T[: model.vocab_size]
+    return rows.contiguous()

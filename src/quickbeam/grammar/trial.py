@@ -1,0 +1,94 @@
+"""Compiles a grammar in a process that may crash, before it is compiled where a crash matters.
+
+Run as `python -I -S trial.py PATH < GRAMMAR`, with the path of llguidance's extension module. It
+imports nothing else, so that it takes about 20 ms.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TypeVar
+
+SECONDS = 5  # of processor time
+MEMORY = 2 << 30  # bytes
+STACK = 256 << 20  # bytes; the process that compiles in earnest has twice as much
+STEPS = 8  # tokens that are read on trial
+_starting = threading.Lock()
+T = TypeVar("T")
+
+
+def with_stack(size: int, work: Callable[[], T]) -> T:
+    """Return what `work` returns, called in a thread with a stack of `size` bytes.
+
+    Only the part of the stack that is used takes memory. Raises what `work` raises.
+    """
+    results, errors = list[T](), list[BaseException]()
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    with _starting:
+        before = threading.stack_size(size)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def failure(grammar: str) -> str | None:
+    """Return why a grammar in llguidance's form can't be compiled here; None if it can.
+
+    Errors that llguidance reports by itself are not failures.
+    """
+    from llguidance import _lib
+
+    command = [sys.executable, "-I", "-S", __file__, str(_lib.__file__)]
+    ended = subprocess.run(command, input=grammar.encode(), capture_output=True)
+    if ended.returncode == 0:
+        return None
+    return (
+        f"it nests too deep, or compiling it takes more than {SECONDS} seconds or "
+        f"{MEMORY >> 30} GiB: make it smaller"
+    )
+
+
+def main(path: str) -> None:
+    """Compile the grammar from stdin, and read a few tokens by it."""
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    with suppress(ImportError):  # Windows has no such limits
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    spec = spec_from_file_location("_lib", path)
+    assert spec is not None and spec.loader is not None
+    llguidance = module_from_spec(spec)
+    spec.loader.exec_module(llguidance)
+    grammar = sys.stdin.buffer.read().decode()
+
+    def compile_and_step() -> None:
+        matcher = llguidance.LLMatcher(llguidance.LLTokenizer("byte"), grammar, log_level=0)
+        for _ in range(STEPS):
+            allowed = int.from_bytes(matcher.compute_bitmask(), "little")
+            if not allowed or not matcher.consume_token((allowed & -allowed).bit_length() - 1):
+                break
+
+    with_stack(STACK, compile_and_step)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

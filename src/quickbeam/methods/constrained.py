@@ -1,0 +1,138 @@
+"""Trees within a grammar: no banned token is proposed, and forced tokens take no call of the
+drafter.
+
+A token is forced if it is the only one that the grammar allows. Only such tokens count as certain.
+Sometimes the grammar fixes the text that comes next, though that text could be split into tokens in
+several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
+text and no others.
+
+Policies need to know little about this. The `Laws` they are sent have banned tokens removed, and
+forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
+is the grammar. No policy counts them when it learns how often its own children are accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Sequence
+from itertools import zip_longest
+
+import torch
+
+from quickbeam.drafters.base import GRAMMAR, Context, DraftRequest, Laws
+from quickbeam.grammar.masks import Masks, Place
+from quickbeam.methods.base import Grown, Growth, TreePolicy
+from quickbeam.tree import TokenTree
+
+# how many situations policies tell apart (`TreePolicy.situation`); the further ones are for forced
+# runs
+USUAL = 5
+
+
+def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Growth:
+    """Wrap a growth so that its drafter keeps to a grammar.
+
+    If the tree's values do not rank its nodes (`Grown.truth` is None), the rest of the budget goes
+    to forced runs.
+    """
+    read = set[int]()  # nodes of its tree that the drafter was asked about
+    laws: Laws | None = None
+    while True:
+        try:
+            request = growth.send(laws)
+        except StopIteration as end:
+            grown: Grown = end.value
+            break
+        laws = yield from _answer(masks, request, read)
+    if grown.truth is None:
+        lay_runs(grown.tree, masks, budget, max_depth)
+    return grown
+
+
+def situation(policy: TreePolicy, context: Context) -> int:
+    """Return the policy's situation, or a further one if forced tokens follow the root.
+
+    The further ones tell apart runs of 1, of 2 or 3, of 4 to 7, and of 8 or more forced tokens.
+    """
+    length, path = 0, list[int]()
+    while length < 8 and (token := context.forced(path)) is not None:
+        path.append(token)
+        length += 1
+    return USUAL - 1 + length.bit_length() if length else policy.situation(context)
+
+
+def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None:
+    """Add the tokens that are forced below the tree's leaves, as long as there is room."""
+    node = 0
+    while node < len(tree) < budget:
+        if (
+            not tree.children[node]
+            and tree.depth[node] < max_depth
+            and (token := masks.forced(tree.tokens(node))) is not None
+        ):
+            tree.add(node, token, GRAMMAR, tree.value[node], probability=1.0)
+        node += 1
+
+
+def _answer(
+    masks: Masks, request: DraftRequest, read: set[int]
+) -> Generator[DraftRequest, Laws | None, Laws | None]:
+    """Answer one request: the drafter's distributions within the grammar, or the forced tokens.
+
+    The drafter must be asked about a parent before its children. A node whose next token is forced
+    was not asked about. If such nodes are on the way to the requested ones, they are asked about
+    first. The request's expected gain is then divided among all these calls.
+    """
+    tree = request.tree
+    places = [masks.find(tree.tokens(node)) for node in request.nodes]
+    forced = {
+        row: place.first
+        for row, place in enumerate(places)
+        if place is not None and masks.forces(place)
+    }
+    rows = [row for row, place in enumerate(places) if place is not None and place.left > 1]
+    due = [request.nodes[row] for row in rows]
+    calls = [*_unread(tree, due, read), due] if due else []
+    laws: Laws | None = None
+    for nodes in calls:
+        laws = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
+        if laws is None:
+            break
+        read.update(nodes)
+    if laws is None:
+        return (
+            None
+            if due and not forced
+            else Laws(torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced)
+        )
+    masked = _masked(laws, [place for place in places if place is not None and place.left > 1])
+    values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
+        0, torch.tensor(rows, device=masked.device), masked
+    )
+    return laws._replace(values=values, forced=forced)
+
+
+def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:
+    """Return the nodes above `nodes` that the drafter was not asked about, in calls.
+
+    Parents are in earlier calls than their children. None of `nodes` may be above another one.
+    """
+    ways = []
+    for node in nodes:
+        way = list[int]()
+        while (node := tree.parent[node]) >= 0 and node not in read:
+            way.append(node)
+        ways.append(way[::-1])
+    return [sorted({node for node in call if node is not None}) for call in zip_longest(*ways)]
+
+
+def _masked(laws: Laws, places: Sequence[Place]) -> torch.Tensor:
+    """Return distributions `[m, s]` without the tokens that are banned at these places,
+    renormalised.
+
+    A row is zero where all its tokens are banned.
+    """
+    banned = torch.stack([place.banned for place in places])
+    if laws.tokens is not None:
+        banned = banned[:, laws.tokens.cpu()]
+    values = laws.values.masked_fill(banned.to(laws.values.device), 0.0)
+    return values / values.sum(-1, keepdim=True).clamp_(min=torch.finfo(values.dtype).tiny)

@@ -1,0 +1,45 @@
+"""EAGLE-2's tree (2406.16858, §4).
+
+It expands the likeliest nodes of each layer, then keeps the likeliest nodes of all layers.
+"""
+
+from __future__ import annotations
+
+from quickbeam.drafters.base import Context, Drafter
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.best_first import Search
+from quickbeam.methods.drafted import DraftedPolicy
+
+
+class Eagle2(DraftedPolicy):
+    """Expand layer by layer, then rerank.
+
+    Expansion: the candidates after each node of a layer are its likeliest tokens. The `width`
+    candidates whose paths are likeliest make the next layer, `depth` layers at most. Reranking: the
+    tree is the likeliest candidates of all layers.
+
+    Which candidates are kept depends on the tokens themselves. So they are deterministic proposals,
+    never draws. The defaults 10 and 7 are those of EAGLE-2's code. A candidate that reranking would
+    drop already is not expanded. Nodes are in order of worth.
+
+    Raises `InvalidInput` for a width or a depth below 1.
+    """
+
+    draws = False
+
+    def __init__(self, drafter: Drafter, width: int = 10, depth: int = 7) -> None:
+        if width < 1 or depth < 1:
+            raise InvalidInput(f"width={width}, depth={depth}: must be at least 1 each")
+        super().__init__(drafter)
+        self.width, self.depth = width, depth
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        search = Search(self, context, budget - 1)
+        layer = [search.root] if budget > 1 else []
+        for depth in range(1, 1 + min(self.depth, max_depth)):
+            if not layer:
+                break
+            yield from search.expand(layer, self.width)
+            layer = [one for one in search.best if one.depth == depth][: self.width]
+        return Grown(search.tree())

@@ -1,0 +1,71 @@
+"""Prompt lookup: one chain, the continuation of the longest suffix match."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from quickbeam.drafters.base import Context
+from quickbeam.drafters.ngram import Ngram, NgramIndex
+from quickbeam.methods.base import Undrafted
+from quickbeam.tree import TokenTree
+
+
+def graft(
+    tree: TokenTree, node: int, tokens: Iterable[int], source: str, budget: int, max_depth: int
+) -> int:
+    """Add tokens below `node` as a path and return the path's last node.
+
+    Nodes that already hold the same tokens are shared, whoever proposed them. The path ends early
+    when the budget is used up or the largest depth is reached.
+    """
+    for token in tokens:
+        child = tree.child(node, token)
+        if child is None:
+            if len(tree) >= budget or tree.depth[node] >= max_depth:
+                break
+            child = tree.add(node, token, source)
+        node = child
+    return node
+
+
+def promise(context: Context) -> int:
+    """Return how long the text has been repeating itself at its end, as a `TreePolicy.situation`.
+
+    0 stands for no repetition, 1 to 4 for at least 1, 2, 4 and 8 tokens.
+    """
+    index: NgramIndex | None = context.states.get(Ngram.name)
+    match = index.match(context.ids[-index.max_n :]) if index else None
+    return min(index.extent(match).bit_length(), 4) if index and match else 0
+
+
+class PromptLookup(Undrafted):
+    """Drafts what followed the newest earlier occurrence of the longest n-gram that ends in the
+    root.
+
+    It drafts `length` tokens at most. 10 is what prompt lookup drafts elsewhere too (transformers'
+    `num_output_tokens`). Nodes carry no value.
+    """
+
+    def __init__(self, ngram: Ngram, length: int = 10) -> None:
+        self.sources = (ngram,)
+        self.length = length
+
+    def situation(self, context: Context) -> int:
+        return promise(context)
+
+    def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
+        tree, index = TokenTree(context.ids[-1]), context.states[Ngram.name]
+        if budget < 2:
+            return tree
+        match = index.match(context.ids[-index.max_n :])
+        wanted = min(self.length, budget - 1, max_depth)
+        if match and wanted > 0:
+            graft(
+                tree,
+                0,
+                context.within((), index.continuation(match, wanted)),
+                Ngram.name,
+                budget,
+                max_depth,
+            )
+        return tree

@@ -1,0 +1,157 @@
+"""Sequoia's tree (2402.12374, §3.1): the best static shape, found by dynamic programming.
+
+The shape is the best for given acceptance rates of a first child, a second child and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import zip_longest
+
+import numpy as np
+
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter
+from quickbeam.errors import InvalidInput
+from quickbeam.methods.base import Grown, Growth
+from quickbeam.methods.drafted import DraftedPolicy
+from quickbeam.tree import TokenTree
+
+Shape = list[list[int]]  # the children of each node, numbered layer by layer from the root
+
+# Acceptance rates of the i-th child if nothing was measured. The first is accepted 6 times in 10.
+# The probability that all of the first k are rejected then falls as a power of k, as Sequoia's
+# analysis assumes.
+GENERIC = tuple(0.4 * ((k - 1) ** -0.5 - k**-0.5) if k > 1 else 0.6 for k in range(1, 9))
+
+
+class Shapes:
+    """The best shapes of up to `nodes` nodes, by dynamic programming.
+
+    `acceptance` is the probability that a reached node's i-th child is accepted. A node is reached
+    with the product of these along its path. F is the sum of that over all nodes: the number of
+    tokens a step emits.
+
+    A tree of depth at most d whose root has b children is made of two: such a tree with b - 1
+    children, and the b-th child's tree of depth at most d - 1. So the best F with n nodes is
+
+        T(n, d, b) = max over m of
+            T(n - m, d, b - 1) + acceptance[b] * max over b' of T(m, d - 1, b')
+    """
+
+    def __init__(self, acceptance: Sequence[float], nodes: int) -> None:
+        # F of the best tree, by depth, then by nodes, the root included
+        self._best = [np.ones(nodes + 1)]
+        self._width = [np.zeros(nodes + 1, dtype=int)]  # how many children that tree's root has
+        # by depth, by child, by nodes shared among the children up to this one: the nodes this one
+        # gets
+        self._share: list[list[np.ndarray]] = [[]]
+        size = np.arange(nodes + 1)
+        rest = size[:, None] - size[None, :]
+        possible = (rest >= 0) & (size[None, :] > 0)
+        while len(self._best) < nodes:
+            tables, shares = [np.zeros(nodes + 1)], list[np.ndarray]()
+            for chance in acceptance:
+                value = np.where(
+                    possible, tables[-1][rest] + chance * self._best[-1][None, :], -np.inf
+                )
+                shares.append(value.argmax(1))
+                tables.append(value.max(1))
+            below = np.stack(tables)[:, :-1]
+            self._best.append(np.concatenate(([1.0, 1.0], 1 + below[:, 1:].max(0))))
+            self._width.append(np.concatenate(([0, 0], below[:, 1:].argmax(0))))
+            self._share.append(shares)
+            if np.array_equal(self._best[-1], self._best[-2]):  # deeper trees are no better
+                break
+
+    def tokens(self, nodes: int, depth: int) -> float:
+        """Return F of the best tree of at most `nodes` nodes and at most `depth`."""
+        return float(self._best[min(depth, len(self._best) - 1)][nodes])
+
+    def shape(self, nodes: int, depth: int) -> Shape:
+        """Return the shape of the best tree of at most `nodes` nodes and at most `depth`."""
+        children: Shape = [[]]
+        room = [(nodes, min(depth, len(self._best) - 1))]  # nodes and depth of each node's subtree
+        for node, (size, deep) in enumerate(room):  # `room` grows in this loop
+            left, shares = size - 1, []
+            for b in range(self._width[deep][size], 0, -1):
+                shares.append(int(self._share[deep][b - 1][left]))
+                left -= shares[-1]
+            for share in reversed(shares):
+                children[node].append(len(room))
+                children.append([])
+                room.append((share, deep - 1))
+        return children
+
+
+class Sequoia(DraftedPolicy):
+    """Fill the best shape of the budget, layer by layer, whatever the drafter's distributions say.
+
+    There is one call of the drafter a layer. `acceptance` is the probability that a reached node's
+    i-th child is accepted, measured beforehand as in the paper. Without it, a generic vector is
+    corrected by what verification accepts. The shape is computed again each time the number of
+    observations has doubled. So the shape depends on earlier answers; the distribution of the
+    output does not.
+
+    Raises `InvalidInput` for an empty vector or one with values outside [0, 1].
+    """
+
+    nested = False
+    TRUST = 16  # how many observed nodes the generic vector counts for
+
+    def __init__(self, drafter: Drafter, acceptance: Sequence[float] | None = None) -> None:
+        if acceptance is not None and not (
+            len(acceptance) and all(0 <= chance <= 1 for chance in acceptance)
+        ):
+            raise InvalidInput(
+                f"acceptance={list(acceptance)}: must be at least one probability, "
+                "of the first child, the second and so on"
+            )
+        super().__init__(drafter)
+        self.acceptance = tuple(acceptance or GENERIC)
+        self._learns = acceptance is None
+        self._accepted = [self.TRUST * chance for chance in self.acceptance]
+        self._tried = [float(self.TRUST)] * len(self.acceptance)
+        # number of tried first children at which the shape is computed again
+        self._due = 2 * self.TRUST
+        self._shapes: Shapes | None = None
+        self._nodes = 0
+
+    def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
+        if self._shapes is None or budget > self._nodes:
+            self._shapes, self._nodes = Shapes(self.acceptance, budget), budget
+        shape = self._shapes.shape(budget, max_depth)
+        # place: the tree's node for each filled node of the shape
+        tree, place = TokenTree(context.ids[-1]), {0: 0}
+        layer = [0]
+        while parents := [spot for spot in layer if spot in place and shape[spot]]:
+            found = yield from self.ask(
+                context,
+                tree,
+                [place[spot] for spot in parents],
+                max(len(shape[spot]) for spot in parents),
+            )
+            for spot, draws in zip(parents, found, strict=True):
+                for i, child in enumerate(shape[spot]):
+                    if (node := self.add(tree, place[spot], draws, i)) is None:
+                        break
+                    place[child] = node
+            layer = [child for spot in parents for child in shape[spot]]
+        return Grown(tree, self._verified)
+
+    def _verified(self, tree: TokenTree, path: Sequence[int]) -> None:
+        """Count which children were tried and which were accepted."""
+        if not self._learns:
+            return
+        for node, accepted in zip_longest(path, path[1:]):
+            for i, child in enumerate(tree.children[node].values()):
+                if tree.source[child] == GRAMMAR:
+                    continue
+                self._tried[i] += 1
+                self._accepted[i] += child == accepted
+        if self._tried[0] >= self._due:
+            self._due *= 2
+            self.acceptance = tuple(
+                accepted / tried
+                for accepted, tried in zip(self._accepted, self._tried, strict=True)
+            )
+            self._shapes = None

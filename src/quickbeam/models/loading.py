@@ -1,0 +1,397 @@
+"""Loads a model and its tokenizer from a Hugging Face id, a folder or a `.gguf` file."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import nullcontext, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import gguf
+import torch
+from safetensors import SafetensorError
+from tokenizers import pre_tokenizers
+from torch import nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
+
+from quickbeam import hub
+from quickbeam.errors import InvalidInput
+from quickbeam.locate import check_source
+from quickbeam.params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+AUTO = "auto"  # the dtype that a checkpoint's own configuration names
+# parameters that a generation config may give defaults of
+SAMPLED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+MOVING = ("dynamic", "longrope")  # rope types whose angles change with a text's length
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype of a name. Raises `InvalidInput` naming the known ones."""
+    if name not in DTYPES:
+        raise InvalidInput(f"unknown dtype {name!r}; known: {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def wanted_dtype(name: str) -> torch.dtype | None:
+    """Return the dtype that `load_model` takes for a name: None for `auto`.
+
+    Raises `InvalidInput` naming the known ones.
+    """
+    if name not in (AUTO, *DTYPES):
+        raise InvalidInput(f"unknown dtype {name!r}; known: {AUTO}, {', '.join(DTYPES)}")
+    return DTYPES.get(name)
+
+
+def pick_device(name: str | None) -> torch.device:
+    """Return the device `name`, or for None CUDA where there is one, else the CPU.
+
+    Raises `InvalidInput` for a device that can't be used.
+    """
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(
+            f"device {name!r} can't be used: {str(error).splitlines()[0]}"
+        ) from error
+    return device
+
+
+def _source(model: str) -> str:
+    """Return what `from_pretrained` takes for `model`: a folder or a Hugging Face id.
+
+    Converts a `.gguf` file to a folder. Raises `InvalidInput` for a folder or file that is not
+    there, or that holds no model.
+    """
+    path = Path(model).expanduser()
+    check_source(model)
+    if path.suffix == ".gguf":
+        return str(hub.converted(path))
+    return str(path) if path.is_dir() else model
+
+
+def causal_class(config: PreTrainedConfig) -> type:
+    """Return the class of a checkpoint's causal language model.
+
+    For code that comes with the model, and for an encoder-decoder, that may be the class of
+    `config`. Raises `InvalidInput` for a checkpoint that transformers has no such class for.
+    """
+    kind: type = type(config)
+    own = getattr(config, "auto_map", None) or {}
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[kind]  # type: ignore[no-any-return]
+    if config.is_encoder_decoder or "AutoModelForCausalLM" in own:
+        return kind
+    name = next(iter(config.architectures or ()), kind.__name__)
+    inner = config.get_text_config()
+    if inner is config:
+        raise InvalidInput(
+            f"{name} doesn't continue a text from left to right: take a causal language model"
+        )
+    raise InvalidInput(
+        f"{name} reads more than text ({', '.join(sorted(config.sub_configs))}): take a checkpoint "
+        f"of its language model alone ({inner.model_type}), or another model for text"
+    )
+
+
+def refuse_unfit(kind: type, config: PreTrainedConfig) -> None:
+    """Raise `InvalidInput` for a model that keeps more than keys and values of its own tokens.
+
+    These are encoder-decoders, recurrent and hybrid models, and models with layers other than full
+    and sliding-window attention. Needs no weights.
+    """
+    name = kind.__name__
+    if config.is_encoder_decoder:
+        raise InvalidInput(
+            f"{name} is an encoder-decoder; quickbeam runs decoder-only causal language models"
+        )
+    if getattr(kind, "_is_stateful", False):
+        raise InvalidInput(
+            f"{name} is recurrent or hybrid: its state can't take a draft back; use "
+            "an attention-only model"
+        )
+    kinds = set(getattr(config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if kinds:
+        raise InvalidInput(
+            f"{name} has layers of kind {', '.join(sorted(kinds))}; quickbeam "
+            "verifies full and sliding-window attention"
+        )
+
+
+def hold_angles(model: PreTrainedModel) -> None:
+    """Keep a model's rotary angles from changing with the length of the text that is run.
+
+    Otherwise a token's angles would depend on the tokens that it is run with: on the prompt's
+    chunks, and on the depth of a draft tree.
+
+    Dynamic NTK changes the angles beyond the context, which no answer exceeds. LongRoPE has two
+    sets of angles, and takes the second for all tokens of a text that is longer than the model was
+    first trained for. Therefore the context of such a model ends at that length. Up to there,
+    transformers takes the first set as well.
+    """
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    # some models have one for each kind of layer
+    kinds = [kind for kind in rope.values() if isinstance(kind, dict)] or [rope]
+    length = getattr(config, "max_position_embeddings", None)
+    for kind in kinds:
+        border = kind.get("original_max_position_embeddings") or getattr(
+            config, "original_max_position_embeddings", None
+        )
+        if (
+            kind.get("rope_type", kind.get("type")) == "longrope"
+            and border
+            and length
+            and border < length
+        ):
+            logger.warning(
+                "the context is %d tokens, not %d: beyond that, LongRoPE changes the "
+                "angles of all tokens",
+                border,
+                length,
+            )
+            config.max_position_embeddings = length = int(border)
+    for module in model.modules():
+        held = getattr(module, "rope_type", None)
+        if isinstance(held, dict):
+            module.rope_type = {
+                layer: "default" if kind in MOVING else kind for layer, kind in held.items()
+            }
+        elif held in MOVING:
+            module.rope_type = "default"
+
+
+def _quantisation(config: PreTrainedConfig) -> str:
+    """Return how a model's weights are quantised, in a word; empty where they are not."""
+    found = getattr(config, "quantization_config", None) or {}
+    return (
+        str(found.get("quant_method") or "by a method that it doesn't name")
+        if isinstance(found, dict) and found
+        else ""
+    )
+
+
+def _adapted(name: str, revision: str | None) -> str | None:
+    """Return the model that a LoRA adapter in `name` is for; None where there is no adapter.
+
+    `name`: a folder or repository. The result is `name` itself where the folder holds the whole
+    model as well. Raises `InvalidInput` where peft is missing.
+    """
+    path = find_adapter_config_file(name, revision=revision)
+    if path is None:
+        return None
+    base = str(json.loads(Path(path).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    if not is_peft_available():
+        raise InvalidInput(
+            f"it holds an adapter (adapter_config.json, for {base}), which only peft can read: pip "
+            "install peft, "
+            "or merge the adapter into its model (peft's merge_and_unload) and give that folder"
+        )
+    return name if (Path(name) / "config.json").is_file() else base
+
+
+def _has_tokenizer(name: str, revision: str | None) -> bool:
+    silent = {
+        "_raise_exceptions_for_missing_entries": False,
+        "_raise_exceptions_for_connection_errors": False,
+    }
+    return cached_file(name, "tokenizer_config.json", revision=revision, **silent) is not None
+
+
+def _merge_adapters(model: PreTrainedModel) -> None:
+    """Merge the adapters' weights into those of the model.
+
+    Afterwards the model has its own layers again.
+    """
+    uses = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    for name, module in list(model.named_modules()):
+        # the adapter holds a trained copy of the whole module
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            model.set_submodule(
+                name,
+                module.unload_and_optionally_merge_module(
+                    merge=True, safe_merge=True, adapter_names=None
+                ),
+            )
+        elif hasattr(module, "get_base_layer") and hasattr(module, "merge"):
+            layer = module.get_base_layer()
+            # another layer shares this weight, and has no adapter
+            if uses[id(layer.weight)] > 1:
+                layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            module.merge(safe_merge=True)
+            model.set_submodule(name, layer)
+
+
+def refuse_incomplete(found: Mapping[str, Any]) -> None:
+    """Raise `InvalidInput` naming the tensors that transformers had to make up.
+
+    The checkpoint lacks them, or has them in another shape. `found`: transformers' `missing_keys`
+    and `mismatched_keys`.
+    """
+    if mismatched := sorted(found["mismatched_keys"]):
+        name, stored, expected = mismatched[0]
+        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
+        raise InvalidInput(
+            f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
+            "config.json: they are of two models"
+        )
+    if missing := sorted(found["missing_keys"]):
+        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+        hint = (
+            "; if its head is its embedding, write tie_word_embeddings: true into config.json"
+            if missing == ["lm_head.weight"]
+            else ""
+        )
+        raise InvalidInput(
+            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
+            f"with all of its files{hint}"
+        )
+
+
+def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
+    """Make a tokenizer from a `.gguf` file split off digits first, where the file says so.
+
+    transformers reads every BPE tokenizer of such files as GPT-2's, which doesn't.
+    """
+    pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
+    if pre is not None and pre.contents() == "smollm":
+        digits, byte_level = (
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        )
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
+
+
+def load_model(
+    model: str,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    *,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    device_map: str | Mapping[str, Any] | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model's weights and its tokenizer.
+
+    `dtype`: None takes the one that the checkpoint's configuration names. `trust_remote_code`:
+    whether Python code that comes with the model may run. `revision`: a branch, tag or commit of a
+    Hugging Face id. `device_map`: as of transformers, in place of `device`; it must put all of the
+    model on one device. A LoRA adapter is merged into the weights, which needs peft.
+
+    Raises `InvalidInput` for what is not there, is no causal LM, can't be read, or lacks weights.
+    """
+    name = _source(model)
+    local = Path(name).is_dir()
+    if revision is not None and local:
+        raise InvalidInput(
+            f"revision {revision!r}: {model} is on this machine, and only a Hugging "
+            "Face id has revisions; leave it out"
+        )
+    told = {"revision": revision, "trust_remote_code": trust_remote_code}
+    quantised = ""
+    try:
+        base = _adapted(name, revision)
+        config = AutoConfig.from_pretrained(base or name, **told)
+        refuse_unfit(causal_class(config), config)
+        quantised = _quantisation(config)
+        if quantised and device_map is None:
+            # most quantised models can't be moved afterwards
+            device_map = {"": device}
+        # a local load is over in a moment: hide its progress bars
+        with redirect_stderr(StringIO()) if local else nullcontext():
+            loaded, found = AutoModelForCausalLM.from_pretrained(
+                name,
+                dtype=AUTO if dtype is None else dtype,
+                device_map=device_map,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # `refuse_incomplete` names them
+                **told,
+            )
+            refuse_incomplete(found)
+            tokenizer = AutoTokenizer.from_pretrained(
+                base if base and not _has_tokenizer(name, revision) else name, **told
+            )
+        if device_map is None:
+            loaded = loaded.to(device)
+        elif len(places := set(getattr(loaded, "hf_device_map", {}).values())) > 1:
+            raise InvalidInput(
+                f"device_map spreads it over {', '.join(sorted(map(str, places)))}: "
+                "quickbeam needs all of it on one device"
+            )
+        if base:
+            _merge_adapters(loaded)
+        hold_angles(loaded)
+    except InvalidInput as error:
+        raise InvalidInput(f"can't load {model!r}: {error}") from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise InvalidInput(
+                f"can't load {model!r}: it comes with Python code of its own, which runs only "
+                "where you allow it: "
+                "read that code, then add --trust-remote-code (in Python: trust_remote_code=True)"
+            ) from error
+        if (
+            quantised
+            and isinstance(error, ImportError | RuntimeError)
+            and not isinstance(error, torch.OutOfMemoryError)
+        ):
+            raise InvalidInput(
+                f"can't load {model!r}: its weights are quantised ({quantised}), and what reads "
+                f"them is missing here: {reason} "
+                "(or take the model's unquantised weights)"
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise
+        raise InvalidInput(
+            f"can't load {model!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
+    return loaded, tokenizer
+
+
+def eos_ids(model: Any, tokenizer: Any) -> set[int]:
+    """Return every id that ends an answer, from generation config, config and tokenizer."""
+    found: set[int] = set()
+    for owner in (
+        getattr(model, "generation_config", None),
+        model.config.get_text_config(),
+        tokenizer,
+    ):
+        ids = getattr(owner, "eos_token_id", None)
+        found |= {ids} if isinstance(ids, int) else set(ids or ())
+    return found
+
+
+def sampling_defaults(model: Any) -> dict[str, float]:
+    """Return the sampling parameters that a model's generation config names."""
+    config = getattr(model, "generation_config", None)
+    given = {} if config is None else config.to_diff_dict()
+    found = {name: given[name] for name in SAMPLED if given.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except InvalidInput as error:
+        logger.warning("the model's generation config can't be used: %s", error)
+        return {}
+    return found

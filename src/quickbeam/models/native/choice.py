@@ -1,0 +1,90 @@
+"""Which kernels a process asks for through its environment, and which it will get.
+
+This module does not import PyTorch, and it compiles and loads nothing.
+
+`QUICKBEAM_KERNELS` is `auto` (the default: native kernels if they are available, else PyTorch's),
+`native` (an error if they are not available) or `eager` (PyTorch's). `QUICKBEAM_ISA` names an
+instruction set of `build` to use instead of the machine's best.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.native import build
+
+WAYS = ("auto", "native", "eager")
+
+
+class Wish(NamedTuple):
+    """What the environment asks for.
+
+    `way`: one of `WAYS`. `isa`: an instruction set; empty for the machine's best.
+    """
+
+    way: str
+    isa: str
+
+    @property
+    def must(self) -> bool:
+        """Whether native kernels are asked for, by name or by an instruction set."""
+        return self.way == "native" or bool(self.isa)
+
+
+def wish() -> Wish:
+    """Read what the environment asks for. Raises `InvalidInput` for unknown values."""
+    way, isa = os.environ.get("QUICKBEAM_KERNELS") or "auto", os.environ.get("QUICKBEAM_ISA") or ""
+    if way not in WAYS:
+        raise InvalidInput(f"QUICKBEAM_KERNELS={way!r}: must be one of {', '.join(WAYS)}")
+    known = [*build.SETS, build.EMULATED]
+    if isa and isa not in known:
+        raise InvalidInput(f"QUICKBEAM_ISA={isa!r}: must be one of {', '.join(known)}")
+    return Wish(way, isa)
+
+
+def candidates(wish: Wish) -> tuple[list[str], str]:
+    """Return the instruction sets to try, the best first, and the reason if there is none.
+
+    Raises `InvalidInput` if the wish names a set that this machine doesn't run.
+    """
+    if wish.way == "eager":
+        return [], "QUICKBEAM_KERNELS=eager"
+    sets = build.machine_sets()
+    if not wish.isa:
+        return sets, "none for this platform (Linux on x86-64 has them)"
+    if not build.runs(wish.isa):
+        raise InvalidInput(
+            f"QUICKBEAM_ISA={wish.isa}: this machine runs {', '.join(sets) or 'none of them'}"
+        )
+    return [wish.isa], ""
+
+
+def refuse(wish: Wish, reason: str) -> None:
+    """Raise `InvalidInput` if the wish asks for native kernels, which are not available.
+
+    `reason`: why they are not.
+    """
+    if wish.must and wish.way != "eager":
+        raise InvalidInput(
+            f"native kernels can't be had: {reason}; leave QUICKBEAM_KERNELS and "
+            "QUICKBEAM_ISA out for PyTorch's"
+        )
+
+
+def outlook() -> str:
+    """Say in words which kernels a model on a CPU will use, or why there are none.
+
+    Raises `InvalidInput` for a wish that can't be met.
+    """
+    asked = wish()
+    names, reason = candidates(asked)
+    for name in names:
+        if build.cached(name).is_file():
+            return f"native ({name})"
+        if build.compiler() is not None:
+            return f"native ({name}), compiled on first use"
+        reason = str(build.no_compiler())
+    refuse(asked, reason)
+    return f"PyTorch's ({reason})"

@@ -1,0 +1,257 @@
+"""The compiled kernels as Python sees them: their structures and functions.
+
+The environment decides which library this process uses (see `choice`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from collections.abc import Callable
+from ctypes import POINTER, Structure, c_double, c_float, c_int32, c_int64, c_uint32, c_void_p
+from pathlib import Path
+
+import torch  # noqa: F401  (its OpenMP runtime, which the kernels share)
+
+from quickbeam.models.native import build, choice
+from quickbeam.models.native.choice import Wish
+
+logger = logging.getLogger(__name__)
+
+VERSION = 8
+EMBED, NORM, LINEAR, HEADS, SPLIT, ATTEND, COPY, CHOSEN = range(8)
+STORE, ADD, GATED, ACTIVATE, BEST = range(5)
+FORMATS = ("bfloat16", "int8", "int4")  # of weights; an operation names one by its index
+
+
+class Op(Structure):
+    """The structure `Op` of program.cpp."""
+
+    _fields_ = (
+        *(
+            (name, c_int32)
+            for name in (
+                "kind",
+                "epilogue",
+                "source",
+                "target",
+                "best",
+                "source_float",
+                "target_float",
+                "wanted",
+            )
+        ),
+        *(
+            (name, c_int64)
+            for name in ("source_stride", "source_offset", "target_stride", "target_offset")
+        ),
+        ("weight", c_void_p),
+        ("bias", c_void_p),
+        *(
+            (name, c_int64)
+            for name in ("inputs", "outputs", "heads", "kv_heads", "head_dim", "value_dim")
+        ),
+        ("query_norm", c_void_p),
+        ("key_norm", c_void_p),
+        ("offset", c_int64),
+        ("window", c_int64),
+        ("sinks", c_void_p),
+        *((name, c_float) for name in ("epsilon", "scaling", "softcap")),
+        ("key", c_int32),
+        ("value", c_int32),
+        ("format", c_int32),
+        *(
+            (name, c_int64)
+            for name in ("query_stride", "key_stride", "key_head", "value_stride", "value_head")
+        ),
+    )
+
+
+class Span(Structure):
+    """The structure `Span` of attention.h."""
+
+    _fields_ = (("row", c_int64), ("rows", c_int64), ("pages", c_void_p))
+
+
+class Batch(Structure):
+    """The structure `Batch` of attention.h."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("rows", "spans", "wanted")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "span",
+                "token",
+                "position",
+                "order",
+                "prefix",
+                "path_from",
+                "path",
+                "want",
+                "cosine",
+                "sine",
+            )
+        ),
+    )
+
+
+class Call(Structure):
+    """The structure `Call` of program.cpp."""
+
+    _fields_ = (("batch", Batch), ("buffer", c_void_p), ("block", c_void_p), ("blocks", c_int64))
+
+
+class Luck(Structure):
+    """The structure `Luck` of noise.h."""
+
+    _fields_ = (
+        ("peak", c_void_p),
+        ("ease", c_void_p),
+        ("owner", c_void_p),
+        ("chunks", c_int64),
+        ("position", c_int64),
+        ("choice", c_int64),
+        ("key0", c_uint32),
+        ("key1", c_uint32),
+    )
+
+
+class Kernels:
+    """The functions of one library. `name`: its instruction set.
+
+    Raises `build.CannotBuild` if the library can't be loaded, if it was made for another version,
+    or if the system does not let this process use the instruction set.
+    """
+
+    def __init__(self, name: str, path: Path) -> None:
+        self.name = name
+        try:
+            library = ctypes.CDLL(str(path))  # calls release the GIL
+        except OSError as error:
+            raise build.CannotBuild(f"{path} can't be loaded: {error}") from error
+        for function in ("qb_version", "qb_size_of_op", "qb_page", "qb_allowed"):
+            getattr(library, function).restype = c_int64
+        if library.qb_version() != VERSION or library.qb_size_of_op() != ctypes.sizeof(Op):
+            raise build.CannotBuild(f"{path} was made for another version of quickbeam")
+        if not library.qb_allowed():
+            raise build.CannotBuild(f"the system does not let this process use {name}")
+        self.page = int(library.qb_page())
+        self.run = library.qb_run
+        self.run.argtypes, self.run.restype = (c_void_p, c_int64, POINTER(Call), c_int64), None
+        self.pack = library.qb_pack
+        self.pack.argtypes, self.pack.restype = (
+            (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64),
+            None,
+        )
+        self.block_bytes = library.qb_block_bytes
+        self.block_bytes.argtypes, self.block_bytes.restype = (c_int32, c_int64), c_int64
+        self.quantise = library.qb_quantise
+        self.quantise.argtypes = (c_int32, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64)
+        self.quantise.restype = c_int64
+        self.put = library.qb_put
+        self.put.argtypes, self.put.restype = (
+            (c_int32, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p),
+            None,
+        )
+        self.unpack = library.qb_unpack
+        self.unpack.argtypes, self.unpack.restype = (
+            (c_void_p, c_int64, c_int64, c_int64, c_void_p),
+            None,
+        )
+        self.move = library.qb_move
+        self.move.argtypes, self.move.restype = (
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int64),
+            None,
+        )
+        self.read = library.qb_read
+        self.read.argtypes, self.read.restype = (
+            (c_void_p, c_void_p, c_int64, c_void_p, c_void_p),
+            None,
+        )
+        self.philox = library.qb_philox
+        self.philox.argtypes, self.philox.restype = (
+            (c_void_p, c_int64, c_uint32, c_uint32, c_void_p),
+            None,
+        )
+        self.find = library.qb_find
+        self.find.argtypes, self.find.restype = (POINTER(Luck),), None
+        self.largest = library.qb_largest
+        self.largest.argtypes, self.largest.restype = (
+            (c_void_p, c_int64, POINTER(Luck), c_double),
+            c_int64,
+        )
+        self.perturb = library.qb_perturb
+        row = (c_void_p, c_int64, c_void_p, POINTER(Luck))
+        self.perturb.argtypes = (*row, *4 * (c_double,), c_int64, c_void_p, c_void_p)
+        self.perturb.restype = c_int64
+        self.ranked = library.qb_ranked
+        self.ranked.argtypes, self.ranked.restype = (
+            (c_void_p, c_int64, c_void_p, c_int64, c_float, c_void_p, c_void_p),
+            c_int64,
+        )
+
+
+@functools.cache
+def load(name: str) -> Kernels:
+    """Return the kernels of an instruction set, compiled first if they are not there yet.
+
+    Raises `build.CannotBuild`.
+    """
+    return Kernels(name, build.build(name, logger.info))
+
+
+@functools.cache
+def _choose(wish: Wish) -> tuple[Kernels | None, str]:
+    names, reason = choice.candidates(wish)
+    for name in names:
+        try:
+            return load(name), ""
+        except build.CannotBuild as error:
+            reason = str(error)
+            logger.info("no kernels for %s: %s", name, reason)
+    choice.refuse(wish, reason)
+    return None, reason
+
+
+def prepare(progress: Callable[[str], None]) -> None:
+    """Compile the library that `kernels` loads, unless it is there, and load it.
+
+    `progress` is called before it compiles. Raises `InvalidInput` for a wish that can't be met.
+    """
+    for name in choice.candidates(choice.wish())[0]:
+        try:
+            build.build(name, progress)
+        except build.CannotBuild:
+            continue
+        break
+    kernels()
+
+
+def kernels() -> Kernels | None:
+    """Return the kernels that this process uses on a CPU; None stands for PyTorch's own operators.
+
+    The environment decides (see `choice`). Raises `InvalidInput` for a wish that can't be met.
+    """
+    return _choose(choice.wish())[0]
+
+
+@functools.cache
+def settled() -> Kernels | None:
+    """Return what `kernels` returned when this was first called.
+
+    It is for short loops: behind a pass of the target, reading the environment takes longer.
+    """
+    return kernels()
+
+
+def describe(device: str = "cpu", dtype: str = "bfloat16") -> str:
+    """Say in words which kernels a model uses on a device, or why it uses PyTorch's.
+
+    Raises as `kernels` does.
+    """
+    if device != "cpu" or dtype != "bfloat16":
+        return f"PyTorch's ({dtype} on {device})"
+    found, reason = _choose(choice.wish())
+    return f"native ({found.name})" if found is not None else f"PyTorch's ({reason})"

@@ -1,0 +1,108 @@
+"""The long loops of `quickbeam/noise.py`, run by the compiled kernels.
+
+Their results are those of its NumPy loops.
+"""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_double, c_int64
+
+import numpy as np
+import torch
+
+from quickbeam.models.native.library import Kernels, Luck
+from quickbeam.noise import (
+    CHUNK,
+    CUT,
+    HELD,
+    Array,
+    Chooser,
+    Loops,
+    Noise,
+    Numbers,
+    Peaks,
+    Places,
+    Row,
+    Wanted,
+)
+
+
+def laid(numbers: Numbers, dtype: torch.dtype) -> torch.Tensor:
+    """Return the numbers as a contiguous tensor of this dtype, copied only where they are not."""
+    found = numbers if isinstance(numbers, torch.Tensor) else torch.from_numpy(np.array(numbers))
+    return (found if found.dtype is dtype else found.to(dtype)).contiguous()
+
+
+class Held:
+    """The largest numbers of a place's chunks and their tokens, as the kernels read them.
+
+    `memory` has the numbers of all `chunks`, then e^-number of each, then the tokens. `luck` points
+    at these, and names the place.
+    """
+
+    def __init__(self, noise: Noise) -> None:
+        self.chunks = -(-noise.vocab // CHUNK)
+        self.memory = (c_double * (3 * self.chunks))()
+        parts = [addressof(self.memory) + 8 * self.chunks * i for i in range(3)]
+        self.luck = Luck(*parts, self.chunks, 0, noise.choice, *noise.key)
+
+
+class NativeLoops(Loops):
+    """`Loops` that `kernels` run."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+
+    def philox(self, counter: Array, key: tuple[int, int]) -> Array:
+        words = np.empty_like(counter)
+        self._kernels.philox(counter.ctypes.data, counter.shape[1], *key, words.ctypes.data)
+        return words
+
+    def peaks(self, noise: Noise, position: int) -> Peaks:
+        self._luck(noise, position)
+        held: Held = noise.held[position]
+        every = np.array(held.memory)  # a copy: the memory may come to hold another place
+        return every[: held.chunks], every[2 * held.chunks :].view(np.int64)
+
+    def largest(self, noise: Noise, scores: Numbers, position: int, scale: float) -> int:
+        return self.chooser(noise, scores[None], scale)(0, position)
+
+    def chooser(self, noise: Noise, rows: Numbers, scale: float) -> Chooser:
+        rows, luck, find = laid(rows, torch.float32), self._luck, self._kernels.largest
+        at, vocab = rows.data_ptr(), rows.shape[1]
+
+        def choose(row: int, position: int, _: torch.Tensor = rows) -> int:  # which stays alive
+            return int(find(at + 4 * vocab * row, vocab, luck(noise, position), scale))
+
+        return choose
+
+    def _luck(self, noise: Noise, position: int) -> Luck:
+        """Return the largest numbers of a place, computed unless they are kept.
+
+        Read them before the next call, which may put another place into the same memory.
+        """
+        found: Held | None = noise.held.get(position)
+        if found is None:
+            full = len(noise.held) == HELD
+            found = noise.held.popitem(last=False)[1] if full else Held(noise)
+            found.luck.position = position
+            self._kernels.find(found.luck)
+            noise.held[position] = found
+        return found.luck
+
+    def perturb(
+        self, noise: Noise, rows: Numbers, tokens: Numbers | None, places: Places, wanted: Wanted
+    ) -> list[Row]:
+        found, most = list[Row](), wanted.most
+        name, chance = (c_int64 * most)(), (c_double * most)()
+        rows, names = laid(rows, torch.float32), None
+        if tokens is not None:
+            tokens = laid(tokens, torch.int64)
+            names = tokens.data_ptr()
+        at, size, heat = rows.data_ptr(), rows.shape[1], wanted.temperature
+        for position, least, floor in zip(*places, strict=True):
+            place = self._luck(noise, position), least, floor, heat, max(CUT, floor / 4)
+            kept = self._kernels.perturb(at, size, names, *place, most, name, chance)
+            found.append((name[:kept], chance[:kept]))
+            at += 4 * size
+        return found

@@ -1,0 +1,404 @@
+"""Passes that are put together from the kernels' operations.
+
+`reference.py` says what each operation computes, `operands.py` what it works on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quickbeam.models.native import library
+from quickbeam.models.native.library import Kernels, Op
+from quickbeam.models.native.operands import KVShape, PackedPart, Rows
+from quickbeam.models.native.quantised import AnyPacked
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Rows of `width` numbers, float32 or bfloat16.
+
+    `index`: the number by which operations name the buffer.
+    """
+
+    index: int
+    width: int
+    float32: bool = False
+
+
+class Program:
+    """A list of operations that run in one call.
+
+    Buffers made by `buffer` belong to the program and grow to the rows of a call. For buffers made
+    by `given`, the caller passes tensors in each call. The methods named after an operation append
+    it to the list. In them, `of` is the first column of the source and `column` the first column of
+    the target.
+    """
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.kernels = kernels
+        self._ops: list[Op] = []
+        self._table: Any = None
+        self._widths: list[tuple[int, torch.dtype] | None] = []
+        self._owned: list[torch.Tensor | None] = []
+        self._names: dict[str, int] = {}
+        self._capacity = 0
+        self._keep: list[Any] = []  # what operations hold addresses of
+
+    def buffer(self, width: int, float32: bool = False) -> Buffer:
+        """Make a buffer of rows that operations pass on to later ones."""
+        self._widths.append((width, torch.float32 if float32 else torch.bfloat16))
+        self._owned.append(None)
+        return Buffer(len(self._owned) - 1, width, float32)
+
+    def given(self, name: str, width: int, float32: bool = False) -> Buffer:
+        """Make a buffer whose rows each call brings along under this name."""
+        self._widths.append(None)
+        self._owned.append(None)
+        self._names[name] = len(self._owned) - 1
+        return Buffer(len(self._owned) - 1, width, float32)
+
+    def _add(
+        self, kind: int, source: Buffer | None = None, target: Buffer | None = None, **fields: Any
+    ) -> None:
+        op = Op(kind=kind, source=-1, target=-1, best=-1, key=-1, value=-1)
+        if source is not None:
+            op.source, op.source_float, op.source_stride = (
+                source.index,
+                source.float32,
+                source.width,
+            )
+        if target is not None:
+            op.target, op.target_float, op.target_stride = (
+                target.index,
+                target.float32,
+                target.width,
+            )
+        for name, value in fields.items():
+            if isinstance(value, torch.Tensor):
+                self._keep.append(value)
+                value = value.data_ptr()
+            setattr(op, name, value)
+        self._ops.append(op)
+        self._table = None
+
+    def embed(
+        self, weight: torch.Tensor, target: Buffer, column: int = 0, scale: float = 1.0
+    ) -> None:
+        """Write the tokens' rows of `weight` (`[vocab, d]` bfloat16) to the target.
+
+        A float32 target gets them times `scale`; a bfloat16 one gets them as they are.
+        """
+        self._add(
+            library.EMBED,
+            None,
+            target,
+            weight=weight,
+            inputs=weight.shape[1],
+            scaling=scale,
+            target_offset=column,
+        )
+
+    def norm(
+        self,
+        source: Buffer,
+        target: Buffer,
+        weight: torch.Tensor | None,
+        epsilon: float,
+        *,
+        width: int | None = None,
+        of: int = 0,
+        column: int = 0,
+        gather: bool = False,
+    ) -> None:
+        """RMS norm of `width` columns of the source (all if None), with `weight` `[width]` or none.
+
+        `gather`: only of the wanted rows.
+        """
+        if weight is not None:
+            weight = weight.detach().to(torch.bfloat16).contiguous()
+        self._add(
+            library.NORM,
+            source,
+            target,
+            weight=weight,
+            inputs=width or source.width,
+            epsilon=epsilon,
+            source_offset=of,
+            target_offset=column,
+            wanted=int(gather),
+        )
+
+    def linear(
+        self,
+        packed: AnyPacked | PackedPart,
+        source: Buffer,
+        target: Buffer,
+        epilogue: int = library.STORE,
+        *,
+        of: int = 0,
+        column: int = 0,
+        gathered: bool = False,
+        best: Buffer | None = None,
+    ) -> None:
+        """A product with a weight, and an epilogue.
+
+        The epilogue is `STORE`, `ADD` (to a float32 target), `GATED` (silu of the gate times the
+        rest), `ACTIVATE` (silu) or `BEST` (the result is stored, and the column of each row's
+        largest number goes to `best`, int64). `gathered`: the source holds only the wanted rows, in
+        their order. Raises `ValueError` if the weight is gated and the epilogue is not `GATED`, or
+        the other way round.
+        """
+        self._keep.append(packed)
+        self._add(
+            library.LINEAR,
+            source,
+            target,
+            weight=packed.data,
+            bias=packed.bias,
+            inputs=packed.inputs,
+            outputs=packed.outputs,
+            format=packed.format,
+            epilogue=epilogue,
+            source_offset=of,
+            target_offset=column,
+            wanted=2 * int(gathered),
+            best=-1 if best is None else best.index,
+        )
+        if packed.gated != (epilogue == library.GATED):
+            raise ValueError("gated weights and the epilogue GATED go together")
+
+    def chosen(self, packed: AnyPacked, source: Buffer, target: Buffer) -> None:
+        """A product with only those blocks of outputs that the call names (`blocks` of `run`).
+
+        Their results stand side by side in the target, whose `target_stride` has to be `set` first.
+        The weight's outputs are a multiple of `BLOCK`.
+        """
+        self._keep.append(packed)
+        self._add(
+            library.CHOSEN,
+            source,
+            target,
+            weight=packed.data,
+            bias=packed.bias,
+            inputs=packed.inputs,
+            outputs=packed.outputs,
+            format=packed.format,
+        )
+
+    def heads(
+        self,
+        source: Buffer,
+        query: Buffer,
+        heads: int,
+        shape: KVShape,
+        offset: int,
+        norms: Sequence[torch.Tensor] | None = None,
+        epsilon: float = 0.0,
+    ) -> None:
+        """Take apart queries, keys and values that stand side by side in the source.
+
+        Queries and keys are normed if there are `norms`, and rotary angles are applied to them.
+        Queries go to `query`, keys and values to their pages. `offset`: of the layer in a page, in
+        numbers.
+        """
+        query_norm, key_norm = (
+            (None, None)
+            if norms is None
+            else (norm.detach().to(torch.bfloat16).contiguous() for norm in norms)
+        )
+        self._add(
+            library.HEADS,
+            source,
+            query,
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            offset=offset,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            epsilon=epsilon,
+        )
+
+    def split(
+        self,
+        query: Buffer,
+        key: Buffer,
+        value: Buffer,
+        target: Buffer,
+        heads: int,
+        shape: KVShape,
+        offset: int,
+        strides: Mapping[str, int],
+    ) -> None:
+        """The same as `heads` for queries, keys and values that come separately.
+
+        They are bfloat16, with rotary angles applied already. `strides`: `query_stride`,
+        `key_stride`, `key_head`, `value_stride` and `value_head`, in numbers.
+        """
+        self._add(
+            library.SPLIT,
+            query,
+            target,
+            key=key.index,
+            value=value.index,
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            offset=offset,
+            **strides,
+        )
+
+    def attend(
+        self,
+        query: Buffer,
+        target: Buffer,
+        heads: int,
+        shape: KVShape,
+        offset: int,
+        scaling: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        """Attention of every row over what it sees.
+
+        It follows `heads` or `split` of the same layer. `window`: how many of the last tokens
+        count, None for all. `softcap`: None for none. `sinks`: `[heads]`.
+        """
+        if sinks is not None:
+            sinks = sinks.detach().float().contiguous()
+        self._add(
+            library.ATTEND,
+            query,
+            target,
+            heads=heads,
+            kv_heads=shape.kv_heads,
+            head_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            offset=offset,
+            scaling=scaling,
+            window=window or 0,
+            softcap=softcap or 0.0,
+            sinks=sinks,
+        )
+
+    def copy(
+        self,
+        source: Buffer,
+        target: Buffer,
+        *,
+        width: int | None = None,
+        of: int = 0,
+        column: int = 0,
+        add: bool = False,
+    ) -> None:
+        """Copy `width` columns of the source (all if None) to the target.
+
+        `add`: add them to what the target holds.
+        """
+        self._add(
+            library.COPY,
+            source,
+            target,
+            inputs=width or source.width,
+            source_offset=of,
+            target_offset=column,
+            epilogue=library.ADD if add else library.STORE,
+        )
+
+    def run(
+        self,
+        rows: Rows,
+        given: Mapping[str, torch.Tensor] | None = None,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        blocks: Any = None,
+    ) -> None:
+        """Run all operations.
+
+        `given`: a tensor for each buffer of that kind, by name. `angles`: cosine and sine by
+        position, `[positions, half]` float32 each. `blocks`: int64 numpy array for `chosen`.
+        """
+        self.prepare(rows, given, angles, blocks)(0, len(self._ops))
+
+    def prepare(
+        self,
+        rows: Rows,
+        given: Mapping[str, torch.Tensor] | None = None,
+        angles: tuple[torch.Tensor, torch.Tensor] | None = None,
+        blocks: Any = None,
+    ) -> Callable[[int, int], None]:
+        """Prepare a run whose operations are called some at a time.
+
+        The arguments are those of `run`. Returns a function that takes the first of the operations
+        to run and the one after the last.
+        """
+        if self._table is None or rows.rows > self._capacity:
+            self._prepare(rows.rows)
+        for name, tensor in (given or {}).items():
+            self._table[self._names[name]] = tensor.data_ptr()
+        if angles is not None:
+            rows.batch.cosine, rows.batch.sine = angles[0].data_ptr(), angles[1].data_ptr()
+        call = library.Call(rows.batch, ctypes.addressof(self._table))
+        if blocks is not None:
+            call.block, call.blocks = blocks.ctypes.data, len(blocks)
+        at, size = ctypes.addressof(self._list), ctypes.sizeof(Op)
+
+        def some(first: int, last: int) -> None:
+            if last > first:
+                self.kernels.run(
+                    at + first * size, last - first, ctypes.byref(call), torch.get_num_threads()
+                )
+
+        return some
+
+    @property
+    def operations(self) -> int:
+        """How many operations there are."""
+        return len(self._ops)
+
+    def places(self, kinds: Collection[int]) -> dict[int, int]:
+        """Return, for the number of each operation of these kinds, its number in their `subset`."""
+        kept = [i for i, op in enumerate(self._ops) if op.kind in kinds]
+        return {operation: place for place, operation in enumerate(kept)}
+
+    def subset(self, kinds: Collection[int]) -> Program:
+        """Return a program of only the operations of these kinds.
+
+        It has the same weights and buffers of its own. Its results mean nothing, but it takes the
+        time that these operations take.
+        """
+        part = Program(self.kernels)
+        part._ops = [Op.from_buffer_copy(op) for op in self._ops if op.kind in kinds]
+        part._widths, part._owned = list(self._widths), [None] * len(self._owned)
+        part._names, part._keep = dict(self._names), list(self._keep)
+        return part
+
+    def set(self, operation: int, **fields: int) -> None:
+        """Change an operation's fields for the next calls.
+
+        An example is strides that depend on the number of rows.
+        """
+        for name, value in fields.items():
+            setattr(self._ops[operation], name, value)
+            if self._table is not None:
+                setattr(self._list[operation], name, value)
+
+    def _prepare(self, rows: int) -> None:
+        self._capacity = max(self._capacity, -(-rows // 16) * 16)
+        self._table = (ctypes.c_void_p * len(self._owned))()
+        for i, made in enumerate(self._widths):
+            if made is None:
+                continue
+            width, dtype = made
+            held = self._owned[i]
+            if held is None or held.numel() < self._capacity * width:
+                held = self._owned[i] = torch.zeros(self._capacity * width, dtype=dtype)
+            self._table[i] = held.data_ptr()
+        self._list = (Op * len(self._ops))(*self._ops)

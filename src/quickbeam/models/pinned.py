@@ -1,0 +1,262 @@
+"""Models that are larger than an accelerator's memory.
+
+As many layers as fit stay on the device. The weights of the other layers are copied from pinned
+host memory in every pass, each while the layers before it compute.
+
+Two buffers on the device hold the copied layers in turn. A layer waits for its copy. Once it is
+computed, its buffer is filled with the next layer that uses the buffer. After the last such layer
+of a pass, that is the first such layer of the next pass. All waiting in a pass is done by the
+device, with events between two streams. The host does not wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.memory import peak_bytes, peak_memory
+
+BUFFERS = 2
+ALIGNED = 256  # bytes: tensors in a buffer begin at multiples of it
+
+
+class Copies(Protocol):
+    """Copies to the device that run beside what it computes.
+
+    `slot` is the number of the buffer that is written.
+    """
+
+    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy. It runs once all work that the device was given so far is done."""
+
+    def wait(self, slot: int) -> None:
+        """Make later work of the device wait for the last copy to this buffer."""
+
+    def seconds(self) -> float:
+        """The seconds that the last copies to all buffers took together."""
+
+
+class Direct:
+    """Copies at once, for a device without streams."""
+
+    def __init__(self) -> None:
+        self._took: dict[int, float] = {}
+
+    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        began = time.perf_counter()
+        target.copy_(source)
+        self._took[slot] = time.perf_counter() - began
+
+    def wait(self, slot: int) -> None:
+        pass
+
+    def seconds(self) -> float:
+        return sum(self._took.values())
+
+
+class SideStream:
+    """Copies on a CUDA stream of its own."""
+
+    def __init__(self, device: torch.device) -> None:
+        stream: Any = torch.cuda.Stream
+        self._device, self._stream = device, stream(device)
+        self._events = dict[int, tuple[torch.cuda.Event, torch.cuda.Event]]()
+
+    def start(self, slot: int, target: torch.Tensor, source: torch.Tensor) -> None:
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        event: Any = partial(torch.cuda.Event, enable_timing=True)
+        events = event(), event()
+        with torch.cuda.stream(self._stream):
+            events[0].record()
+            target.copy_(source, non_blocking=True)
+            events[1].record()
+        self._events[slot] = events
+
+    def wait(self, slot: int) -> None:
+        torch.cuda.current_stream(self._device).wait_event(self._events[slot][1])
+
+    def seconds(self) -> float:
+        self._stream.synchronize()
+        return float(sum(began.elapsed_time(ended) for began, ended in self._events.values())) / 1e3
+
+
+class PinnedLayers:
+    """Some of a model's decoder layers, with their weights in host memory.
+
+    The constructor puts the model on the device (see `pin_layers`). `held`: numbers of the layers
+    whose weights stay on the device. Raises `QuickbeamError` if the host has no memory for a layer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        held: Sequence[int],
+        device: torch.device,
+        copies: Copies,
+    ) -> None:
+        self._copies, self.weight_bytes = (
+            copies,
+            sum(parameter.nbytes for parameter in model.parameters()),
+        )
+        moved = [layer for number, layer in enumerate(layers) if number not in held]
+        self._sizes = [layer_bytes(layer) for layer in moved]
+        self._host = [
+            self._take_out(layer, size, device)
+            for layer, size in zip(moved, self._sizes, strict=True)
+        ]
+        self._buffers = [
+            torch.empty(max(self._sizes), dtype=torch.uint8, device=device) for _ in range(BUFFERS)
+        ]
+        self._holds: list[int | None] = [None] * BUFFERS
+        for number, layer in enumerate(moved):
+            buffer = self._buffers[number % BUFFERS]
+            for parameter, first, last in places(layer):
+                parameter.data = buffer[first:last].view(parameter.dtype).view(parameter.shape)
+            layer.register_forward_pre_hook(partial(self._before, number))
+            layer.register_forward_hook(partial(self._after, number))
+        model.to(device)
+        self.streamed_bytes = sum(self._sizes)
+
+    @staticmethod
+    def _take_out(layer: nn.Module, size: int, device: torch.device) -> torch.Tensor:
+        """Copy the layer's weights to one piece of host memory, which is pinned for CUDA."""
+        try:
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise QuickbeamError(
+                f"memory: the host can't hold a layer of {size / 1e6:.0f} MB "
+                f"({reason}): take a smaller model"
+            ) from error
+        for parameter, first, last in places(layer):
+            host[first:last].view(parameter.dtype).view(parameter.shape).copy_(parameter.detach())
+        return host
+
+    def _before(self, number: int, *_: Any) -> None:
+        slot = number % BUFFERS
+        if self._holds[slot] != number:  # the first pass, or one after an interrupted pass
+            self._fetch(number)
+        self._copies.wait(slot)
+
+    def _after(self, number: int, *_: Any) -> None:
+        following = number + BUFFERS
+        self._fetch(following if following < len(self._host) else number % BUFFERS)
+
+    def _fetch(self, number: int) -> None:
+        slot = number % BUFFERS
+        self._holds[slot] = None
+        self._copies.start(slot, self._buffers[slot][: self._sizes[number]], self._host[number])
+        self._holds[slot] = number
+
+    @contextmanager
+    def shallow(self) -> Iterator[None]:
+        """Do nothing: there are no passes of only a part of this model."""
+        yield
+
+    def close(self) -> None:
+        """Do nothing: no work between passes has to be stopped."""
+
+    @property
+    def rate(self) -> float:
+        """Bytes per second of the last copies; 0 before the first."""
+        copied = sum(self._sizes[number] for number in self._holds if number is not None)
+        seconds = self._copies.seconds()
+        return copied / seconds if seconds else 0.0
+
+    @property
+    def in_words(self) -> str:
+        """In words: how much of the weights every pass copies, and how fast."""
+        of = f"{self.streamed_bytes / 1e6:.0f} of {self.weight_bytes / 1e6:.0f} MB"
+        return f"{of} a pass from host memory at {self.rate / 1e9:.2f} GB/s, {peak_memory()}"
+
+    def record(self) -> dict[str, float | int | None]:
+        """The same in numbers: bytes, and bytes per second."""
+        return {
+            "streamed_bytes": self.streamed_bytes,
+            "resident_bytes": self.weight_bytes - self.streamed_bytes,
+            "buffer_bytes": sum(buffer.numel() for buffer in self._buffers),
+            "bytes_per_second": self.rate,
+            "waited_seconds": None,
+            "peak_bytes": peak_bytes(),
+        }
+
+
+def pin_layers(
+    model: PreTrainedModel, memory: int, device: torch.device, copies: Copies | None = None
+) -> PinnedLayers | None:
+    """Put a model that is in host memory on `device`, where its weights may take `memory` bytes.
+
+    If all of them fit, do nothing and return None.
+
+    Everything but the decoder layers always stays on the device. So do as many decoder layers as
+    there is room for beside two buffers. They are spread evenly over the pass, so that copies go on
+    while they compute. Raises `InvalidInput` if the memory is too small, if layers share weights,
+    or if the decoder layers are not found.
+    """
+    layers = decoder_layers(model)
+    sizes, inside = (
+        [layer_bytes(layer) for layer in layers],
+        {id(parameter) for layer in layers for parameter in layer.parameters()},
+    )
+    if len(inside) < sum(1 for layer in layers for _ in layer.parameters()):
+        raise InvalidInput(
+            f"memory: layers of this {type(model).__name__} share weights; leave memory out"
+        )
+    fixed = sum(parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
+    piece = max(sizes)
+    if memory >= fixed + sum(sizes):
+        return None
+    least = fixed + BUFFERS * piece
+    if memory < least:
+        raise InvalidInput(
+            f"memory={memory}: this {type(model).__name__} needs at least "
+            f"{-(-least // 10**6)}MB on {device.type}"
+        )
+    count = (memory - least) // piece
+    held = [
+        i for i in range(len(layers)) if (i + 1) * count // len(layers) > i * count // len(layers)
+    ]
+    return PinnedLayers(
+        model,
+        layers,
+        held,
+        device,
+        copies or (SideStream(device) if device.type == "cuda" else Direct()),
+    )
+
+
+def decoder_layers(model: PreTrainedModel) -> Sequence[nn.Module]:
+    """Return the decoder layers in the order in which a pass runs them.
+
+    Raises `InvalidInput` if they are not found.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return list(module)
+    raise InvalidInput(
+        f"memory: the layers of this {type(model).__name__} are not in a list of "
+        f"{count}; leave memory out"
+    )
+
+
+def places(layer: nn.Module) -> Iterator[tuple[nn.Parameter, int, int]]:
+    """Yield a layer's weights, each with its first byte in a buffer and the byte after its last."""
+    at = 0
+    for parameter in layer.parameters():
+        yield parameter, at, at + parameter.nbytes
+        at += -(-parameter.nbytes // ALIGNED) * ALIGNED
+
+
+def layer_bytes(layer: nn.Module) -> int:
+    """Return the bytes that a layer's weights take in a buffer."""
+    return max((last for _, _, last in places(layer)), default=0)

@@ -1,0 +1,175 @@
+"""Opens a folder's model for `StreamedLlama`.
+
+That is an outline of the model on the meta device, and a file of its packed weights. The file is
+made once and kept in the cache folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from quickbeam import hub
+from quickbeam.errors import InvalidInput
+from quickbeam.models.fused_llama import FusedLlama
+from quickbeam.models.loading import hold_angles
+from quickbeam.models.native import library
+from quickbeam.models.outline import (
+    Tensors,
+    check_tensors,
+    fill_small,
+    local_folder,
+    outline,
+    small_parameters,
+)
+from quickbeam.models.packed_file import Plan, make
+from quickbeam.models.quantised import refuse_place
+from quickbeam.models.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit_to_stream
+from quickbeam.models.streamed_pass import Source
+from quickbeam.models.weight_file import WeightFile
+
+LAYOUT = 1  # version of the file's layout; each version has files of its own
+
+
+class Streamed(NamedTuple):
+    """What `Model` takes for a streamed model.
+
+    `model`: on the meta device. `source`: where its weights are read from.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    source: Source
+
+
+def refuse_memory(
+    fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any
+) -> None:
+    """Raise `InvalidInput` if no model's weights could be streamed under these settings.
+
+    CUDA needs no more than that `device_map` is None. A CPU also needs bfloat16 (or no `dtype`),
+    `fast`, and the native kernels.
+    """
+    if device_map is not None:
+        raise InvalidInput("memory and device_map don't go together: leave one of them out")
+    if device.type == "cuda":
+        return
+    if device.type != "cpu":
+        raise InvalidInput(
+            f"memory is for a CPU or CUDA, not for {device.type}: leave memory out, "
+            "or take device='cpu'"
+        )
+    if dtype not in (torch.bfloat16, None):
+        raise InvalidInput(
+            f"memory goes with bfloat16, not {str(dtype).removeprefix('torch.')}: "
+            "leave dtype out, or memory"
+        )
+    if not fast:
+        raise InvalidInput(
+            "memory needs the native kernels, which the plain path does without: leave memory out"
+        )
+    if library.kernels() is None:
+        raise InvalidInput(
+            f"memory needs the native kernels, and {library.describe()} are used "
+            "here; leave memory out"
+        )
+
+
+def open_streamed(
+    model: str,
+    memory: int | None,
+    weights: str,
+    progress: hub.Progress | None = None,
+    *,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> Streamed | None:
+    """Open a model that takes at most `memory` bytes for its weights.
+
+    Returns None if all of them fit. If `memory` is None, all weights but the embedding are held in
+    memory, and loading takes no more memory than that. From the second load on, the checkpoint's
+    own weights are not read, except for norms and biases.
+
+    The first load packs the weights into a file in the cache folder, segment by segment. Raises
+    `InvalidInput` for models that can't be streamed and for too small a memory, `QuickbeamError` if
+    the disk has no room.
+    """
+    report = progress or (lambda stage, fraction: None)
+    refuse_place(weights, torch.device("cpu"), torch.bfloat16)
+    folder, found = local_folder(model, revision), library.kernels()
+    made, tokenizer = outline(folder, trust_remote_code)
+    hold_angles(made)
+    refuse_unfit_to_stream(made, found, library.describe())
+    assert found is not None
+    try:
+        tensors, tied = Tensors(folder), bool(made.config.tie_word_embeddings)
+        check_tensors(made, tensors, tied)
+    except InvalidInput as error:
+        raise InvalidInput(f"can't load {model!r}: {error}") from error
+    groups = [
+        linears for layer in made.model.layers for linears, _ in FusedLlama._linears(layer)
+    ] + [(made.lm_head,)]
+    embedding: Any = made.get_input_embeddings()
+    plan = Plan(found, StreamedLlama.shapes(made, weights), tuple(embedding.weight.shape))
+    small = small_parameters(made, [linear for linears in groups for linear in linears])
+    path = WeightFile.of(str(folder), None, f"{weights}-segments{LAYOUT}", None).path
+    assert path is not None
+    few = sum(2 * parameter.numel() for parameter in small.values())
+    limited = memory is not None
+    memory = few + (len(plan.segments) + BUFFERS) * plan.piece if memory is None else memory
+    source = Source(
+        path, plan, memory, few, partial(fill_small, tensors=tensors, names=list(small))
+    )
+    if limited and memory >= source.whole:
+        return None
+    if memory < source.least:
+        raise InvalidInput(
+            f"memory={memory}: {model} needs at least {-(-source.least // 10**6)}MB "
+            "to be read while computing"
+        )
+    names = {id(module): name for name, module in made.named_modules()}
+    table = f"{names[id(embedding)]}.weight"
+    stored = [
+        [table if tied and one is made.lm_head else f"{names[id(one)]}.weight" for one in group]
+        for group in groups
+    ]
+    rows = [
+        _Weight(tensors, group, shape.gated)
+        for group, shape in zip(stored, plan.weights, strict=True)
+    ]
+    make(
+        path,
+        plan,
+        rows,
+        _Weight(tensors, [table], False),
+        report,
+        f"packing {weights} weights of {model}, once",
+    )
+    return Streamed(made, tokenizer, source)
+
+
+class _Weight:
+    """Gives rows of a weight that consists of several tensors.
+
+    The tensors are the two halves of a gated weight, or they are stacked one below the other.
+    """
+
+    def __init__(self, tensors: Tensors, names: Sequence[str], gated: bool) -> None:
+        self._tensors, self._names, self._gated = tensors, names, gated
+        self._counts = [tensors.shape(name)[0] for name in names]
+
+    def __call__(self, first: int, last: int) -> list[torch.Tensor]:
+        if self._gated:
+            return [self._tensors.rows(name, first, last) for name in self._names]
+        found, begin = list[torch.Tensor](), 0
+        for name, rows in zip(self._names, self._counts, strict=True):
+            if first < begin + rows and last > begin:
+                found.append(
+                    self._tensors.rows(name, max(0, first - begin), min(rows, last - begin))
+                )
+            begin += rows
+        return [torch.cat(found)]

@@ -1,0 +1,17 @@
+"""The scripts of benchmarks/, as modules."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+
+
+def script(name: str) -> Any:
+    """Import a script of benchmarks/ by its name."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return import_module(name)

@@ -1,0 +1,141 @@
+"""Every script of benchmarks/ runs on a tiny model, prints a Markdown table and writes a summary.
+
+pytest tests/test_benchmarks.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import ROOT, commands, save_drafter
+from quickbeam.errors import InvalidInput
+from scripts import FOLDER, script
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.py") if path.stem != "common")
+FEW = ["--limit", "2", "--max-tokens", "8"]
+# by script: its arguments, and the key of the summary that holds its figures
+RUNS = {
+    "acceptance": ([*FEW, "--temperatures", "0,1"], "temperatures"),
+    "heads": (["--shapes", "512x32", "--repeats", "1", "--rows", "1,2"], "heads"),
+    "memory": ([*FEW, "--memory", "20000", "--methods", "ar,dyspec:8"], "methods"),
+    "passes": (["--contexts", "8,20", "--widths", "1,4", "--repeats", "1"], "contexts"),
+    "structured": (["--limit", "1", "--answers", "1", "--max-tokens", "8"], "structured"),
+    "trees": ([*FEW, "--budgets", "4", "--temperatures", "0,1", "--draws", "1"], "temperatures"),
+    "vocabulary": ([*FEW, "--vocabs", "frequency,router", "--shares", "40"], "points"),
+    "weights": ([*FEW, "--widths", "1,2", "--repeats", "1", "--context", "8"], "weights"),
+}
+SERVED = f"ours={sys.executable} -m quickbeam serve --port {{port}} --method ar --model"
+
+
+@pytest.fixture(scope="module")
+def drafter(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("drafter")
+    save_drafter(folder, 257, 32, 2)
+    return str(folder)
+
+
+def run(name: str, words: list[str], out: Path, monkeypatch, capsys) -> tuple[str, dict]:
+    """Run a script. Returns what it prints, and its summary."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *words, "--json", str(out)])
+    script(name).main()
+    return capsys.readouterr().out, json.loads(out.read_text())
+
+
+def test_every_script_is_run_here() -> None:
+    assert set(NAMES) == {*RUNS, "peers", "first_byte", "recall"}
+    for path in FOLDER.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 150, path
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_script_prints_a_table_and_writes_a_summary(
+    name: str, toy_folder: str, drafter: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    words, key = RUNS[name]
+    given = ["--model", toy_folder, "--drafter", drafter, *words]
+    shown, summary = run(name, given, tmp_path / "out.json", monkeypatch, capsys)
+    table = [line for line in shown.splitlines() if line.startswith("|")]
+    assert len(table) > 2 and len({line.count("|") for line in table}) == 1
+    assert re.search(rf"^\d{{4}}-\d\d-\d\d, .*: `{name}\.py ", shown, re.MULTILINE)
+    assert summary[key] and summary["environment"]["date"] and summary["settings"]["seed"] == "0"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "words", "key"),
+    [
+        ("peers", ["--limit", "2", "--max-tokens", "4", "--clients", "1,2"], "concurrency"),
+        ("first_byte", ["--tokens", "60", "--rounds", "1"], "milliseconds"),
+    ],
+)
+def test_servers_are_asked(
+    name: str, words: list[str], key: str, toy_folder: str, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    asked = tmp_path / "questions.jsonl"
+    one = {"question_id": 1, "category": "c", "turns": ["one two three"]}
+    asked.write_text("\n".join(json.dumps({**one, "question_id": i}) for i in range(2)))
+    more = ["--serve", f"--model {toy_folder}"]
+    if name == "peers":
+        more = ["--questions", str(asked), f"{SERVED} {toy_folder}"]
+    shown, summary = run(name, [*words, *more], tmp_path / "out.json", monkeypatch, capsys)
+    assert "| " in shown and summary[key]
+
+
+def test_a_server_that_does_not_come_up_is_an_error() -> None:
+    peers = script("peers")
+    with pytest.raises(InvalidInput, match="can't start"), peers.Serving("x", "no-such-program"):
+        pass
+    command = f"{sys.executable} -c 'raise SystemExit(\"no model here\")'"
+    with pytest.raises(Exception, match="no model here"), peers.Serving("x", command):
+        pass
+
+
+# --- figures ---
+
+
+def test_trees_are_held_against_the_first_by_answers() -> None:
+    own, first = [[3.0, 4.0], [2.0]], [[2.0, 3.0], [3.0]]
+    tokens, gap, error = script("trees").difference(own, first)
+    assert (tokens, gap) == (3.0, pytest.approx(1 / 3))
+    # sqrt(G / (G - 1) * sum of squared deviations of the answers' sums) / places
+    assert error == pytest.approx((2 * ((4 / 3) ** 2 + (4 / 3) ** 2)) ** 0.5 / 3)
+    assert script("trees").difference([[1.0]], [[1.0]])[2] is None
+
+
+def test_a_step_is_the_same_wherever_it_is_asked_for(toy_folder: str) -> None:
+    """The first step after a part of a plain answer emits what the plain answer has there."""
+    from quickbeam import LLM, SamplingParams
+
+    trees, params = script("trees"), SamplingParams(max_tokens=24, ignore_eos=True)
+    with LLM(toy_folder, "dyspec", dtype="float32", drafter=toy_folder) as llm:
+        (*texts,) = trees.places(llm, [3, 4, 5], params, 5)
+        assert [len(text) for text in texts] == [3, 8, 13, 18, 23]
+        for text in texts:
+            # a model that drafts for itself is always right, down to the depth of the chain
+            assert trees.first_step(llm, text, "chain", 4, params) == 4
+            assert trees.first_step(llm, text, "ar", 1, params) == 1
+
+
+def test_a_share_of_the_vocabulary_is_kept_with_errors_over_questions() -> None:
+    common = script("common")
+    value, pulls = common.ratio([(4.0, 2.0), (2.0, 2.0)])
+    assert value == 1.5 and pulls == [0.25, -0.25]
+    assert common.error(pulls) == pytest.approx(0.5) and common.error([0.0]) is None
+
+
+def test_commands_of_the_documents_have_arguments_that_scripts_take(monkeypatch, capsys) -> None:
+    named = [one.words for one in commands() if one.words[:1] == ["python"]]
+    assert len(named) > 5
+    for words in named:
+        path = ROOT / words[1]
+        assert path.is_file(), words
+        monkeypatch.setattr(sys, "argv", [path.name, "--help"])
+        with pytest.raises(SystemExit):
+            script(path.stem).main()
+        shown = capsys.readouterr().out
+        assert all(word in shown for word in words if word.startswith("--")), words

@@ -1,0 +1,201 @@
+"""Draft probabilities of trees against acceptance: trees by hand, and distributions whose
+acceptance is known.
+
+pytest tests/test_draft_probabilities.py
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from drafters import KnownDrafter, context_of, policies, tree_of
+from quickbeam import SamplingParams
+from quickbeam.engine.trace import StepRecord
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.dyspec import DySpec
+from quickbeam.methods.perturbed import perturbed_plain
+from quickbeam.noise import Noise
+from quickbeam.sampling import Sampler
+from quickbeam.tree import TokenTree
+from quickbeam.verify import verify_equal, verify_residual
+from scripts import script
+from toy import ToyModel, path_tokens
+
+acceptance = script("acceptance")
+draft_probabilities, summarise = acceptance.draft_probabilities, acceptance.summarise
+
+
+def record(tree: TokenTree, path: list[int], token: int, taken: int | None = None) -> StepRecord:
+    emitted = [*(tree.token[node] for node in path[1:]), token]
+    return StepRecord(tree, path, token, emitted[:taken], 0.0, 0.0, 0.0)
+
+
+def tried(*arguments) -> list[tuple[float, bool, bool]]:
+    found = acceptance.tried(record(*arguments))
+    return [(round(one.probability, 6), *one[1:]) for one in found]
+
+
+@pytest.fixture
+def tree() -> TokenTree:
+    """Certain children: 1 (0.5), 2 (0.3) and 3 (0.1) below the root; below 2: 4 (0.8) and 5 (0.2);
+    below 4: 6 (0.9); below 1: 7 (0.6)."""
+    tree = TokenTree(0)
+    for parent, token, probability in (
+        (0, 1, 0.5),
+        (0, 2, 0.3),
+        (0, 3, 0.1),
+        (2, 4, 0.8),
+        (2, 5, 0.2),
+        (4, 6, 0.9),
+        (1, 7, 0.6),
+    ):
+        tree.add(parent, token, "drafter", tree.value[parent] * probability)
+    return tree
+
+
+def test_only_what_had_its_turn_is_counted(tree: TokenTree) -> None:
+    # 1 is rejected and 2 accepted: 3 had no turn, nor had 7 below 1. Then 4 is accepted, and 6
+    # below it rejected.
+    below_root = [(0.5, False, True), (0.6, True, False)]
+    assert tried(tree, [0, 2, 4], 9) == [*below_root, (0.8, True, True), (0.9, False, True)]
+    # Both children of 2 are rejected; a certain child is struck out with its own probability.
+    assert tried(tree, [0, 2], 9) == [*below_root, (0.8, False, True), (1.0, False, False)]
+    # All three children of the root are rejected: 0.3 of what 1 left, 0.1 of what both left.
+    rejected = [(0.5, False, True), (0.6, False, False), (0.5, False, False)]
+    assert tried(tree, [0], 9) == rejected
+    # A leaf is accepted: nothing is tried below it.
+    assert tried(tree, [0, 1, 7], 9) == [(0.5, True, True), (0.6, True, True)]
+    assert tried(TokenTree(0), [0], 9) == []
+
+
+def test_what_lies_beyond_the_answers_end_is_left_out(tree: TokenTree) -> None:
+    # 2 ended the answer, though the verifier went on to 4 and tried 6.
+    assert len(tried(tree, [0, 2, 4], 9, 1)) == 2
+    assert len(tried(tree, [0, 2, 4], 9, 2)) == 3
+
+
+def test_what_is_left_of_a_nearly_certain_law_is_not_lost_to_rounding() -> None:
+    law = torch.tensor([1.0, 1e-9, 3e-9])
+    tree = TokenTree(0)
+    for token, probability in enumerate(law.tolist()):
+        tree.add(0, token, "drafter", probability, law)
+    assert list(draft_probabilities(tree, 0)) == pytest.approx([1.0, 0.25, 1.0])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTED)
+def test_every_policys_draft_probabilities_are_its_laws(name: str, temperature: float) -> None:
+    model = ToyModel(vocab=8, zeros=0.0)
+    policy, generator, later = policies(model.draft)[name], torch.Generator().manual_seed(3), 0
+    for prompt in range(8):
+        tree = tree_of(policy, context_of([prompt], temperature, generator), 14, 8)
+        for node in range(len(tree)):
+            law = model.draft([prompt, *path_tokens(tree, node)]).double()
+            found = list(draft_probabilities(tree, node))
+            for token, probability in zip(tree.children[node], found, strict=True):
+                assert probability == pytest.approx(float(law[token] / law.sum()), rel=1e-4)
+                law[token] = 0.0
+            later += max(0, len(found) - 1)
+    assert later > 0 or name == "drafted-chain"
+
+
+@pytest.mark.parametrize("name", DRAFTED)
+def test_coupled_draft_probabilities_have_the_noise_counted_in(name: str) -> None:
+    model = ToyModel(vocab=8, zeros=0.0)
+    policy, later = policies(model.draft)[name], 0
+    for prompt in range(8):
+        noise, context = Noise(prompt, 0, 8), context_of([prompt], 0.6)
+        context.noise = noise
+        tree = tree_of(policy, context, 14, 8)
+        assert all(law is None for law in tree.law), "none is a draw"
+        for node in range(len(tree)):
+            law = perturbed_plain(
+                model.draft([prompt, *path_tokens(tree, node)]), noise, 1 + tree.depth[node], 0.6
+            )
+            found = list(draft_probabilities(tree, node))
+            for token, probability in zip(tree.children[node], found, strict=True):
+                # Far less likely tokens count without their noise in what the rest is divided by.
+                assert probability == pytest.approx(float(law[token] / law.sum()), rel=0.15)
+                law[token] = 0.0
+            later += max(0, len(found) - 1)
+    assert later > 0 or name == "drafted-chain"
+
+
+def steps(
+    draft: torch.Tensor,
+    target: Callable[[list[int]], torch.Tensor],
+    temperature: float,
+    count: int,
+    budget: int = 32,
+) -> list[StepRecord]:
+    """`count` steps of DySpec from a drafter that always has the distribution `draft`."""
+    policy, generator = DySpec(KnownDrafter(lambda _: draft)), torch.Generator().manual_seed(5)
+    found = []
+    for _ in range(count):
+        tree = tree_of(policy, context_of([0], temperature, generator), budget, 8)
+        if temperature > 0:
+            verdict = verify_residual(tree, lambda node: target(path_tokens(tree, node)), generator)  # noqa: B023 (called here only)
+        else:
+            verdict = verify_equal(tree, lambda node: int(target(path_tokens(tree, node)).argmax()))  # noqa: B023
+        found.append(record(tree, *verdict))
+    return found
+
+
+def test_a_drafter_equal_to_the_target_is_always_accepted() -> None:
+    probs = torch.tensor([0.55, 0.33, 0.12])
+    one = summarise(steps(probs, lambda _: probs, 1.0, 400), 10)
+    assert one["tried"] == one["accepted"] > 600 and one["first_acceptance"] == 1
+    filled = [each for each in one["bins"] if each["count"]]
+    assert [round(each["low"], 1) for each in filled] == [0.1, 0.3, 0.5]
+    assert all(each["acceptance"] == 1 for each in filled)
+    expected = sum(each["count"] * (1 - each["probability"]) for each in filled) / one["tried"]
+    assert one["calibration_gap"] == pytest.approx(expected) and one["correlation"] is None
+
+
+def test_a_coupled_drafter_equal_to_the_target_is_always_accepted() -> None:
+    model, found = ToyModel(vocab=9, zeros=0.0), []
+    policy = DySpec(KnownDrafter(model.target))
+    sampler = Sampler(SamplingParams(temperature=0.7), [0], 9)
+    for seed in range(60):
+        noise, context = Noise(seed, 0, 9), context_of([0], 0.7)
+        context.noise = noise
+        tree = tree_of(policy, context, 16, 8)
+
+        def emitted(node: int) -> int:
+            logits = model.target([0, *path_tokens(tree, node)]).log()  # noqa: B023
+            return sampler.emitted(logits, noise, 1 + tree.depth[node])  # noqa: B023
+
+        found.append(record(tree, *verify_equal(tree, emitted)))
+    one = summarise(found, 10)
+    assert one["tried"] == one["accepted"] > 120 and one["first_acceptance"] == 1
+
+
+def test_acceptance_is_that_of_the_rule() -> None:
+    # With draft distribution q and target p, a first child y is accepted with min(1, p[y] / q[y]):
+    # 0.4 for token 0, 1 for the others. Where 0 is rejected all that is left is on token 2: drawn
+    # next, 0.33 / 0.45 of token 1 is never accepted and 0.12 / 0.45 of 2 always.
+    q, p = torch.tensor([0.55, 0.33, 0.12]), torch.tensor([0.22, 0.33, 0.45])
+    one = summarise(steps(q, lambda _: p, 1.0, 2000), 10)
+    rates = {round(each["low"], 1): each["acceptance"] for each in one["bins"] if each["count"]}
+    half, later = one["bins"][5], one["bins"][7]
+    assert half["count"] > 1000
+    assert rates.pop(0.5) == pytest.approx(0.4, abs=4 * (0.24 / half["count"]) ** 0.5)
+    assert rates == {0.1: 1.0, 0.2: 1.0, 0.3: 1.0, 0.7: 0.0, 0.9: 1.0}
+    assert half["probability"] == pytest.approx(0.55)
+    assert later["probability"] == pytest.approx(0.33 / 0.45)
+    assert one["bins"][9]["probability"] == 1.0, "the third child has all that is left"
+
+
+def test_the_drafters_favourite_is_right_once() -> None:
+    # The drafter's favourite is 0. The target says 0 right below the root and then 1, the drafter's
+    # second: 0.6 at depths 1 to 3, right at the first; 0.3 / 0.4 of the second children, right at
+    # depth 2 and not in the tree at 3.
+    q, sure = torch.tensor([0.6, 0.3, 0.1]), torch.eye(3)
+    one = summarise(steps(q, lambda path: sure[min(len(path), 1)], 0.0, 3, budget=16), 10)
+    bins = {round(each["low"], 1): each for each in one["bins"] if each["count"]}
+    assert (bins[0.7]["count"], bins[0.7]["acceptance"]) == (3, 1.0)
+    assert sum(each["count"] for low, each in bins.items() if low != 0.7) == 9
+    assert one["first_acceptance"] == pytest.approx(1 / 3) and one["mean_accepted_tokens"] == 3

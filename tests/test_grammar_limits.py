@@ -1,0 +1,225 @@
+"""No grammar ends or freezes the process that compiles it. `pytest tests/test_grammar_limits.py`"""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from quickbeam import Grammar
+from quickbeam.grammar import trial
+
+# Compiles a grammar in a thread like a server's, and says what came of it.
+CHILD = """
+import json, sys, threading
+from transformers import AutoTokenizer
+from quickbeam import Grammar, InvalidInput
+from quickbeam.grammar.compiler import Compiler
+
+def work():
+    for kind, text in json.loads(sys.stdin.read()):
+        try:
+            masks = compiler.begin(Grammar(kind, text), [tokenizer.eos_token_id])
+            print("compiled", masks.find() is not None, flush=True)
+        except InvalidInput as error:
+            print("refused", str(error)[:300].encode(), flush=True)
+
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+"""
+
+
+def outcomes(toy_folder: str, *grammars: tuple[str, str]) -> list[str]:
+    ended = subprocess.run(
+        [sys.executable, "-c", CHILD, toy_folder],
+        input=json.dumps(grammars),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 0, f"the process ended with {ended.returncode}: {ended.stderr}"
+    found = ended.stdout.splitlines()
+    assert len(found) == len(grammars)
+    return found
+
+
+def nested(wrap: Callable[[Any], Any], value: Any, depth: int) -> Any:
+    for _ in range(depth):
+        value = wrap(value)
+    return value
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "ref": lambda one: one,
+    "anyOf": lambda one: {"anyOf": [one, {"type": "integer"}]},
+    "allOf": lambda one: {"allOf": [one, {"type": "object"}]},
+    "oneOf": lambda one: {"oneOf": [one, {"type": "integer"}]},
+    "items": lambda one: {"type": "array", "items": one},
+    "prefixItems": lambda one: {"type": "array", "prefixItems": [one]},
+    "properties": lambda one: {"type": "object", "properties": {"a": one}},
+    "required": lambda one: {"type": "object", "properties": {"a": one}, "required": ["a"]},
+    "additionalProperties": lambda one: {"type": "object", "additionalProperties": one},
+    "patternProperties": lambda one: {"type": "object", "patternProperties": {"^a$": one}},
+    "objects in anyOf": lambda one: {
+        "anyOf": [{"type": "object", "properties": {"a": one}}, {"type": "integer"}]
+    },
+    "$defs inside": lambda one: {"$defs": {"b": {"type": "integer"}}, "anyOf": [one]},
+}
+
+
+def chain(wrap: Callable[[Any], Any], length: int, depth: int = 1) -> str:
+    """A schema of so many definitions, each with a reference to the next inside `depth` wraps."""
+    definitions = {str(i): nested(wrap, {"$ref": f"#/$defs/{i + 1}"}, depth) for i in range(length)}
+    last = {str(length): {"type": "integer"}}
+    return json.dumps({"$defs": {**definitions, **last}, "$ref": "#/$defs/0"})
+
+
+def circle(wrap: Callable[[Any], Any], length: int) -> str:
+    definitions = {str(i): wrap({"$ref": f"#/$defs/{(i + 1) % length}"}) for i in range(length)}
+    return json.dumps({"$defs": definitions, "$ref": "#/$defs/0"})
+
+
+@pytest.mark.parametrize("name", WRAPS)
+def test_schemas_however_they_nest_end_no_process(toy_folder: str, name: str) -> None:
+    wrap = WRAPS[name]
+    text = '{"type": "integer"}'
+    outer, inner = json.dumps(wrap({})).split("{}") if name != "ref" else ("", "")
+    deep = outer * 5000 + text + inner * 5000  # written as text, since json.dumps would recurse
+    outcomes(
+        toy_folder,
+        *(("json_schema", chain(wrap, length)) for length in (800, 20_000)),
+        ("json_schema", chain(wrap, 200, 40)),
+        ("json_schema", circle(wrap, 3000)),
+        ("json_schema", json.dumps(nested(wrap, {"type": "integer"}, 40))),
+        ("json_schema", deep),
+        ("lark", f"start: %json {chain(wrap, 3000)}"),
+        ("lark", f"start: %json {deep}"),
+    )
+
+
+RULES: dict[str, Callable[[str, str], str]] = {
+    "alone": lambda rule, following: f"{rule}: {following}",
+    "between": lambda rule, following: f'{rule}: "b" {following} "c"',
+    "left": lambda rule, following: f'{rule}: {following} "c" | "d"',
+    "right": lambda rule, following: f'{rule}: "c" {following} | "d"',
+    "optional": lambda rule, following: f'{rule}: {following}? "c"',
+    "repeated": lambda rule, following: f"{rule}: ({following} | A)*",
+    "grouped": lambda rule, following: f"{rule}: {'(' * 20}{following}{' A)' * 20}",
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_lark_rules_however_they_chain_end_no_process(toy_folder: str, name: str) -> None:
+    def lark(length: int, last: str = '"a"', prefix: str = "r") -> str:
+        names = [f"{prefix}{i}" for i in range(length)]
+        rules = [RULES[name](one, other) for one, other in pairwise(names)]
+        return "\n".join([f"start: {names[0]}", *rules, f"{names[-1]}: {last}", 'A: "x"\n'])
+
+    outcomes(
+        toy_folder,
+        *(("lark", lark(length)) for length in (3000, 20_000)),
+        ("lark", lark(3000, "r0")),  # left and right recursion
+        ("lark", lark(5000, prefix="R")),  # terminals
+    )
+
+
+def test_groups_and_expressions_however_they_nest_end_no_process(toy_folder: str) -> None:
+    n = 20_000
+    groups = [("(", ")"), ("[", "]"), ("(", ")*"), ("(", ")?"), ("(", "){1,9}"), ("(", ' "b")')]
+    texts = ["(" * n + "a" + ")" * n, "(?:" * n + "a" + ")*" * n, "(a|" * n + "b" + ")" * n]
+    texts += ["[" * n + "a" + "]" * n, "a" + "?" * n, "a" + "{1,9}" * n, "(?i:" * n + "a" + ")" * n]
+    outcomes(
+        toy_folder,
+        *(("lark", "start: " + start * n + '"a"' + end * n) for start, end in groups),
+        ("lark", "start: A\nA: " + "~" * n + '"a"'),
+        ("lark", "start: A\nA: " + "(" * n + '"a" & "a")' * n),
+        ("lark", "start: " + "%lark {\nstart: " * n + '"a"\n' + "}\n" * n),
+        *(("regex", text) for text in texts),
+        *(("lark", f"start: /{text}/") for text in texts),
+        *(("json_schema", json.dumps({"type": "string", "pattern": text})) for text in texts),
+        ("json_schema", '{"const": ' + "[" * n + "]" * n + "}"),
+        ("json_schema", '{"enum": [' + '{"a":' * n + "1" + "}" * n + "]}"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", '{"type": "integer", "multipleOf": 99999999}'),  # all memory, for minutes
+        (
+            "json_schema",
+            json.dumps(
+                {"patternProperties": {f"^a{i}.*b{i}$": {"type": "null"} for i in range(3000)}}
+            ),
+        ),
+        ("regex", "a?" * 60_000),
+    ],
+)
+def test_what_takes_minutes_or_all_memory_is_refused(toy_folder: str, kind: str, text: str) -> None:
+    """The limits are of processor time and memory, so a busy machine refuses no more."""
+    (found,) = outcomes(toy_folder, (kind, text))
+    assert found.startswith("refused") and "make it smaller" in found
+
+
+def test_a_deep_schema_that_fits_compiles(toy_folder: str) -> None:
+    schema = ("json_schema", chain(WRAPS["objects in anyOf"], 1000))
+    rules = [f"r{i}: r{i + 1}" for i in range(3000)]
+    lark = ("lark", "\n".join(["start: r0", *rules, 'r3000: "a"\n']))
+    assert outcomes(toy_folder, schema, lark) == ["compiled True"] * 2
+
+
+def test_known_grammars_do_not_wait_for_new_ones(toy_folder: str, monkeypatch) -> None:
+    import threading
+
+    from transformers import AutoTokenizer
+
+    from quickbeam.grammar.compiler import Compiler
+
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    ends = [tokenizer.eos_token_id]
+    compiler.begin(Grammar.regex("known"), ends)
+    entered, go = threading.Event(), threading.Event()
+
+    def failure(text: str) -> None:
+        entered.set()
+        assert go.wait(60)
+
+    monkeypatch.setattr(trial, "failure", failure)
+    slow = threading.Thread(target=lambda: compiler.begin(Grammar.regex("new"), ends))
+    slow.start()
+    try:
+        assert entered.wait(60)
+        compiler.begin(Grammar.regex("known"), ends)
+        assert not go.is_set()
+    finally:
+        go.set()
+        slow.join()
+
+
+def test_warnings_write_nothing_raw_and_only_to_those_who_ask(toy_folder: str, caplog) -> None:
+    """A schema may come from a request: what it holds is in no log at the usual level."""
+    from transformers import AutoTokenizer
+
+    from quickbeam.grammar.compiler import Compiler
+
+    tokenizer = AutoTokenizer.from_pretrained(toy_folder)
+    compiler = Compiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    evil = "secret\x1b[2J\nERROR quickbeam: forged"
+    schema = Grammar.json_schema(
+        {"type": "string", "format": evil, "x-guidance": {"lenient": True}}
+    )
+    with caplog.at_level(logging.INFO):
+        compiler.begin(schema, [tokenizer.eos_token_id])
+    shown = [one for one in caplog.records if "secret" in one.getMessage()]
+    assert shown and all(one.levelno < logging.WARNING for one in shown)
+    assert all("\n" not in one.getMessage() and "\x1b" not in one.getMessage() for one in shown)

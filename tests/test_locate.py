@@ -1,0 +1,154 @@
+"""What `--model` names, checked before anything is loaded. `pytest tests/test_locate.py`"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from quickbeam.errors import InvalidInput
+from quickbeam.locate import check_hub, check_source
+
+
+def test_names_that_may_be_loaded_pass(tmp_path):
+    (tmp_path / "config.json").touch()
+    (tmp_path / "a.gguf").touch()
+    for name in ("smollm2-135m", "gpt2", "owner/a-model_1.5", str(tmp_path), f"{tmp_path}/a.gguf"):
+        check_source(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("./nope", "no such model folder or file: ./nope"),
+        ("~/nope", "no such"),
+        ("/a/b", "no such"),
+        ("a/b/c", "no such"),
+        ("nope.gguf", "no such"),
+        ("a model", "no such"),
+        ("", "no such|not a model folder"),
+        ("empty", "empty is not a model folder: it has no config.json"),
+        ("weights.bin", "weights.bin is a file, and of files only .gguf"),
+        ("model.safetensors", "is a file"),
+    ],
+)
+def test_what_can_not_be_loaded_is_named(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    for file in ("weights.bin", "model.safetensors"):
+        Path(file).touch()
+    with pytest.raises(InvalidInput, match=words):
+        check_source(name)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub that knows no model but `owner/known`."""
+
+    def do_GET(self) -> None:
+        known = self.path.startswith("/api/models/owner/known")
+        self.send_response(200 if known else 404)
+        if not known:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if known:
+            self.wfile.write(b'{"id": "owner/known", "_id": "1", "tags": [], "siblings": []}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def asked(name: str, port: int, cache: Path, offline: str = "0") -> tuple[int, str]:
+    """Check a name in a process of its own. Returns its exit code and the error; 7: it went on
+    offline."""
+    code = (
+        "import sys; from quickbeam.locate import check_hub\n"
+        "from huggingface_hub import constants\n"
+        f"try: check_hub({name!r})\n"
+        "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')\n"
+        "sys.exit(7 if constants.HF_HUB_OFFLINE else 0)"
+    )
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": f"http://127.0.0.1:{port}",
+        "HF_HUB_CACHE": str(cache),
+        "HF_HUB_OFFLINE": offline,
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60
+    )
+    return done.returncode, done.stderr
+
+
+def keep(cache: Path, name: str) -> None:
+    """Put a model into the hub's cache, as a download leaves it."""
+    folder = cache / f"models--{name.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123456789abcdef")
+    snapshot = folder / "snapshots" / "0123456789abcdef"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+
+
+def test_the_hub_is_asked_about_an_id(tmp_path):
+    with HTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        assert asked("owner/known", server.server_port, tmp_path) == (0, "")
+        code, said = asked("owner/typo", server.server_port, tmp_path)
+        assert code == 1 and "InvalidInput" in said and "no such model" in said
+        server.shutdown()
+
+
+def test_a_hub_that_is_out_of_reach(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]  # bound, but nobody listens
+        code, said = asked("owner/model", port, tmp_path)
+        assert code == 1 and "out of reach" in said and "HF_HUB_OFFLINE=1" in said
+        keep(tmp_path, "owner/model")
+        assert asked("owner/model", port, tmp_path) == (7, "")
+
+
+def test_a_hub_that_never_answers_is_given_up(tmp_path):
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        code = (
+            "import time; from quickbeam import locate; locate.PATIENCE = 1.0; "
+            "begin = time.monotonic()\n"
+            "try: locate.check_hub('owner/model')\n"
+            "except Exception as error: print(error, time.monotonic() - begin < 5)"
+        )
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "HF_HUB_CACHE": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "NO_PROXY": "127.0.0.1",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    assert "out of reach" in done.stdout and done.stdout.rstrip().endswith("True")
+
+
+def test_offline_only_what_was_downloaded(tmp_path):
+    code, said = asked("owner/model", 1, tmp_path, offline="1")
+    assert code == 1 and "HF_HUB_OFFLINE is set" in said
+    keep(tmp_path, "owner/model")
+    assert asked("owner/model", 1, tmp_path, offline="1") == (7, "")
+
+
+def test_names_on_this_machine_are_not_asked_for(tmp_path):
+    check_hub("smollm2-135m")
+    check_hub(str(tmp_path))

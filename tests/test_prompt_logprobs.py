@@ -1,0 +1,223 @@
+"""Log-probabilities of prompts: the model's own, and the same bits however the prompt was read.
+
+pytest tests/test_prompt_logprobs.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from answers import answer, request
+from models import VOCAB, tiny
+from quickbeam import LLM, AsyncLLM, InvalidInput, SamplingParams
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.result import Completion
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.errors import QuickbeamError
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.prompt_lookup import PromptLookup
+from quickbeam.models.model import Model
+from quickbeam.models.native import library
+
+CHUNK = 32
+WAYS = {
+    "native": torch.bfloat16,  # by the kernels
+    "eager": torch.bfloat16,  # by PyTorch's operators
+    "float32": torch.float32,
+}
+SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3)
+PROMPTS = [
+    random.Random(seed).choices(range(3, VOCAB), k=length)
+    for seed, length in enumerate((150, 1, 2, 33, 64, 90))
+]
+
+
+@pytest.fixture(params=WAYS)
+def model(request, monkeypatch) -> Model:
+    if request.param == "native" and library.kernels() is None:
+        pytest.skip("no native kernels here")
+    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager" if request.param == "eager" else "auto")
+    return Model(tiny("llama", WAYS[request.param], seed=3), chunk=CHUNK)
+
+
+def scored(model: Model, prompt: list[int], params: SamplingParams = SCORE, **options):
+    options.setdefault("engine", Engine(model, share=False))
+    return answer(model, NoDraft(), params, prompt, budget=1, **options)
+
+
+def run(engine: Engine, sequences: list[SequenceState]) -> None:
+    while not all(one.over for one in sequences):
+        engine.step()
+    assert [one.error for one in sequences] == [None] * len(sequences)
+
+
+@pytest.mark.parametrize("layout", ["llama", "gemma2-softcap-window", "gpt2"])
+def test_they_are_transformers_own(layout: str) -> None:
+    prompt = PROMPTS[0]
+    with torch.inference_mode():
+        law = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+    found = scored(Model(tiny(layout, seed=3), chunk=CHUNK), prompt)
+    assert (found.output.token_ids, found.output.finish_reason) == ([], "length")
+    assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(prompt)
+    for row, token, entry in zip(law[:-1], prompt[1:], found.prompt_logprobs[1:], strict=True):
+        assert entry.token == token
+        assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+        assert list(entry.top) == row.topk(3).indices.tolist()
+        assert list(entry.top.values()) == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)
+
+
+def test_bits_are_the_same_alone_and_in_a_batch(model: Model) -> None:
+    """Beside prompts that are scored, prompts that are not, and answers that run; with what the
+    prefix cache holds, and after it was emptied."""
+    alone = [scored(model, prompt).prompt_logprobs for prompt in PROMPTS]
+    engine, policy = Engine(model), PromptLookup(Ngram())
+    for chance in map(random.Random, range(6)):
+        if chance.random() < 0.3:
+            engine.forget()
+        asked = [i for i in range(len(PROMPTS)) for _ in range(2)]
+        chance.shuffle(asked)
+        ones = []
+        for i in asked:
+            params = SamplingParams(
+                max_tokens=chance.choice([1, 20]),
+                ignore_eos=True,
+                prompt_logprobs=chance.choice([None, 3]),
+            )
+            if params.prompt_logprobs is not None and chance.random() < 0.5:
+                params = replace(params, max_tokens=0)
+            ones.append(engine.add(request(model, policy, params, PROMPTS[i], budget=8)))
+            if chance.random() < 0.5:
+                engine.step()
+        run(engine, ones)
+        for i, one in zip(asked, ones, strict=True):
+            if one.params.prompt_logprobs is not None:
+                assert one.prompt_logprobs == alone[i]
+                assert one.statistics.cached_tokens == 0
+    engine.close()
+
+
+def test_a_cached_prefix_loses_none_and_is_left_for_others(model: Model) -> None:
+    prompt, engine = PROMPTS[0], Engine(model)
+    plain = SamplingParams(max_tokens=4, ignore_eos=True)
+    first = scored(model, prompt, plain, engine=engine)
+    for _ in range(2):
+        found = scored(model, prompt, engine=engine)
+        assert found.prompt_logprobs == scored(model, prompt).prompt_logprobs
+        assert found.statistics.cached_tokens == 0
+    engine.forget()
+    scored(model, prompt, engine=engine)
+    again = scored(model, prompt, plain, engine=engine)
+    assert again.statistics.cached_tokens > 0
+    assert again.output.token_ids == first.output.token_ids
+    engine.close()
+
+
+def test_a_set_back_prompt_is_scored_once() -> None:
+    if library.kernels() is None:
+        pytest.skip("no native kernels here")
+    model = Model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+    prompts = [PROMPTS[0][:100], PROMPTS[5], [9, *PROMPTS[5]], [7, *PROMPTS[0][:99]]]
+    params = SamplingParams(max_tokens=120, ignore_eos=True, prompt_logprobs=3)
+    alone = [scored(model, prompt, params) for prompt in prompts]
+    engine, back = Engine(model, pages=7), []
+    set_back = engine.scheduler.set_back
+
+    def noting(sequence: SequenceState) -> None:
+        back.append(len(sequence.prompt_logprobs or ()))
+        set_back(sequence)
+
+    engine.scheduler.set_back = noting  # type: ignore[method-assign]
+    ones = [engine.add(request(model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
+    for _ in range(3):
+        engine.step()
+    engine.scheduler.set_back(engine.scheduler.active[-1])  # in the middle of its prompt
+    run(engine, ones)
+    assert len(back) > 1 and 1 < back[0] < 90
+    assert [one.prompt_logprobs for one in ones] == [one.prompt_logprobs for one in alone]
+    assert [one.output.token_ids for one in ones] == [one.output.token_ids for one in alone]
+    engine.close()
+    assert model.pool.used == 0
+
+
+def test_an_answer_scores_as_it_was_given() -> None:
+    """As a prompt, an answer's tokens have the log-probabilities they were given with; and asking
+    for them changes no answer."""
+    if library.kernels() is None:
+        pytest.skip("no native kernels here")
+    model = Model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+    params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, logprobs=3, ignore_eos=True)
+    for prompt in PROMPTS:
+        given = scored(model, prompt, params)
+        both = scored(model, prompt, replace(params, prompt_logprobs=1))
+        assert both.output.token_ids == given.output.token_ids
+        assert both.logprobs == given.logprobs and given.prompt_logprobs is None
+        whole = scored(model, prompt + given.output.token_ids)
+        assert whole.prompt_logprobs[len(prompt) :] == given.logprobs
+
+
+def test_the_faces_have_them(toy_folder: str) -> None:
+    text = "the cat sat on the mat"
+
+    async def gathered(llm: LLM) -> list[Completion]:
+        async with AsyncLLM(llm=llm) as engine:
+            return await asyncio.gather(*(engine.generate(text, SCORE) for _ in range(3)))
+
+    with LLM(toy_folder, "pld") as llm:
+        found = llm.generate([text, "x"], SCORE)
+        for one, ids in zip(found, llm.tokenizer([text, "x"])["input_ids"], strict=True):
+            assert (one.text, one.token_ids, one.finish_reason) == ("", [], "length")
+            assert one.prompt_logprobs[0] is None and one.logprobs is None
+            assert [entry.token for entry in one.prompt_logprobs[1:]] == ids[1:]
+        assert list(llm.stream(text, SCORE)) == []
+        for one in asyncio.run(gathered(llm)):
+            assert one.prompt_logprobs == found[0].prompt_logprobs
+
+
+def test_only_one_row_of_logits_is_kept(model: Model) -> None:
+    params = SamplingParams(max_tokens=2, ignore_eos=True, prompt_logprobs=0)
+    engine = Engine(model)
+    one = engine.add(request(model, NoDraft(), params, PROMPTS[0], budget=1))
+    while not one.started:
+        engine.step()
+    logits = one.logits
+    assert logits.untyped_storage().nbytes() == VOCAB * logits.element_size()
+    run(engine, [one])
+    engine.close()
+
+
+def test_a_prompt_may_fill_the_context() -> None:
+    model = Model(tiny("gpt2"), chunk=CHUNK)
+    prompt = [5 + i % 80 for i in range(512)]
+    assert len(scored(model, prompt).prompt_logprobs) == 512
+    with pytest.raises(InvalidInput, match="context of 512"):
+        scored(model, prompt, replace(SCORE, max_tokens=1))
+
+
+def test_logits_that_are_no_numbers_end_the_answer_with_an_error() -> None:
+    source = tiny("llama", seed=3)
+    source.lm_head.weight.data[7] = torch.nan
+    with pytest.raises(QuickbeamError, match="NaN or infinite"):
+        scored(Model(source, chunk=CHUNK), PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 0, "logprobs": 1},
+        {"max_tokens": -1, "prompt_logprobs": 1},
+        {"prompt_logprobs": -1},
+        {"prompt_logprobs": 101},
+        {"prompt_logprobs": True},
+        {"max_tokens": 0, "prompt_logprobs": 1, "min_tokens": 1},
+    ],
+)
+def test_what_has_no_meaning_is_refused(fields) -> None:
+    with pytest.raises(InvalidInput, match=r"(max|min)_tokens=|prompt_logprobs="):
+        SamplingParams(**fields)

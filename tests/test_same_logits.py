@@ -1,0 +1,217 @@
+"""Models that quickbeam's path would run wrongly are refused with the true reason; others load.
+
+pytest tests/test_same_logits.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BertConfig,
+    BloomConfig,
+    CodeGenConfig,
+    CohereConfig,
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    FalconConfig,
+    Gemma3TextConfig,
+    GPTNeoConfig,
+    GraniteConfig,
+    MarianConfig,
+    MBartConfig,
+    MptConfig,
+    Olmo3Config,
+    OPTConfig,
+    PhimoeConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2MoeConfig,
+    Qwen3MoeConfig,
+    RobertaConfig,
+    SmolLM3Config,
+    StableLmConfig,
+    Starcoder2Config,
+    TrOCRConfig,
+    XGLMConfig,
+)
+
+from models import CONFIGS, SIZES, tiny
+from quickbeam.errors import InvalidInput
+from quickbeam.models import model as models
+from quickbeam.models import same_logits
+from quickbeam.models.eager_llama import LeanModel
+from quickbeam.models.model import Model
+from quickbeam.models.target import Target
+
+EXPERTS = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+LATENT = dict(
+    q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8
+) | dict(n_routed_experts=4, n_group=1, topk_group=1, num_key_value_heads=4)
+BART = dict(d_model=32, decoder_layers=2, decoder_attention_heads=4, decoder_ffn_dim=48)
+BART |= dict(vocab_size=97, is_encoder_decoder=False, is_decoder=True)
+GPT = dict(vocab_size=97, n_embd=32, n_layer=3, n_head=4)
+WINDOW = dict(sliding_window=6)
+BERT = {key: value for key, value in SIZES.items() if key != "num_key_value_heads"}
+
+GOOD: dict[str, PreTrainedConfig] = {name: config for name, config in CONFIGS.items()} | {
+    "bert-decoder": BertConfig(**BERT, is_decoder=True),
+    "codegen": CodeGenConfig(**GPT, rotary_dim=4),
+    "cohere": CohereConfig(**SIZES),
+    "deepseek-v3": DeepseekV3Config(**SIZES | EXPERTS | LATENT),
+    "granite": GraniteConfig(**SIZES),
+    "olmo3": Olmo3Config(**SIZES, **WINDOW),
+    "opt": OPTConfig(**BERT, ffn_dim=48, word_embed_proj_dim=32),
+    "phimoe-window": PhimoeConfig(**SIZES | EXPERTS | WINDOW),
+    "qwen2-moe-window": Qwen2MoeConfig(
+        **SIZES | EXPERTS | WINDOW, use_sliding_window=True, max_window_layers=1
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES | EXPERTS, head_dim=8),
+    "smollm3": SmolLM3Config(**SIZES),
+    "stablelm": StableLmConfig(**SIZES),
+    "starcoder2": Starcoder2Config(**SIZES),
+}
+OWN_CODE = "0 of its [23] layers attend through transformers' attention interface"
+COUNTS = "it counts positions itself"
+BAD: dict[str, tuple[PreTrainedConfig, str]] = {
+    "diffllama": (DiffLlamaConfig(**SIZES), "layer 0 attends more than once in a pass"),
+    "bart": (BartConfig(**BART), COUNTS),
+    "mbart": (MBartConfig(**BART), COUNTS),
+    "marian": (MarianConfig(**BART, pad_token_id=0), COUNTS),
+    "trocr": (TrOCRConfig(**BART | {"cross_attention_hidden_size": 32}), COUNTS),
+    "roberta": (RobertaConfig(**BERT, is_decoder=True), "it doesn't count positions from 0"),
+    "bert": (BertConfig(**BERT), "its attention is bidirectional"),
+    "gemma3-bidirectional": (
+        Gemma3TextConfig(**SIZES, head_dim=8, **WINDOW, use_bidirectional_attention=True),
+        "its attention is bidirectional",
+    ),
+    "bloom": (BloomConfig(vocab_size=97, hidden_size=32, n_layer=3, n_head=4), COUNTS),
+    "mpt": (MptConfig(vocab_size=97, d_model=32, n_layers=3, n_heads=4), COUNTS),
+    "falcon": (FalconConfig(**SIZES, num_kv_heads=2), OWN_CODE),
+    "gpt-neo": (
+        GPTNeoConfig(**GPT, hidden_size=32, num_layers=2, attention_types=[[["global"], 2]]),
+        OWN_CODE,
+    ),
+    "xglm": (
+        XGLMConfig(vocab_size=97, d_model=32, num_layers=3, attention_heads=4, ffn_dim=48),
+        OWN_CODE,
+    ),
+}
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["f32", "bf16"])
+
+
+def made(config: PreTrainedConfig, dtype: torch.dtype, seed: int = 0) -> PreTrainedModel:
+    return tiny("", dtype, seed, config=config)
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The errors that models are judged by, all of which are checked."""
+    found = list[float]()
+
+    def noted(got: torch.Tensor, expected: torch.Tensor) -> float:
+        found.append(relative_error(got, expected))
+        return found[-1]
+
+    relative_error = same_logits.relative_error
+    monkeypatch.setattr(same_logits, "relative_error", noted)
+    monkeypatch.setattr(models.LeanModel, "fits", lambda model: False)
+    return found
+
+
+@DTYPES
+@pytest.mark.parametrize("name", GOOD)
+def test_good_models_load_with_room_to_spare(
+    name: str, dtype: torch.dtype, errors: list[float]
+) -> None:
+    for seed in range(3):
+        Model(made(GOOD[name], dtype, seed))
+    room = same_logits.TOLERANCE.get(dtype, same_logits.TOLERANCE_FLOAT32)
+    assert len(errors) == 3 and max(errors) < room / 2
+
+
+@DTYPES
+@pytest.mark.parametrize("name", BAD)
+def test_bad_models_are_refused_with_the_true_reason(name: str, dtype: torch.dtype) -> None:
+    config, reason = BAD[name]
+    for seed in range(2):
+        model = made(config, dtype, seed)
+        with pytest.raises(InvalidInput, match=reason) as caught:
+            Model(model)
+        assert str(caught.value).startswith(f"{type(model).__name__} can't be used: ")
+        assert "recurrent" not in str(caught.value) and "Use another model" in str(caught.value)
+
+
+class Convolved(nn.Module):
+    """An MLP that reads the token before as well, as short convolutions do."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.mlp(x + x.roll(1, 1))
+
+
+@DTYPES
+def test_what_reads_earlier_tokens_beside_attention_is_refused(
+    dtype: torch.dtype, errors: list[float]
+) -> None:
+    for seed in range(3):
+        model = tiny("olmo2", dtype, seed)
+        for layer in model.model.layers:
+            layer.mlp = Convolved(layer.mlp)
+        with pytest.raises(InvalidInput, match=r"Olmo2ForCausalLM can't be used: on a text of 20 "):
+            Model(model)
+    logits, rounding = errors[::2], errors[1::2]
+    assert min(logits) > 2 * same_logits.TOLERANCE[torch.bfloat16]
+    assert min(logits) > 5 * same_logits.KERNELS * max(rounding)
+
+
+def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    errors = iter([0.3, 0.11, 0.3, 0.09])
+    monkeypatch.setattr(same_logits, "relative_error", lambda *_: next(errors))
+    target = Target(tiny("olmo2"))
+    assert target.prefill([1, 2, 3]).isfinite().all()
+    with pytest.raises(InvalidInput, match=r"30.0% off"):
+        Model(tiny("olmo2"))
+
+
+def test_a_window_that_only_the_mask_knows_of_is_heeded() -> None:
+    model = made(GOOD["phimoe-window"], torch.float32)
+    ids = [(7 * i + 3) % 97 for i in range(40)]
+    expected = model(input_ids=torch.tensor([ids])).logits[0, -1]
+    target = Target(model, chunk=16)
+    assert {layer.window for layer in target.model._tap.layers.values()} == {6}
+    torch.testing.assert_close(target.prefill(ids), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_layouts_that_are_described_are_not_run_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("checked")
+
+    monkeypatch.setattr(models, "expect", fail)
+    for name in ("llama", "qwen2", "qwen3", "mistral-window"):
+        assert LeanModel.fits(tiny(name))
+        Model(tiny(name))
+    with pytest.raises(AssertionError, match="checked"):
+        Model(tiny("olmo2"))
+
+
+def test_a_model_of_nans_is_left_to_its_answers_error() -> None:
+    model = tiny("olmo2")
+    with torch.no_grad():
+        model.lm_head.weight.fill_(torch.nan)
+    Model(model)
+
+
+def test_a_forward_that_fails_is_no_crash() -> None:
+    model = AutoModelForCausalLM.from_config(CONFIGS["olmo2"])
+    model.model.layers[1].mlp = nn.Linear(3, 3)
+    with pytest.raises(InvalidInput, match=r"transformers' own forward fails on a text \(mat1"):
+        Model(model)
