@@ -1,0 +1,178 @@
+"""How the sources are laid out: who imports whom, and how long things are. `pytest
+tests/test_house.py`"""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).parents[1] / "src" / "quickbeam"
+# A room imports only from its own line and the lines above. What is no folder and is not named
+# here is a noun, which all rooms share.
+ROOMS = (
+    ("nouns", "grammar"),
+    ("models",),
+    ("drafters",),
+    ("methods",),
+    ("engine",),
+    ("llm",),
+    ("aio", "transformers"),
+    ("serve", "batch", "train", "bench"),
+    ("cli", "__main__"),
+)
+LINES, FUNCTION_LINES = 400, 60
+
+# What does not hold yet; a line goes when its mend comes.
+UPWARD = {"hub → models.gguf_reading", "hub → models.loading"}
+CIRCLES = {
+    "cli → cli.app",
+    "drafters.shortlist.head → drafters.shortlist.kernels",
+    "drafters.shortlist.head → drafters.shortlist.native",
+    "hub → locate → models.loading",
+}
+LONG_FILES = {
+    "sampling.py",
+    "llm.py",
+    "drafters/eagle.py",
+    "drafters/checkpoints.py",
+    "engine/engine.py",
+    "engine/budget.py",
+    "train/wanted.py",
+    "models/model.py",
+    "models/native/program.py",
+}
+LONG_FUNCTIONS = {
+    "params.__post_init__",
+    "llm.__init__",
+    "hub.convert",
+    "transformers.params.params_of",
+    "transformers.loop.generate",
+    "drafters.vocabulary.make_shortlist",
+    "drafters.loading.load_drafter",
+    "drafters.checkpoints._config",
+    "serve.metrics.__init__",
+    "train.stages.write_text",
+    "models.model.__init__",
+    "models.streamed_loading.open_streamed",
+    "models.bit_exact.attention_is_order_free",
+    "models.loading.load_model",
+    "models.fused_llama.__init__",
+    "models.native.library.__init__",
+    "cli.batch.batch",
+    "cli.generate.generate",
+    "cli.serve.serve",
+}
+
+
+def modules(folder: Path) -> dict[str, Path]:
+    """The modules of a package by their names within it: `engine.cost`."""
+    paths = {path.relative_to(folder).with_suffix(""): path for path in folder.rglob("*.py")}
+    return {".".join(name.parts).removesuffix(".__init__"): path for name, path in paths.items()}
+
+
+def imports(path: Path, known: dict[str, Path]) -> set[str]:
+    """The package's modules that a file imports, wherever in the file it does."""
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("quickbeam."):
+            within = f"{node.module}".removeprefix("quickbeam").removeprefix(".")
+            for alias in node.names:
+                name = f"{within}.{alias.name}".removeprefix(".")
+                found.add(name if name in known else within)
+        elif isinstance(node, ast.Import):
+            names = (alias.name for alias in node.names if alias.name.startswith("quickbeam."))
+            found.update(name.removeprefix("quickbeam.") for name in names)
+    return found - {"", "__init__"}  # the package itself only hands on what its faces hold
+
+
+def room(module: str, folder: Path) -> str:
+    first = module.partition(".")[0]
+    named = any(first in line for line in ROOMS) or (folder / first).is_dir()
+    return first if named else "nouns"
+
+
+def upward(folder: Path) -> set[str]:
+    known = modules(folder)
+    level = {one: i for i, line in enumerate(ROOMS) for one in line}
+    wrong = set()
+    for module, path in known.items():
+        if module == "__init__":
+            continue
+        own = room(module, folder)
+        assert own in level, f"{module}: put the room {own} into ROOMS"
+        for other in imports(path, known):
+            if level[room(other, folder)] > level[own]:
+                wrong.add(f"{module} → {other}")
+    return wrong
+
+
+def circles(folder: Path) -> set[str]:
+    """The modules that import each other in a circle, one circle after the other."""
+    known = modules(folder)
+    graph = {name: imports(path, known) & known.keys() for name, path in known.items()}
+    del graph["__init__"]
+    found = set()
+    while True:
+        try:
+            list(TopologicalSorter(graph).static_order())
+            return found
+        except CycleError as error:
+            circle = error.args[1]
+            found.add(" → ".join(sorted(set(circle))))
+            for importer, imported in zip(circle[1:], circle, strict=False):
+                graph[importer] = graph[importer] - {imported}
+
+
+def long_files(folder: Path) -> set[str]:
+    sizes = {path: len(path.read_text("utf-8").splitlines()) for path in folder.rglob("*.py")}
+    return {path.relative_to(folder).as_posix() for path, lines in sizes.items() if lines > LINES}
+
+
+def long_functions(folder: Path) -> set[str]:
+    return {
+        f"{module}.{node.name}"
+        for module, path in modules(folder).items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        and (node.end_lineno or 0) - node.lineno >= FUNCTION_LINES
+    }
+
+
+@pytest.mark.parametrize(
+    ("look", "known"),
+    [
+        (upward, UPWARD),
+        (circles, CIRCLES),
+        (long_files, LONG_FILES),
+        (long_functions, LONG_FUNCTIONS),
+    ],
+    ids=["upward", "circles", "files", "functions"],
+)
+def test_the_house_is_in_order(look, known):
+    assert look(SOURCES) - known == set()
+
+
+def test_what_is_wrong_is_seen(tmp_path):
+    files = {
+        "__init__.py": "",
+        "tree.py": "def f():\n    from quickbeam import engine",
+        "engine/__init__.py": "from quickbeam.engine.step import g",
+        "engine/step.py": "import quickbeam.engine.long\nfrom quickbeam import tree",
+        "engine/long.py": "def f():\n" + "    x = 1\n" * LINES,
+        "llm.py": "from quickbeam.engine import step",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert upward(tmp_path) == {"tree → engine"}
+    (circle,) = circles(tmp_path)
+    assert circle == "engine → engine.step → tree"
+    assert long_files(tmp_path) == {"engine/long.py"}
+    assert long_functions(tmp_path) == {"engine.long.f"}
+    (tmp_path / "kitchen").mkdir()
+    (tmp_path / "kitchen" / "pan.py").touch()
+    with pytest.raises(AssertionError, match="put the room kitchen into ROOMS"):
+        upward(tmp_path)
