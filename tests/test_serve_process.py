@@ -97,14 +97,14 @@ def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, por
 def test_a_process_that_loads_can_be_ended(smollm2, port):
     server = start(port)
     try:
-        wait(lambda: _answers(port))
+        wait(lambda: says_that_it_loads(port))
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
     finally:
         finish(server)
 
 
-def _says_that_it_loads(port: int) -> bool:
+def says_that_it_loads(port: int) -> bool:
     """A port that listens is not enough: the server takes signals only once its loop runs."""
     try:
         return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).status_code == 503
