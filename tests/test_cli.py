@@ -426,7 +426,7 @@ def test_pull_prints_the_folder_and_lists_what_there_is(run, monkeypatch, tmp_pa
     refused(run("pull", "--json"), 2, "--list")
     # a path is never broken, however narrow the terminal
     assert f"  {tmp_path / 'smollm2-135m'}\n" in run("pull", "--list").stdout
-    monkeypatch.setattr(hub, "make", lambda name, folder, report: report("working", 0.5))
+    monkeypatch.setattr(hub, "make_folder", lambda folder, make, waiting: waiting())
     assert run("pull").stdout == f"{tmp_path / 'smollm2-135m'}\n"
 
 

@@ -19,6 +19,7 @@ import torch
 from typer.testing import CliRunner
 
 from quickbeam import __version__, hub, machine
+from quickbeam.cache import cache_folder
 from quickbeam.cli import doctor
 from quickbeam.cli.app import app
 from quickbeam.cli.doctor import CHECKS, NOTE, OK, PROBLEM, Finding
@@ -166,7 +167,7 @@ def test_the_default_model_and_the_cache(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(os, "access", lambda path, mode: False)
         says(doctor.model(), PROBLEM, "QUICKBEAM_CACHE")
-    folder = hub.cache_folder() / hub.DEFAULT
+    folder = cache_folder() / hub.DEFAULT
     folder.mkdir(parents=True)
     for name in ("config.json", "model.safetensors", "tokenizer.json"):
         (folder / name).touch()

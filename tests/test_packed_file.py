@@ -45,7 +45,7 @@ def rows(shape: WeightShape) -> packed_file.Rows:
     return lambda first, last: [weight[first:last] for weight in weights]
 
 
-def made(path: Path, progress: packed_file.hub.Progress = lambda stage, fraction: None) -> Plan:
+def made(path: Path, progress: packed_file.Progress = lambda stage, fraction: None) -> Plan:
     found = plan()
     make(
         path,

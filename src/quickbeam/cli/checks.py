@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 from quickbeam import hub
+from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput
-from quickbeam.locate import check_hub, check_source
 from quickbeam.presets import PRESETS, check_vocab, preset, stand_in
 
 # how many tokens a chat template may take away where it joins a prompt's ends
@@ -39,7 +39,7 @@ def check_loading(
 
 def check_models(*names: str | None) -> None:
     """Raise `InvalidInput` for a name of a model or drafter that can't be loaded."""
-    for check in (check_source, check_hub):
+    for check in (hub.check_source, hub.check_hub):
         for name in names:
             if name is not None:
                 check(name)
@@ -50,9 +50,9 @@ def check_length(model: str | None, text: str, max_tokens: int) -> None:
 
     What this can't tell, the model's own check tells after loading.
     """
-    folder = hub.cache_folder() / model if model in hub.EMBEDDED else Path(model or hub.DEFAULT)
+    folder = cache_folder() / model if model in hub.EMBEDDED else Path(model or hub.DEFAULT)
     if model is None:
-        folder = hub.cache_folder() / hub.DEFAULT
+        folder = cache_folder() / hub.DEFAULT
     files = [folder.expanduser() / name for name in ("config.json", "tokenizer.json")]
     if not all(file.is_file() for file in files):
         return

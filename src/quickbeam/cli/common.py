@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from quickbeam import hub
+from quickbeam import cache, hub
 from quickbeam.errors import InvalidInput, QuickbeamError
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def stderr() -> Console:
 
 
 @contextmanager
-def progress_bar(first: str, by_itself: bool = True) -> Iterator[hub.Progress]:
+def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]:
     """Show a line on stderr that says what is going on, and remove it at the end.
 
     Yields the callback that changes the line. Where stderr is no terminal, it is `progress_lines`.
@@ -89,7 +89,7 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[hub.Progress]:
 
 
 @contextmanager
-def progress_lines(first: str, every: float = EVERY) -> Iterator[hub.Progress]:
+def progress_lines(first: str, every: float = EVERY) -> Iterator[cache.Progress]:
     """Write a line to stderr every few seconds, for logs and beside bars of other libraries.
 
     Nothing is written before another stage than the `first` begins: what takes long has one.
@@ -120,7 +120,7 @@ def progress_lines(first: str, every: float = EVERY) -> Iterator[hub.Progress]:
 
 
 @contextmanager
-def loading_progress(*names: str | None) -> Iterator[hub.Progress]:
+def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
     first = f"loading {names[0] or hub.DEFAULT}"
     local = all(

@@ -149,8 +149,9 @@ def extras() -> Finding:
 
 def model() -> Finding:
     from quickbeam import hub
+    from quickbeam.cache import cache_folder
 
-    folder = hub.cache_folder()
+    folder = cache_folder()
     above = next(one for one in (folder, *folder.parents) if one.exists())
     pulled = next(info.pulled for info in hub.models() if info.name == hub.DEFAULT)
     least, free = hub.EMBEDDED[hub.DEFAULT].work_bytes, shutil.disk_usage(above).free

@@ -11,10 +11,8 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import gguf
 import torch
 from safetensors import SafetensorError
-from tokenizers import pre_tokenizers
 from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -28,8 +26,8 @@ from transformers import (
 from transformers.utils import cached_file, find_adapter_config_file, is_peft_available
 
 from quickbeam import hub
+from quickbeam.conversion import refuse_incomplete
 from quickbeam.errors import InvalidInput
-from quickbeam.locate import check_source
 from quickbeam.params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -82,7 +80,7 @@ def _source(model: str) -> str:
     there, or that holds no model.
     """
     path = Path(model).expanduser()
-    check_source(model)
+    hub.check_source(model)
     if path.suffix == ".gguf":
         return str(hub.converted(path))
     return str(path) if path.is_dir() else model
@@ -241,46 +239,6 @@ def _merge_adapters(model: PreTrainedModel) -> None:
                 layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
             module.merge(safe_merge=True)
             model.set_submodule(name, layer)
-
-
-def refuse_incomplete(found: Mapping[str, Any]) -> None:
-    """Raise `InvalidInput` naming the tensors that transformers had to make up.
-
-    The checkpoint lacks them, or has them in another shape. `found`: transformers' `missing_keys`
-    and `mismatched_keys`.
-    """
-    if mismatched := sorted(found["mismatched_keys"]):
-        name, stored, expected = mismatched[0]
-        more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
-        raise InvalidInput(
-            f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
-            "config.json: they are of two models"
-        )
-    if missing := sorted(found["missing_keys"]):
-        more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
-        hint = (
-            "; if its head is its embedding, write tie_word_embeddings: true into config.json"
-            if missing == ["lm_head.weight"]
-            else ""
-        )
-        raise InvalidInput(
-            f"its weights lack {', '.join(missing[:4])}{more}: download it again, "
-            f"with all of its files{hint}"
-        )
-
-
-def split_digits(tokenizer: PreTrainedTokenizerBase, file: Path) -> None:
-    """Make a tokenizer from a `.gguf` file split off digits first, where the file says so.
-
-    transformers reads every BPE tokenizer of such files as GPT-2's, which doesn't.
-    """
-    pre = gguf.GGUFReader(file).get_field("tokenizer.ggml.pre")
-    if pre is not None and pre.contents() == "smollm":
-        digits, byte_level = (
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False),
-        )
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, byte_level])
 
 
 def load_model(

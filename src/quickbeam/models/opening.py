@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from quickbeam import hub
+from quickbeam.cache import Progress
 from quickbeam.models.loading import eos_ids, load_model, sampling_defaults
 from quickbeam.models.model import Model
 from quickbeam.models.native.quantised import BFLOAT16
@@ -42,7 +42,7 @@ def open_model(
     weights: str = BFLOAT16,
     memory: int | None = None,
     device_map: Any = None,
-    progress: hub.Progress | None = None,
+    progress: Progress | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> Opened:
@@ -84,7 +84,7 @@ def _opened(
     tokenizer: Any,
     folder: str,
     weights: str,
-    progress: hub.Progress | None,
+    progress: Progress | None,
     **more: Any,
 ) -> Opened:
     kept = None

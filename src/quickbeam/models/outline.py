@@ -25,8 +25,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from quickbeam.conversion import refuse_incomplete
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.loading import causal_class, hold_angles, refuse_incomplete, refuse_unfit
+from quickbeam.models.loading import causal_class, hold_angles, refuse_unfit
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 WANTED = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quickbeam import hub
+from quickbeam.cache import Progress, alone, sweep
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels
@@ -231,7 +231,7 @@ def _bytes(tensor: torch.Tensor) -> Any:
 
 
 def make(
-    path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress: hub.Progress, said: str
+    path: Path, plan: Plan, rows: Sequence[Rows], embedding: Rows, progress: Progress, said: str
 ) -> None:
     """`write` the file unless it is there, one process at a time.
 
@@ -242,13 +242,13 @@ def make(
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with hub.alone(
+        with alone(
             path.with_name(f".{path.name}.lock"),
             lambda: progress("waiting for another process that packs the same weights", None),
         ):
             if is_whole(path, plan):
                 return
-            hub.sweep(path)
+            sweep(path)
             write(path, plan, rows, embedding, lambda done: progress(said, done))
             for other in path.parent.glob(f"{path.stem.rpartition('-')[0]}-*{path.suffix}"):
                 if other != path:  # of an earlier layout

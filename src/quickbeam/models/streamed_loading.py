@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from quickbeam import hub
+from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
 from quickbeam.models.fused_llama import FusedLlama
 from quickbeam.models.loading import hold_angles
@@ -83,7 +83,7 @@ def open_streamed(
     model: str,
     memory: int | None,
     weights: str,
-    progress: hub.Progress | None = None,
+    progress: Progress | None = None,
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,

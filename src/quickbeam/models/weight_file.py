@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from quickbeam.hub import alone, cache_folder, sweep
+from quickbeam.cache import alone, cache_folder, sweep
 from quickbeam.models.memory import room_for_weights
 from quickbeam.models.native import build
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from quickbeam import __version__
-from quickbeam.hub import cache_folder
+from quickbeam.cache import cache_folder
 from quickbeam.llm import LLM
 
 # suffixes of files that answers depend on

@@ -1,0 +1,102 @@
+"""The folder that models are kept in. What is made there appears complete or not at all.
+
+It is made in a hidden place beside, and renamed at the end. Whoever makes it next removes what an
+interrupted process left there.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from platformdirs import user_cache_dir
+
+Progress = Callable[[str, "float | None"], None]
+"""Told what is going on and how far it is: a few words, and a fraction of 0 to 1 (None where that
+is not known)."""
+
+
+def cache_folder() -> Path:
+    """Return the folder that models are kept in.
+
+    It is the environment variable `QUICKBEAM_CACHE`, or the platform's folder for caches.
+    """
+    return Path(
+        os.environ.get("QUICKBEAM_CACHE") or user_cache_dir("quickbeam", appauthor=False)
+    ).expanduser()
+
+
+def make_folder(folder: Path, make: Callable[[Path], Path], waiting: Callable[[], None]) -> None:
+    """Have `make` write a model's `folder`, unless it is complete, one process at a time.
+
+    `make` gets an empty folder to work in, and returns the one in it that becomes `folder`.
+    `waiting` is called where another process is at it.
+    """
+    if is_complete(folder):
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with alone(folder.with_name(f".{folder.name}.lock"), waiting):
+        if is_complete(folder):
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        sweep(folder)
+        work = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+        work.mkdir()
+        try:
+            made = make(work)
+            for file in made.iterdir():  # or a power cut leaves empty files under the final name
+                with open(file, "rb+") as handle:
+                    os.fsync(handle.fileno())
+            os.replace(made, folder)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+
+
+def is_complete(folder: Path) -> bool:
+    return all(
+        (folder / file).is_file() for file in ("config.json", "model.safetensors", "tokenizer.json")
+    )
+
+
+@contextmanager
+def alone(path: Path, waiting: Callable[[], None]) -> Iterator[None]:
+    """Hold the lock file `path`. If another process holds it, call `waiting` once, then wait."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        waiting()
+        lock.acquire(poll_interval=0.2)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def sweep(made: Path) -> None:
+    """Remove what interrupted processes left that were making `made`, a file or a folder.
+
+    The caller holds its lock, so no living process works on it.
+    """
+    work = re.compile(rf"\.{re.escape(made.name)}\.\d+\.tmp")
+    for path in made.parent.iterdir():
+        if work.fullmatch(path.name):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+
+
+def folder_bytes(folder: Path) -> int:
+    """Return the bytes of all files under `folder`. Files that vanish meanwhile count as 0."""
+    total = 0
+    for parent, _, files in os.walk(folder):
+        for file in files:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(parent, file)).st_size
+    return total
