@@ -1,13 +1,11 @@
-"""How often the token that is wanted of a drafter would be scored, by ways to choose as many rows.
+"""How often the token that the target finds likeliest would be scored, by ways to choose rows.
 
     python benchmarks/recall.py --drafter FOLDER --rows 1475,2949,6144,12288
 
-FOLDER is one that `quickbeam train` left, with its text and shortlist. At each place of text that
-the model wrote itself the wanted token is the target's likeliest one. Routers are trained on four
-conversations of five; places of the fifth are counted. "Wanted" are clusters of tokens wanted
-in the same places (PIFA), "head" clusters of alike rows of the head. "Root" asks the router once a
-tree, the others at every place. The figure is the recall with the context's tokens beside; the JSON
-has it without them, too (`alone`), and of what the drafter gets right (`right`).
+FOLDER is one that `quickbeam train` left, with its text and shortlist. Routers are trained on four
+conversations of five; places of the fifth are counted. "Places" are clusters of tokens that follow
+in the same places (PIFA), "rows" clusters of alike rows of the head (DynaSpec). The figure is the
+recall with the context's tokens beside; the JSON has it without them, too (`alone`).
 """
 
 from __future__ import annotations
@@ -20,88 +18,55 @@ import torch
 
 from common import arguments, finish, numbers, script
 from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.train.places import Places, collect_places
-from quickbeam.train.shortlists import DrafterFolder
-from quickbeam.train.wanted import (
-    Clusters,
-    Found,
-    Teaching,
-    halved,
-    label_features,
-    of_router,
-    roots,
-    routed,
-    score,
-    teach,
-)
+from quickbeam.train.clusters import CLUSTERINGS, halve
+from quickbeam.train.places import collect_places
+from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.shortlist import DrafterFolder
 
 HELD_OUT = 5  # one in this many conversations is counted
 # clusters of what, tokens of a cluster, and whether the router learns only what the context lacks
-WAYS = (("wanted", 16, True), ("wanted", 64, True), ("wanted", 8, True), ("head", 16, True))
-WAYS += (("head", 512, False),)  # the paper's kind
-RANKS = (64, 128)  # of scorers of single tokens, from the state that the drafter's head reads
+WAYS = (("pifa", 16, True), ("pifa", 64, True), ("pifa", 8, True), ("kmeans", 16, True))
+WAYS += (("kmeans", 512, False),)  # the paper's
+NAMES = {"pifa": "places", "kmeans": "rows"}
+Found = Iterator[tuple[int, Recall]]
 
 
-class Trial:
-    """What all ways to choose share: places to learn from, places to count, sizes."""
-
-    def __init__(self, given: Namespace) -> None:
-        out = Path(given.drafter)
-        self.artefact, self.folder = Artefact.load(out), DrafterFolder(given.model, out)
-        self.sizes, self.listed = [int(one) for one in numbers(given.rows)], given.listed
-        self.train, self.held = (
-            self._places(given, count, own)
-            for count, own in ((given.train, False), (given.held, True))
+def ways(
+    given: Namespace, folder: DrafterFolder, ranking: torch.Tensor
+) -> Iterator[tuple[str, Found]]:
+    """Yield all ways by name, with their figures by the number of rows."""
+    sizes, listed = [int(one) for one in numbers(given.rows)], given.listed
+    places, held = (
+        collect_places(
+            folder.network,
+            folder.head,
+            folder.shards,
+            [i for i in range(len(folder.shards)) if (i % HELD_OUT == 0) is own],
+            given.depths,
+            count,
+            given.seed,
         )
-        self.folder.to_cpu()
-        ranking = self.artefact.ranking
-        self.rank = torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
-
-    def _places(self, given: Namespace, count: int, own: bool) -> Places:
-        folder = self.folder
-        chosen = [i for i in range(len(folder.shards)) if (i % HELD_OUT == 0) is own]
-        known = (folder.network, folder.head, folder.shards, chosen)
-        return collect_places(*known, given.depths, count, given.seed, own)
-
-    def found(self, rows: int, scored: torch.Tensor) -> tuple[int, Found]:
-        return rows, score(self.held, scored, self.rank[self.held.wanted] < rows)
-
-    def frequency(self) -> Iterator[tuple[int, Found]]:
-        """The most frequent tokens."""
-        for rows in self.sizes:
-            yield self.found(rows, self.rank[self.held.wanted] < rows)
-
-    def routed(self, clusters: Clusters, scores, own: bool = True) -> Iterator[tuple[int, Found]]:
-        """Clusters beside a list of frequent tokens, the same number at each place."""
-        asked = None if own else roots(self.held)
-        always = self.rank[self.held.wanted] < self.listed
-        for rows in self.sizes:
-            if (count := (rows - self.listed) // clusters.size) > 0:
-                chosen = routed(self.held, clusters, scores, count, asked)
-                yield self.found(rows, chosen | always)
-
-    def run(self) -> Iterator[tuple[str, Iterator[tuple[int, Found]]]]:
-        """Yield all ways by name."""
-        yield "frequency", self.frequency()
-        network, head = self.folder.network, self.folder.head
-        rest = self.artefact.ranking[self.listed :].sort().values
-        for by, size, residual in WAYS:
-            wanted = label_features(network, head, self.train) if by == "wanted" else head.float()
-            clusters = Clusters.cut(rest[halved(wanted[rest])], size, len(head))
-            router = teach(network, self.train, clusters, Teaching(residual=residual))
-            scores, name = of_router(network, router, self.held), f"{size} a cluster, {by}"
-            yield f"{name}, root", self.routed(clusters, scores, own=False)
-            yield name, self.routed(clusters, scores)
-        rows = head[rest].float()
-        for rank in (rank for rank in RANKS if rank <= rows.shape[1]):
-            u, s, v = torch.svd_lowrank(rows, rank, niter=3)
-
-            def scores(places: torch.Tensor, up=v, down=u * s) -> torch.Tensor:
-                return self.held.feature[places].float() @ up @ down.T
-
-            one = Clusters.cut(rest, 1, len(head))
-            yield f"single tokens, rank {rank} of the head", self.routed(one, scores)
+        for count, own in ((given.train, False), (given.held, True))
+    )
+    folder.to_cpu()
+    network, head = folder.network, folder.head
+    rank = torch.empty_like(ranking).index_copy_(0, ranking, torch.arange(len(ranking)))
+    rank = rank[held.target]
+    yield "frequency", ((rows, recall(held, rank < rows, rank < rows)) for rows in sizes)
+    rest = ranking[listed:].sort().values
+    for name, size, residual in WAYS:
+        features = CLUSTERINGS[name](network, head, places)
+        order = torch.cat([ranking[:listed], rest[halve(features[rest], size)]])
+        layout = Layout(order, listed, size, len(head))
+        router = train_router(network, places, layout.cluster_of, RouterRecipe(residual))
+        figures = []
+        for rows in sizes:
+            if (count := (rows - listed) // size) > 0:
+                hit = routed(network, router, held, layout.cluster_of, count) | (rank < listed)
+                figures.append((rows, recall(held, hit, rank < rows)))
+        yield f"{size} a cluster, {NAMES[name]}", iter(figures)
 
 
 def main() -> None:
@@ -114,14 +79,16 @@ def main() -> None:
     given = parser.parse_args()
     if given.drafter is None:
         raise InvalidInput("--drafter: name a folder that `quickbeam train` left")
-    trial, rows, ways = Trial(given), [], []
-    for name, found in trial.run():
-        row: dict[str, object] = {"chosen by": name, **{f"{n:,}": "-" for n in trial.sizes}}
-        for size, one in found:
+    out, rows, records = Path(given.drafter), [], []
+    ranking, folder = Artefact.load(out).ranking, DrafterFolder(given.model, out)
+    for name, figures in ways(given, folder, ranking):
+        row: dict[str, object] = {"chosen by": name}
+        row |= {f"{int(one):,}": "-" for one in numbers(given.rows)}
+        for size, one in figures:
             row[f"{size:,}"] = f"{one.recall:.4f}"
-            ways.append({"name": name, "rows": size, **one._asdict()})
+            records.append({"name": name, "rows": size, **one._asdict()})
         rows.append(row)
-    finish(given, rows, text=trial.folder.shards.tokens, ways=ways)
+    finish(given, rows, text=folder.shards.tokens, ways=records)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from quickbeam.train.router import Epoch
     from quickbeam.train.trainer import Report
 
 METHODS = "ar,logitspec,dyspec:4,dyspec,frspec,dynaspec,dynaspec+router"
@@ -140,82 +139,18 @@ def line(report: Report) -> str:
 
 def make_shortlist(plan: Plan, how: ShortlistPlan) -> None:
     """Make a drafter's shortlist from its text."""
-    if how.clusters == "heads":
-        make_clusters(plan, how)
-        train_router(plan, how)
-        return
     with loading_progress(plan.model) as report:
-        from quickbeam.train.wanted import Teaching, WantedTraining
+        from quickbeam.train.shortlist import ShortlistTraining
 
-        teaching = Teaching(width=how.width, epochs=how.router_epochs or 4)
-        recall = WantedTraining(
-            plan.model,
-            plan.out,
-            how.listed,
-            how.size or 16,
-            how.rows,
-            teaching,
-            plan.recipe.depths,
-            how.list_of,
-        ).run(report)
-    for count, (plain, one) in recall.items():
+        recipe = plan.recipe
+        training = ShortlistTraining(plan.model, plan.out, how, recipe.depths, recipe.seed)
+        figures = training.run(report)
+    for count, (listed, both) in figures.items():
         stderr().print(
-            f"held-out recall of {count:,} rows and the context: {one.recall:.4f}, of a "
-            f"list of as many {plain.recall:.4f}"
+            f"held-out recall of {count:,} rows and the context: {both.recall:.4f}, of a "
+            f"list of as many {listed.recall:.4f}"
         )
     stderr().print(f"written to {plan.out}")
-
-
-def make_clusters(plan: Plan, how: ShortlistPlan) -> None:
-    """Order a drafter's vocabulary: frequent tokens, then clusters of rows that are alike."""
-    with loading_progress(plan.model) as report:
-        from quickbeam.train.shortlists import ClusterTraining
-
-        training = ClusterTraining(plan.model, plan.out, how.listed, how.size, plan.recipe.seed)
-        report("clustering", None)
-        made = training.run()
-    layout = made.artefact.layout
-    stderr().print(
-        f"the {layout.frequent:,} frequent tokens are {made.share:.1%} of the text; "
-        f"{layout.clusters} clusters of {layout.size}"
-    )
-
-
-def train_router(plan: Plan, how: ShortlistPlan) -> None:
-    """Train the router over such clusters. Ctrl-C between epochs keeps the best one so far."""
-    console, recipe = stderr(), plan.recipe
-    with loading_progress(plan.model):
-        from quickbeam.train.router import RouterRecipe
-        from quickbeam.train.shortlists import GIB, RouterTraining
-
-        epochs = how.router_epochs or 6
-        asked = RouterRecipe(how.rows, epochs, how.width, depths=recipe.depths, seed=recipe.seed)
-        training = RouterTraining(plan.model, plan.out, asked)
-    console.print(f"needs at most {training.memory() / GIB:.1f} GiB of memory beside the model")
-    training.check_memory()
-    with stages_bar(console) as bar:
-        task = bar.add_task("labels", total=1.0, figures="")
-
-        def labelled(done: float) -> None:
-            bar.update(task, completed=done)
-            if done >= 1:
-                bar.reset(task, description="training", total=float(epochs), figures="")
-
-        def trained(epoch: Epoch) -> None:
-            bar.update(task, completed=epoch.number, figures=f"loss {epoch.loss:.3f}")
-            bar.console.print(
-                f"epoch {epoch.number} of {epochs}: loss {epoch.loss:.3f}, held out "
-                f"{epoch.held.loss:.3f}"
-            )
-
-        held = training.run(labelled, trained)
-    for depth, row in enumerate(held.recall, 1):
-        shares = ", ".join(
-            f"{share:.3f} with {k}" if k else f"{share:.3f} by the frequent ones"
-            for k, share in zip(held.choices, row, strict=True)
-        )
-        console.print(f"held-out recall at depth {depth}: {shares} clusters")
-    console.print(f"written to {plan.out}")
 
 
 def stages_bar(console: Console, shown: bool = True) -> Progress:

@@ -140,17 +140,17 @@ class Objective(nn.Module):
         total = torch.zeros((), device=batch.tokens.device)
         batch = batch.whole() if done < self.recipe.whole else batch
         with autocast(batch.tokens.device):
-            for depth, (out, target) in enumerate(
+            for depth, (_, _, out, target) in enumerate(
                 unroll(self.network, batch, self.recipe.ahead(done))
             ):
                 if depth == 0:
                     with torch.no_grad():
-                        laws = (
+                        probs = (
                             F.linear(target.to(head.dtype), head, shift.to(head.dtype))
                             .float()
                             .softmax(-1)
                         )
-                        rows, offsets = mean_rows(laws, head, shift)
+                        rows, offsets = mean_rows(probs, head, shift)
                 row, offset = (kept(known, batch, depth) for known in (rows, offsets))
                 feature = self.network.feature(out)
                 each: torch.Tensor = CrossEntropy.apply(
@@ -165,14 +165,14 @@ class Objective(nn.Module):
 
 
 def mean_rows(
-    laws: torch.Tensor, head: torch.Tensor, shift: torch.Tensor
+    probs: torch.Tensor, head: torch.Tensor, shift: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return all that a cross-entropy with the distributions `laws` `[m, s]` needs of them.
+    """Return all that a cross-entropy with the distributions `probs` `[m, s]` needs of them.
 
     That is the mean of the rows of `head` `[s, d]` under each distribution, `[m, d]` float32, and
     the mean of `shift` `[s]`, `[m]`.
     """
-    return (laws.to(head.dtype) @ head).float(), laws @ shift
+    return (probs.to(head.dtype) @ head).float(), probs @ shift
 
 
 class CrossEntropy(torch.autograd.Function):
@@ -195,10 +195,10 @@ class CrossEntropy(torch.autograd.Function):
         offset: torch.Tensor,
     ) -> torch.Tensor:
         scores = F.linear(features, head, shift.to(head.dtype))
-        law = scores.softmax(-1)
-        total = scores.amax(-1).float() - law.amax(-1).float().log()
+        q = scores.softmax(-1)
+        total = scores.amax(-1).float() - q.amax(-1).float().log()
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward((law @ head).float() - row)
+            ctx.save_for_backward((q @ head).float() - row)
         return total - (features.float() * row).sum(-1) - offset
 
     @staticmethod
@@ -242,10 +242,10 @@ def hold_out(
     for i in chosen:
         batch = collate([shards[i]]).to(head.device)
         with autocast(head.device):
-            for depth, (out, target) in enumerate(unroll(network, batch, depths)):
+            for depth, (_, _, out, target) in enumerate(unroll(network, batch, depths)):
                 if depth == 0:
-                    laws = (target.to(head.dtype) @ head.T).float().softmax(-1)
-                p = kept(laws, batch, depth)
+                    probs = (target.to(head.dtype) @ head.T).float().softmax(-1)
+                p = kept(probs, batch, depth)
                 scores = (network.feature(out).to(head.dtype) @ head.T).float()
                 q = scores.softmax(-1)
                 count[depth] += len(out)

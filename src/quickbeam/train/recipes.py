@@ -111,21 +111,21 @@ class Plan:
 class ShortlistPlan:
     """What a shortlist is made of: frequent tokens, clusters, and a router over these."""
 
-    clusters: str = field(default="wanted", metadata={"choices": ("wanted", "heads")})
-    """Which tokens make a cluster. wanted: small clusters of tokens that are wanted in the same
-    places, and a router taught to find what neither the frequent tokens nor the context have;
-    heads: the paper's, of tokens whose rows of the head are alike (k-means, needs faiss)."""
+    clusters: str = field(default="pifa", metadata={"choices": ("pifa", "kmeans")})
+    """Which tokens make a cluster. pifa: tokens that follow in the same places, in small clusters,
+    and a router trained to find what neither the frequent tokens nor the context have; kmeans:
+    DynaSpec's, tokens whose rows of the head are alike."""
     rows: int = field(default=200_000, metadata={"min": 1})
-    """Places of the text that the router is taught on, at most."""
+    """Places of the text that the router is trained on, at most."""
     listed: int | None = field(default=None, metadata={"min": 1})
-    """Tokens that are always scored. Default: one in 48 of the vocabulary, at most 1,024; heads:
+    """Tokens that are always scored. Default: one in 48 of the vocabulary, at most 1,024; kmeans:
     one in 12."""
     list_of: Path | None = None
     """Folder of a drafter whose shortlist says which tokens are frequent, of more text than this
     one's."""
     size: int | None = field(default=None, metadata={"min": 1})
-    """Tokens a cluster. Default: 16 (a multiple of 8); heads: 512, fewer for small vocabularies."""
-    router_epochs: int | None = field(default=None, metadata={"min": 1})
-    """Times the places are taught. Default: 4; heads: 6."""
+    """Tokens a cluster. Default: 16; kmeans: 512; at most a 64th of the vocabulary."""
+    router_epochs: int = field(default=4, metadata={"min": 1})
+    """Times the router is trained on the places."""
     width: int = field(default=256, metadata={"min": 1})
     """Of the router's hidden layer."""

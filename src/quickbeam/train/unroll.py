@@ -94,13 +94,13 @@ class _Unrolled:
             first, *later = (key.float() for key in self._keys)
             causal = torch.ones(n, n, dtype=torch.bool, device=query.device).tril_()
             scores = (query @ first.transpose(2, 3)).masked_fill(~causal, float("-inf"))
-            law = torch.cat(
+            weights = torch.cat(
                 [scores, *[(query * key).sum(-1, keepdim=True) for key in later]], -1
             ).softmax(-1)
             first, *later = (value.float() for value in self._values)
-            out = law[..., :n] @ first
+            out = weights[..., :n] @ first
             for i, value in enumerate(later, n):
-                out = out + law[..., i : i + 1] * value
+                out = out + weights[..., i : i + 1] * value
         return out.to(self._values[0].dtype)
 
 
@@ -113,12 +113,15 @@ def ahead(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 class Pass(NamedTuple):
-    """One depth of the unrolling, at the m rows that count.
+    """One depth of the unrolling.
 
-    `out` `[m, d]`: the network's outputs. `target` `[m, target_size]`: the target's last hidden
-    state there, after the final norm.
+    `hidden` `[b, n, d]`: what the layer read beside the embeddings of the tokens at i + depth + 1.
+    `counts` `[b, n]` bool: the m rows that count. `out` `[m, d]`: the network's outputs there.
+    `target` `[m, target_size]`: the target's last hidden state there, after the final norm.
     """
 
+    hidden: torch.Tensor
+    counts: torch.Tensor
     out: torch.Tensor
     target: torch.Tensor
 
@@ -137,9 +140,11 @@ def unroll(network: EagleHead, batch: Batch, depths: int) -> Iterator[Pass]:
     hidden = network.fuse(batch.hidden.float())
     for depth in range(depths):
         following = ahead(embedded, depth + 1)
-        hidden = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
+        out = network(hidden, following, (rows + depth).expand(len(batch.tokens), -1), attend)
         counts = ahead(batch.answer, depth + 2)
-        yield Pass(hidden[counts], ahead(batch.hidden[..., -size:], depth + 1)[counts])
+        target = ahead(batch.hidden[..., -size:], depth + 1)[counts]
+        yield Pass(hidden, counts, out[counts], target)
+        hidden = out
 
 
 def lasting(answer: torch.Tensor, depth: int) -> torch.Tensor:

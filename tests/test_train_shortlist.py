@@ -1,0 +1,394 @@
+"""Places of text, clusters of tokens, the router over them, and the command that makes a shortlist.
+
+pytest tests/test_train_shortlist.py
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from quickbeam.cli.app import app
+from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
+from quickbeam.drafters.shortlist.artefact import Artefact
+from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.router import RouterConfig
+from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.train import places, shortlist
+from quickbeam.train.clusters import CLUSTERINGS, FEATURES, halve, pifa, ranking
+from quickbeam.train.drafter import split
+from quickbeam.train.places import Places, collect_places
+from quickbeam.train.recipes import ShortlistPlan
+from quickbeam.train.router import Recall, RouterRecipe, recall, routed, train_router
+from quickbeam.train.shards import Conversation, Shards, ShardWriter
+from quickbeam.train.shortlist import ShortlistTraining
+from scripts import script
+
+VOCAB, D = 60, 16
+CONFIG = EagleConfig(D, 24, 4, 2, 4, (1, 3), D, VOCAB, feature_norms=True)
+HEAD = torch.randn(VOCAB, D, generator=torch.Generator().manual_seed(99))
+REST = torch.arange(5, VOCAB)  # all but five frequent tokens
+RECIPE = RouterRecipe(width=64, epochs=30, lr=5e-3, batch=64)
+
+
+def conversations(count: int, seed: int = 0) -> list[Conversation]:
+    """Text whose next token is told by the last one: (last + 3) modulo the vocabulary, as the
+    hidden state says too."""
+    generator = torch.Generator().manual_seed(seed)
+    text = []
+    for _ in range(count):
+        n = int(torch.randint(8, 30, (1,), generator=generator))
+        tokens = (torch.randint(VOCAB, (1,), generator=generator) + 3 * torch.arange(n)) % VOCAB
+        hidden = torch.cat(
+            [torch.randn(n, D, generator=generator), 0.7 * HEAD[(tokens + 3) % VOCAB]], 1
+        )
+        text.append(Conversation(tokens.int(), torch.arange(n) >= 4, hidden.bfloat16(), 0.0))
+    return text
+
+
+def written(folder: Path, text: list[Conversation]) -> Shards:
+    writer = ShardWriter(folder)
+    for conversation in text:
+        writer.add(conversation)
+    writer.flush()
+    return Shards(folder)
+
+
+@pytest.fixture(scope="module")
+def network() -> EagleHead:
+    torch.manual_seed(0)
+    net = EagleHead(CONFIG, torch.nn.Embedding(VOCAB, D)).requires_grad_(False)
+    for parameter in net.parameters():
+        parameter.mul_(2)
+    return net
+
+
+@pytest.fixture(scope="module")
+def collected(network: EagleHead, tmp_path_factory: pytest.TempPathFactory) -> Places:
+    shards = written(tmp_path_factory.mktemp("text"), conversations(40))
+    return collect_places(network, HEAD, shards, range(len(shards)), 2, 10**6)
+
+
+def layout_of(order: torch.Tensor, size: int) -> Layout:
+    return Layout(torch.cat([torch.arange(5), REST[order]]), 5, size, VOCAB)
+
+
+def full_causal(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    shared = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) / query.shape[2] ** 0.5
+    scores += torch.full_like(scores, float("-inf")).triu(1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).flatten(1)
+
+
+@torch.no_grad()
+def read(net: EagleHead, conversation: Conversation, at: int, depth: int) -> torch.Tensor:
+    """What the layer reads at row `at` after `depth` drafts, over the rows that it sees."""
+    hidden = list(net.fuse(conversation.hidden[: at + 1].float()))
+    embedded = net.embed(conversation.tokens.long()).float()
+    for _ in range(depth):
+        n = len(hidden)
+        out = net(torch.stack(hidden), embedded[1 : n + 1], torch.arange(n), full_causal)
+        hidden.append(out[-1])
+    return hidden[-1]
+
+
+def test_places_are_those_of_the_text(
+    network: EagleHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a plain walk over each conversation."""
+    monkeypatch.setattr(places, "OFFERED", 2)
+    monkeypatch.setattr(places, "autocast", lambda device: torch.autocast("cpu", enabled=False))
+    text = conversations(5)
+    shards = written(tmp_path, text)
+    got = collect_places(network, HEAD, shards, range(5), 2, 10**6)
+    expected, states = [], []
+    for one in text:
+        last = one.hidden[:, -D:]
+        likely = (last @ HEAD.T.bfloat16()).float().argsort(dim=1, descending=True)
+        for at in range(len(one.tokens)):
+            known = {*one.tokens[: at + 2].tolist(), *likely[at, :2].tolist()}
+            for earlier in range(0, at + 1, places.STEP):
+                if earlier + 1 < len(one.tokens) and one.answer[earlier + 1]:
+                    known |= set(likely[earlier, :2].tolist())
+            for depth in range(2):
+                if at + 2 + depth < len(one.tokens) and one.answer[at + 2 + depth]:
+                    target = int(likely[at + 1 + depth, 0])
+                    token = int(one.tokens[at + 1 + depth])
+                    expected.append((token, depth, target, target in known))
+                    states.append((token, depth, read(network, one, at, depth)))
+    columns = got.tokens, got.depth, got.target, got.in_context[:, 0]
+    assert sorted(zip(*(column.tolist() for column in columns), strict=True)) == sorted(expected)
+    assert 0.1 < float(got.in_context[:, 0].float().mean()) < 0.95
+    for token, depth, hidden in states[::7]:
+        same = (got.tokens == token) & (got.depth == depth)
+        distance = (got.hidden[same].float() - hidden).abs().amax(1)
+        assert float(distance.min()) < 0.02 * float(hidden.abs().max())
+    assert torch.allclose(got.mass.sum(1), torch.ones(len(got.tokens)), atol=0.1)
+    assert bool((got.mass[:, 0] >= got.mass[:, 1]).all())
+    assert len(collect_places(network, HEAD, shards, range(5), 2, 7).tokens) == 7
+
+
+def test_text_without_answers_is_refused(network: EagleHead, tmp_path: Path) -> None:
+    silent = [c._replace(answer=torch.zeros_like(c.answer)) for c in conversations(3)]
+    shards = written(tmp_path, silent)
+    for chosen in ([0, 1, 2], []):
+        with pytest.raises(InvalidInput, match="no answers"):
+            collect_places(network, HEAD, shards, chosen, 3, 100)
+
+
+def test_tokens_are_ranked_by_count_and_ties_by_id() -> None:
+    assert ranking(torch.tensor([2, 5, 2, 0, 5])).tolist() == [1, 4, 0, 2, 3]
+
+
+@pytest.mark.parametrize("size", [5, 10, 30])
+def test_neighbours_in_the_order_are_alike(size: int) -> None:
+    torch.manual_seed(1)
+    groups = torch.arange(90) % 3
+    rows = (torch.eye(8)[groups] + 0.01 * torch.randn(90, 8)) * (0.1 + 5 * torch.rand(90, 1))
+    order = halve(rows, size)
+    assert torch.equal(order.sort().values, torch.arange(90))
+    pure = sum(len(groups[part].unique()) == 1 for part in order.split(size))
+    assert pure >= 0.7 * 90 / size
+    assert torch.equal(order, halve(rows, size)) and not torch.equal(order, halve(rows, size, 1))
+
+
+def test_many_equal_rows_are_dealt_out() -> None:
+    """An unused tail of a vocabulary: rows of zeros and copies of one row."""
+    rows = torch.randn(100, 8)
+    rows[50:80], rows[80:] = 0.0, rows[0]
+    assert torch.equal(halve(rows, 7).sort().values, torch.arange(100))
+
+
+@pytest.mark.parametrize("name", CLUSTERINGS)
+def test_a_router_finds_what_the_context_lacks(
+    network: EagleHead, collected: Places, name: str
+) -> None:
+    features = CLUSTERINGS[name](network, HEAD, collected)
+    layout = layout_of(halve(features[REST], 4), 4)
+    cluster_of = layout.cluster_of
+    clustered = cluster_of[collected.target] >= 0
+    lacked = clustered & ~collected.in_context[:, 0]
+    shares = {}
+    for kind, recipe in (("trained", RECIPE), ("not", replace(RECIPE, epochs=1, lr=1e-9))):
+        router = train_router(network, collected, cluster_of, recipe)
+        hit = routed(network, router, collected, cluster_of, 2)
+        assert not bool(hit[~clustered].any())
+        shares[kind] = float(hit[lacked].float().mean())
+    assert shares["trained"] > shares["not"] + 0.2, shares
+    everything = routed(network, router, collected, cluster_of, layout.clusters)
+    assert torch.equal(everything, clustered)
+
+
+def test_features_of_tokens_have_one_length(network: EagleHead, collected: Places) -> None:
+    features = pifa(network, HEAD, collected)
+    assert features.shape == (VOCAB, FEATURES)
+    assert torch.allclose(features.norm(dim=1), torch.ones(VOCAB), atol=1e-4)
+
+
+def test_a_router_that_finds_everything_learns_from_the_context_too(
+    network: EagleHead, collected: Places
+) -> None:
+    cluster_of = layout_of(torch.arange(len(REST)), 5).cluster_of
+    known = collected.in_context[:, 0] & (cluster_of[collected.target] >= 0)
+    share = {}
+    for residual in (True, False):
+        recipe = replace(RECIPE, residual=residual, epochs=10)
+        router = train_router(network, collected, cluster_of, recipe)
+        hit = routed(network, router, collected, cluster_of, 2)
+        share[residual] = float(hit[known].float().mean())
+    assert share[False] > share[True]
+
+
+def test_a_seed_repeats_a_router_and_rows_that_are_not_finite_end_its_training(
+    network: EagleHead, collected: Places
+) -> None:
+    cluster_of, recipe = layout_of(torch.arange(len(REST)), 5).cluster_of, RouterRecipe(epochs=1)
+    one, again, other = (
+        train_router(network, collected, cluster_of, replace(recipe, seed=seed)).down.weight
+        for seed in (0, 0, 1)
+    )
+    assert torch.equal(one, again) and not torch.equal(one, other)
+    broken = collected._replace(hidden=torch.full_like(collected.hidden, float("nan")))
+    with pytest.raises(QuickbeamError, match="epoch 1"):
+        train_router(network, broken, cluster_of, recipe)
+
+
+def test_figures_are_shares_of_the_places() -> None:
+    in_context = torch.tensor([[True], [False], [False], [False]])
+    empty = torch.empty(4)
+    held = Places(empty, empty, empty, torch.tensor([[1], [2], [3], [4]]), empty, in_context)
+    scored, listed = (
+        torch.tensor([False, True, True, False]),
+        torch.tensor([False, True, False, False]),
+    )
+    assert recall(held, scored, listed) == pytest.approx(Recall(0.75, 0.5, 0.5, 0.5))
+
+
+@pytest.fixture(scope="module")
+def made(toy_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A drafter's folder, with its text."""
+    folder = tmp_path_factory.mktemp("drafter")
+    prompts = folder / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"prompt": f"say {i}"}) for i in range(60)))
+    given = "--only drafter --tokens 1500 --length 64 --slots 8 --epochs 1 --batch 256"
+    given += " --loss-vocab 128 --depths 1"
+    run(folder, toy_folder, "--prompts", str(prompts), *given.split())
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(made, tmp_path / "drafter"))
+
+
+def run(folder: Path, model: str, *arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["train", "--out", str(folder), "--model", model, *arguments])
+    assert result.exit_code == code, result.output
+    return " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("kind", CLUSTERINGS)
+def test_the_command_makes_a_shortlist(toy_folder: str, folder: Path, kind: str) -> None:
+    given = f"--only shortlist --clusters {kind} --listed 6 --size 12 --depths 2"
+    given += " --rows 400 --router-epochs 3 --width 32"
+    said = run(folder, toy_folder, *given.split())
+    assert "held-out recall of 64 rows" in said
+    artefact = Artefact.load(folder)
+    layout, router = artefact.layout, artefact.router
+    assert (layout.frequent, layout.size, len(layout.order), artefact.deepest) == (6, 12, 257, 5)
+    assert torch.equal(layout.order[:6], artefact.ranking[:6])
+    assert router is not None and router.config == RouterConfig(32, 32, 32, 21)
+    card = (folder / "ROUTER.md").read_text()
+    expected = f"quickbeam train --only shortlist --clusters {kind} --model {toy_folder} --rows 400"
+    expected += " --listed 6 --size 12 --depths 2 --router-epochs 3 --width 32"
+    assert expected in card and "| 64 | " in card and "21 clusters of 12" in card
+    record = json.loads((folder / "router.json").read_text())
+    assert record["places"] == 400 and "64" in record["held_out"]
+    assert not list(folder.glob("*.part"))
+
+
+def test_the_defaults_fit_the_vocabulary(toy_folder: str, folder: Path) -> None:
+    for kind, listed, size in (("pifa", 5, 4), ("kmeans", 21, 4)):
+        stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(kind), 1)
+        assert (stage.listed, stage.size) == (listed, size)
+        assert stage.recipe.residual is (kind == "pifa")
+
+
+def test_nothing_held_out_is_trained_on(
+    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[list[int]] = []
+
+    def watched(net: Any, head: Any, shards: Any, chosen: list[int], *rest: Any) -> Places:
+        taken.append(list(chosen))
+        return collect_places(net, head, shards, chosen, *rest)
+
+    monkeypatch.setattr(shortlist, "collect_places", watched)
+    stage = ShortlistTraining(toy_folder, folder, ShortlistPlan(rows=100, router_epochs=1), 1)
+    stage.run(lambda what, done: None)
+    train, held = taken
+    assert held == split(stage.shards)[1] and not set(held) & set(train)
+    assert sorted(held + train) == list(range(len(stage.shards)))
+    texts = torch.cat([stage.shards[i].tokens for i in train]).long()
+    assert stage.counts().tolist() == torch.bincount(texts, minlength=len(stage.head)).tolist()
+
+
+class Elsewhere(torch.nn.Embedding):
+    """Stands for an embedding on a GPU: it refuses ids until it is moved."""
+
+    def __init__(self, plain: torch.nn.Module) -> None:
+        assert isinstance(plain, torch.nn.Embedding)
+        super().__init__(*plain.weight.shape, _weight=plain.weight.detach())
+        self.away = True
+
+    def cpu(self) -> Elsewhere:
+        self.away = False
+        return super().cpu()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        assert not self.away, "ids of another device"
+        return super().forward(ids)
+
+
+def test_what_follows_the_text_runs_where_the_places_are(
+    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = ShortlistPlan(rows=200, width=16, router_epochs=1)
+    stage = ShortlistTraining(toy_folder, folder, plan, depths=1)
+    known = [stage._collect(part, 200, lambda done: None) for part in split(stage.shards)]
+    stage.network._shared["embedding"] = Elsewhere(stage.network.embedding)
+    monkeypatch.setattr(stage, "_collect", lambda *arguments: known.pop(0))
+    stage.run(lambda what, done: None)
+    assert Artefact.load(folder).router is not None
+
+
+def test_the_list_may_be_that_of_a_drafter_with_more_text(
+    toy_folder: str, folder: Path, tmp_path: Path
+) -> None:
+    order = torch.randperm(257, generator=torch.Generator().manual_seed(3))
+    other, wrong = tmp_path / "other", tmp_path / "wrong"
+    for where, of in ((other, order), (wrong, torch.arange(100))):
+        Artefact(Layout(of, 4, 8, len(of)), of, None).save(where)
+    plan = ShortlistPlan(rows=200, listed=6, width=16, router_epochs=1, list_of=other)
+    ShortlistTraining(toy_folder, folder, plan, 1).run(lambda what, done: None)
+    artefact = Artefact.load(folder)
+    assert torch.equal(artefact.ranking, order)
+    assert torch.equal(artefact.layout.order[:6], order[:6])
+    assert "--list-of other" in (folder / "ROUTER.md").read_text()
+    with pytest.raises(InvalidInput, match="its shortlist is of 100 tokens"):
+        ShortlistTraining(toy_folder, folder, replace(plan, list_of=wrong), 1)
+
+
+def test_bad_input_to_the_command(
+    toy_folder: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: str) -> str:
+        return run(folder, toy_folder, "--only", "shortlist", *arguments, code=2)
+
+    assert "--listed 257: must be 1 to 256" in refused("--listed", "257")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    assert "give the --model that it was trained for" in refused()
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.rmtree(folder / "text")
+    one = Conversation(torch.arange(9).int(), torch.ones(9).bool(), torch.zeros(9, 8), 0.0)
+    written(folder / "text", [one])
+    assert "the text holds hidden states of 8" in refused()
+    monkeypatch.setattr(shortlist, "load_model", None)  # what follows is refused without the model
+    own = EagleConfig(32, 64, 4, 2, 8, tuple(config["layers"]), 32, 257, draft_vocab_size=40)
+    EagleHead(own).save(folder)
+    assert "a fixed shortlist" in refused()
+    (folder / "model.safetensors").unlink()
+    assert "not a drafter" in refused()
+    shutil.rmtree(folder / "text")
+    assert "no text" in refused()
+
+
+def test_ways_to_choose_are_held_against_each_other(
+    toy_folder: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script: `benchmarks/recall.py`."""
+    out = tmp_path / "r.json"
+    given = ["--drafter", str(folder), "--model", toy_folder, "--train", "300", "--held", "200"]
+    given += ["--rows", "51,128", "--listed", "20", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", ["recall.py", *given])
+    with pytest.raises(InvalidInput, match="no shortlist"):
+        script("recall").main()
+    of = torch.arange(257)
+    Artefact(Layout(of, 4, 8, 257), of, None).save(folder)
+    script("recall").main()
+    ways = json.loads(out.read_text())["ways"]
+    assert {"frequency", "16 a cluster, places", "16 a cluster, rows"} < {w["name"] for w in ways}
+    for one in ways:
+        assert one["alone"] <= one["recall"] <= 1 and one["rows"] in (51, 128)
+        assert one["rare_recall"] == 0 or one["name"] != "frequency"
