@@ -20,7 +20,7 @@ from quickbeam.bench.questions import Question, load_questions, spread
 from quickbeam.bench.report import markdown
 from quickbeam.bench.run import Results, begin, run, warm_up
 from quickbeam.bench.throughput import fitting
-from quickbeam.cli.common import finite, save
+from quickbeam.cli.common import save
 from quickbeam.errors import QuickbeamError
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
@@ -138,7 +138,7 @@ def finish(given: Namespace, rows: Sequence[Mapping[str, object]], **figures: An
     print(f"{place['date']}, {str(place['commit'])[:7]}, {where}: `{place['command']}`")
     if given.json is not None:
         settings = {name: str(value) for name, value in vars(given).items() if value is not None}
-        save(given.json, finite({"environment": place, "settings": settings, **figures}))
+        save("--json", given.json, {"environment": place, "settings": settings, **figures})
 
 
 def script(main: Callable[[], None]) -> None:

@@ -45,7 +45,7 @@ def test_json_record_holds_what_a_reader_needs(tmp_path):
     runners = two_methods()
     runners["other"] = FakeRunner("other", runners["ar"].calls, tokens=(1, 9))
     results = measured(runners, questions_of("x", "y", "x"))
-    common.save(tmp_path / "out.json", report.record(results))
+    common.save("--json", tmp_path / "out.json", report.record(results))
     content = json.loads((tmp_path / "out.json").read_text())
     assert (content["questions"], content["complete"], content["reference"]) == (3, True, "ar")
     fields = {"tokens_per_second", "tokens_per_second_with_prompts", "speedup", "speedup_error"}
@@ -59,12 +59,24 @@ def test_json_record_holds_what_a_reader_needs(tmp_path):
     assert content["differences"][0]["gap"] > 0 and content["skipped"] == []
 
 
-def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path):
+def full(monkeypatch):
+    """Let the disk be full from now on."""
+
+    def fails(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fails)
+
+
+def test_save_leaves_the_old_file_where_the_new_one_fails(tmp_path, monkeypatch):
     path = tmp_path / "out.json"
-    common.save(path, {"a": 1})
-    with pytest.raises(ValueError, match="JSON"):
-        common.save(path, {"a": float("nan")})
-    assert json.loads(path.read_text()) == {"a": 1} and list(tmp_path.iterdir()) == [path]
+    common.save("--json", path, {"a": float("nan")})
+    with pytest.raises(TypeError, match="JSON"):
+        common.save("--json", path, {"a": object()})
+    full(monkeypatch)
+    with pytest.raises(QuickbeamError, match=r"--json .*No space left"):
+        common.save("--json", path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": None} and list(tmp_path.iterdir()) == [path]
 
 
 def test_outputs_are_checked_before_any_work(tmp_path):
@@ -137,7 +149,7 @@ def test_a_seed_makes_sampled_outputs_comparable(invoke, tmp_path):
 
 def test_record_is_written_after_every_question(invoke, tmp_path, monkeypatch):
     counts = []
-    monkeypatch.setattr(common, "save", lambda path, content: counts.append(content["questions"]))
+    monkeypatch.setattr(command, "save", lambda *given: counts.append(given[2]["questions"]))
     runners = two_methods()
     result = invoke(runners, "--json", tmp_path / "out.json")
     assert result.exit_code == 0 and counts == [1, 2, 3, 3]
@@ -161,10 +173,7 @@ def test_failure_mid_run_keeps_and_shows_what_was_done(invoke, tmp_path):
 
 
 def test_full_disk_is_told_after_the_tables(invoke, tmp_path, monkeypatch):
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(common, "save", full)
+    full(monkeypatch)
     result = invoke(two_methods(), "--json", tmp_path / "out.json")
     assert "prompts: 3;" in result.stdout and isinstance(result.exception, QuickbeamError)
     assert "No space left on device" in str(result.exception)

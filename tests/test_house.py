@@ -59,9 +59,6 @@ LONG_FUNCTIONS = {
     "models.loading.load_model",
     "models.fused_llama.__init__",
     "models.native.library.__init__",
-    "cli.batch.batch",
-    "cli.generate.generate",
-    "cli.serve.serve",
 }
 
 

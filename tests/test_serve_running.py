@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.cli.app import app as command
-from quickbeam.cli.serve import greeting, keys_of
+from quickbeam.cli.fields import split
+from quickbeam.cli.serve import greeting
 from quickbeam.engine.engine import Engine
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner, name_of
@@ -523,7 +524,6 @@ def test_what_is_said_when_it_serves(llm, monkeypatch):
         and llm.kernels in said
     )
     asyncio.run(runner.close())
-    assert keys_of("a, b,,c ") == ["a", "b", "c"] and keys_of("") == []
 
 
 @pytest.mark.parametrize(
@@ -534,7 +534,7 @@ def test_listening_to_all_without_a_key_is_warned_of(llm, monkeypatch, host, key
     def run(
         runner: Runner, load: Callable[[], LLM], *, warm: bool, ready: Callable[[str], None]
     ) -> None:
-        assert runner.settings.api_keys == tuple(keys_of(key))
+        assert runner.settings.api_keys == tuple(split(key))
         runner.attach(llm, "fp_x")
         ready("http://127.0.0.1:8000")
         asyncio.run(runner.close())

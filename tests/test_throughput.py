@@ -15,7 +15,6 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.bench import throughput
 from quickbeam.bench.methods import parse_methods
 from quickbeam.bench.throughput import Asked, Run, by_load, figures, measure, requests
-from quickbeam.cli import common
 from quickbeam.cli.app import app
 
 PROMPTS = [[5, 6, 7, 8, 5, 6, 7][: 3 + i % 4] * (1 + i) for i in range(9)]
@@ -243,7 +242,7 @@ def test_nothing_is_lost_when_the_disk_is_full(toy_folder, tmp_path, monkeypatch
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(common, "save", full)
+    monkeypatch.setattr("os.fsync", full)
     result = CliRunner().invoke(app, ["bench", "throughput", *given])
     assert result.exit_code == 1 and "| at a time |" in result.stdout
     assert f"--json {record}: not written (No space left on device)" in result.stderr

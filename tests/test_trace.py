@@ -303,7 +303,7 @@ def test_a_full_disk_is_a_failure_that_keeps_the_answer(run, tmp_path: Path, mon
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("quickbeam.cli.generate.save", full)
+    monkeypatch.setattr("os.fsync", full)
     result = run("generate", "hello", "--trace", tmp_path / "t.json")
     assert (result.exit_code, result.stdout) == (1, "one two\n")
     assert "--trace" in result.stderr and "not written (No space left on device)" in result.stderr

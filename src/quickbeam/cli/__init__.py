@@ -10,11 +10,6 @@ import sys
 import warnings
 from contextlib import suppress
 
-from quickbeam.errors import InvalidInput
-
-# what to do where a package can't be imported
-MISSING = "`quickbeam doctor` says what is missing, and what to do"
-
 
 def main() -> None:
     """Run the command line and exit: 0, 1 for a failure, 2 for bad input, 130 after Ctrl-C."""
@@ -26,19 +21,12 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # a terminal that lacks a character shows ? instead of failing
             stream.reconfigure(errors="replace")
-
-    if sys.argv[1:] == ["--version"]:
-        from quickbeam.cli.version import version
-
-        with suppress(InvalidInput):  # the app reports this error
-            print(version())
-            return
     try:
         from quickbeam.cli.app import app
     except ImportError as error:
         if os.environ.get("QUICKBEAM_DEBUG"):
             raise
-        todo = MISSING
+        todo = "`quickbeam doctor` says what is missing, and what to do"
         if sys.argv[1:2] == ["doctor"]:
             todo = "install quickbeam again, with what it needs"
             with suppress(ImportError):

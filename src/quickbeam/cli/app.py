@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from quickbeam.cli import MISSING, bench, fields
+from quickbeam import __version__
+from quickbeam.cli import bench, fields
 from quickbeam.cli.batch import batch
 from quickbeam.cli.chat import chat
 from quickbeam.cli.demo import demo
@@ -20,8 +21,8 @@ from quickbeam.cli.inspect import inspect
 from quickbeam.cli.pull import pull
 from quickbeam.cli.serve import serve
 from quickbeam.cli.train import train
-from quickbeam.cli.version import version as show_version
 from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.models.native.choice import outlook
 
 
 class Commands(TyperGroup):
@@ -62,7 +63,7 @@ def describe(error: Exception) -> str:
     if isinstance(error, OSError):
         return f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}"
     if isinstance(error, ImportError):
-        return f"{error}; {MISSING}"
+        return f"{error}; `quickbeam doctor` says what is missing, and what to do"
     return f"{type(error).__name__}: {error} (QUICKBEAM_DEBUG=1 shows where)"
 
 
@@ -85,7 +86,7 @@ def root(
     ] = False,
 ) -> None:
     if version:
-        print(show_version())
+        print(f"{__version__}\nkernels: {outlook()}")
     elif context.invoked_subcommand is None:
         print(context.get_help())
 

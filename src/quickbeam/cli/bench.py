@@ -12,15 +12,9 @@ import typer
 
 from quickbeam.bench.methods import KNOWN, LLMRunner, MethodItem, load_runners, parse_methods
 from quickbeam.bench.questions import Question, load_questions, spread
-from quickbeam.cli.checks import check_models
-from quickbeam.cli.common import (
-    check_output,
-    loading_progress,
-    progress_bar,
-    save_record,
-)
+from quickbeam.cli.common import check_output, loading_progress, progress_bar, save
 from quickbeam.cli.fields import WORDS, changed, command, numbers
-from quickbeam.cli.loading import Target
+from quickbeam.cli.loading import Target, check_models
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS
@@ -111,7 +105,7 @@ def compare(
 
     def write() -> None:
         if json_file is not None and results.trials:
-            save_record(json_file, {**about, **report.record(results)})
+            save("--json", json_file, {**about, **report.record(results)})
 
     def finish() -> None:
         if results.trials:
@@ -173,7 +167,7 @@ def throughput(
             typer.echo(table(runs))
         if runs and json_file is not None:
             about["complete"] = len(runs) == load.rounds * len(loads) * len(items)
-            save_record(json_file, {**about, "concurrency": by_load(runs)})
+            save("--json", json_file, {**about, "concurrency": by_load(runs)})
         runner.llm.close()
 
     asked = requests(prompts, load.rate, load.cancel, params.max_tokens)

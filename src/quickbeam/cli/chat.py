@@ -8,29 +8,35 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 
-from quickbeam.cli.common import follow, statistics_line
-from quickbeam.cli.loading import Loading, System, Verbose
+from quickbeam.cli.common import follow, say, statistics_line
+from quickbeam.cli.loading import Loading
 from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
-CHATTY = SamplingParams(max_tokens=512)
+LONGER = SamplingParams(max_tokens=512)
 HELP = (
     "/reset forgets the conversation, /exit (or Ctrl-D) ends it, /help shows this. Ctrl-C "
     "stops an answer and keeps it."
 )
 
 
-def chat(
-    loading: Loading,
-    params: SamplingParams = CHATTY,
-    system: System = None,
-    verbose: Verbose = False,
-) -> None:
+@dataclass(frozen=True)
+class Conversation:
+    """How the model is spoken to."""
+
+    system: str | None = None
+    """System message put before the conversation."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    """Say more about how each answer was made."""
+
+
+def chat(given: Conversation, loading: Loading, params: SamplingParams = LONGER) -> None:
     """Talk with the model. /help lists what can be typed; lines may also come from a pipe."""
     llm = loading.load()
-    opening = [{"role": "system", "content": system}] if system is not None else []
+    opening = [{"role": "system", "content": given.system}] if given.system is not None else []
     messages = list(opening)
     say(f"{llm.name}, method {llm.method}. {HELP}")
     for line in lines():
@@ -51,13 +57,9 @@ def chat(
             except InvalidInput as error:
                 say(f"error: {error}; /reset starts over")
                 continue
-            say(statistics_line(completion, llm.describe(), verbose))
+            say(statistics_line(completion, llm.describe(), given.verbose))
             if completion.text:  # else stopped before the first word: forget the question
                 messages = [*asked, {"role": "assistant", "content": completion.text}]
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 def lines() -> Iterator[str]:

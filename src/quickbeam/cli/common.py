@@ -1,4 +1,4 @@
-"""What commands share: loading with progress, showing a stream, the line of statistics."""
+"""What commands share: loading with progress, showing a stream, records, the line of statistics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from pathlib import Path
 from time import perf_counter
@@ -27,17 +27,8 @@ if TYPE_CHECKING:
     from quickbeam.engine.stream import Stream
 
 EVERY = 5.0  # seconds between two lines of progress
-PLAIN_WIDTH = 160  # columns of tables if the output is not a terminal
 # control characters, without tab and line end
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def stdout() -> Console:
-    """Return a console for tables."""
-    console = Console()
-    if not console.is_terminal:
-        console.width = PLAIN_WIDTH
-    return console
 
 
 def stderr() -> Console:
@@ -46,6 +37,10 @@ def stderr() -> Console:
     It stays on that stream while stderr is redirected for a loader.
     """
     return Console(file=sys.stderr, highlight=False)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -60,30 +55,17 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
         with progress_lines(first) as report:
             yield report
         return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        redirect_stdout=False,
-        redirect_stderr=False,
-        auto_refresh=by_itself,
-    ) as bar:
+    what, how = TextColumn("{task.description}", markup=False), {"redirect_stdout": False}
+    how |= {"redirect_stderr": False, "transient": True, "auto_refresh": by_itself}
+    columns = SpinnerColumn(), what, BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, **how) as bar:  # type: ignore[arg-type]
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:
-            bar.update(
-                task,
-                description=stage,
-                total=None if fraction is None else 1.0,
-                completed=fraction or 0.0,
-                refresh=not by_itself,
-            )
+            total = None if fraction is None else 1.0
+            bar.update(task, description=stage, total=total, completed=fraction or 0.0)
+            if not by_itself:
+                bar.refresh()
 
         yield report
 
@@ -101,16 +83,15 @@ def progress_lines(first: str, every: float = EVERY) -> Iterator[cache.Progress]
         nonlocal now
         now = stage, fraction
 
-    def tell() -> None:
+    def write_lines() -> None:
         while not ended.wait(every):
             stage, fraction = now
-            if stage == first:
-                continue
-            far = f"{perf_counter() - begin:.0f} s" if fraction is None else f"{fraction:.0%}"
-            with suppress(OSError, ValueError):  # a stream that is closed or full
-                print(f"{stage}: {far}", file=stream, flush=True)
+            if stage != first:
+                far = f"{perf_counter() - begin:.0f} s" if fraction is None else f"{fraction:.0%}"
+                with suppress(OSError, ValueError):  # a stream that is closed or full
+                    print(f"{stage}: {far}", file=stream, flush=True)
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=write_lines, daemon=True)
     thread.start()
     try:
         yield report
@@ -122,17 +103,14 @@ def progress_lines(first: str, every: float = EVERY) -> Iterator[cache.Progress]
 @contextmanager
 def loading_progress(*names: str | None) -> Iterator[cache.Progress]:
     """Show on stderr that the models of these names are loaded; the first is the target's."""
-    first = f"loading {names[0] or hub.DEFAULT}"
-    local = all(
-        name is None or name in hub.EMBEDDED or Path(name).expanduser().exists() for name in names
-    )
-    if not local:  # the Hugging Face hub's own bars show a download
+    first, known = f"loading {names[0] or hub.DEFAULT}", (None, *hub.EMBEDDED)
+    if all(name in known or Path(name or "").expanduser().exists() for name in names):
+        # the loaders' own bars (tqdm) are hidden
+        with progress_bar(first) as report, redirect_stderr(io.StringIO()):
+            yield report
+    else:  # the Hugging Face hub's own bars show a download
         with progress_lines(first) as report:
             yield report
-        return
-    # the loaders' own bars (tqdm) are hidden
-    with progress_bar(first) as report, redirect_stderr(io.StringIO()):
-        yield report
 
 
 def follow(begin: Callable[[], Stream], show: bool = True) -> tuple[Completion, bool]:
@@ -178,12 +156,12 @@ def harmless(text: str) -> str:
 
     Tabs and line ends stay. Control characters in a model's text could send commands to a terminal.
     """
-    return CONTROLS.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return CONTROLS.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
-def strict_json(record: Any) -> str:
-    """Return a record as one line of JSON. Infinities and NaN, which JSON lacks, become null."""
-    return json.dumps(finite(record), allow_nan=False)
+def strict_json(record: Any, indent: int | None = None) -> str:
+    """Return a record as JSON. Infinities and NaN, which JSON lacks, become null."""
+    return json.dumps(finite(record), allow_nan=False, indent=indent, ensure_ascii=indent is None)
 
 
 def finite(value: Any) -> Any:
@@ -208,39 +186,24 @@ def check_output(option: str, path: Path) -> None:
         raise InvalidInput(f"{option} {path}: can't be written ({error.strerror})") from None
 
 
-def save(path: Path, content: Mapping[str, object]) -> None:
-    """Write JSON so that `path` always holds a complete record.
+def save(option: str, path: Path, content: str | dict[str, Any]) -> None:
+    """Write a text or a JSON record so that `path` always holds a complete one.
 
-    It is the old one until the new one is complete. Raises `OSError` where the file can't be
-    written, and `ValueError` for a number that is not finite.
+    It is the old one until the new one is complete. Raises `QuickbeamError`, which names `option`,
+    where the file can't be written.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    text = content if isinstance(content, str) else strict_json(content, indent=1) + "\n"
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=1, allow_nan=False, ensure_ascii=False)
-            file.write("\n")
+        with open(part, "w", encoding="utf-8", errors="replace") as file:
+            file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)  # mkstemp lets only the owner read the file
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
-
-
-def save_record(path: Path, record: dict[str, Any]) -> None:
-    """Write the record of a benchmark to the file that `--json` names.
-
-    Call it after the tables are printed. Raises `QuickbeamError` if it can't be written.
-    """
-    try:
-        save(path, finite(record))
+        os.replace(part, path)
     except OSError as error:
-        raise QuickbeamError(
-            f"--json {path}: not written ({error.strerror}); see the tables instead"
-        ) from error
+        raise QuickbeamError(f"{option} {path}: not written ({error.strerror})") from error
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def statistics_line(completion: Completion, kernels: str, verbose: bool = False) -> str:
@@ -251,21 +214,15 @@ def statistics_line(completion: Completion, kernels: str, verbose: bool = False)
     s = completion.statistics
     # an answer that ended by itself needs no word
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
-    parts = [
-        f"{s.new_tokens} tokens{reason}",
-        f"{s.tokens_per_second:.1f} tokens/s",
-        f"{s.mean_accepted_tokens:.2f} tokens a step",
-    ]
+    parts = [f"{s.new_tokens} tokens{reason}", f"{s.tokens_per_second:.1f} tokens/s"]
+    parts.append(f"{s.mean_accepted_tokens:.2f} tokens a step")
     if verbose:
         parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
         if completion.seed is not None:
             parts.append(f"seed {completion.seed}")
         if s.head is not None and s.head.wanted:
             parts.append(f"drafter scored {s.head.tokens / s.head.calls:,.0f} tokens a call")
-        parts += [
-            f"{name} {count.accepted} of {count.drafted} drafted accepted"
-            for name, count in s.sources.items()
-        ]
-        parts.append("bit-identical" if s.exact else "not bit-identical")
-        parts.append(f"kernels: {kernels}")
+        for name, count in s.sources.items():
+            parts.append(f"{name} {count.accepted} of {count.drafted} drafted accepted")
+        parts += ["bit-identical" if s.exact else "not bit-identical", f"kernels: {kernels}"]
     return f"[{completion.method}] " + ", ".join(parts)

@@ -6,21 +6,19 @@ import io
 import re
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.rule import Rule
 from rich.table import Column, Table
 from rich.text import Text
 
-from quickbeam.cli.common import check_output, harmless, stderr
+from quickbeam.cli.common import check_output, harmless, save, stderr
 from quickbeam.cli.doctor import BUSY
 from quickbeam.cli.loading import Loading
-from quickbeam.errors import QuickbeamError
 from quickbeam.hub import DEFAULT
 from quickbeam.machine import cpu_name
 from quickbeam.params import SamplingParams
@@ -39,14 +37,6 @@ COLOURS = {"ngram": "bright_cyan", "drafter": "bright_green", "last_logits": "br
 NAMES = {"ngram": "n-grams of the text", "drafter": "the drafter", "last_logits": "the last logits"}
 FONTS = re.compile(r"\s*@font-face \{.*?\}", re.DOTALL)  # a picture would fetch these
 NO_XML = re.compile("[\ufffe\uffff\ud800-\udfff]")
-
-
-@dataclass(frozen=True)
-class Example:
-    """A question of the demo."""
-
-    title: str
-    prompt: str
 
 
 EDIT = """Rename the class Stack to Pile.
@@ -71,10 +61,10 @@ class Stack:
     def peek(self):
         return self.items[-1]
 ```"""
-EXAMPLES = (
-    Example("an edit, whose answer repeats the question", EDIT),
-    Example("an open question", "Why is the sky blue? Explain it in a few sentences."),
-)
+EXAMPLES = {
+    "an edit, whose answer repeats the question": EDIT,
+    "an open question": "Why is the sky blue? Explain it in a few sentences.",
+}
 WORDS = "ar: plain decoding, one token a step · MAT: mean accepted tokens a step"
 
 
@@ -89,72 +79,59 @@ class Answer:
     sources: list[str | None]
 
 
-def demo(
-    loading: Loading,
-    max_tokens: Annotated[
-        int, typer.Option("--max-tokens", min=1, help="Longest answer, in tokens.")
-    ] = 160,
-    svg_path: Annotated[
-        Path | None,
-        typer.Option("--svg", metavar="OUT.svg", help="Draw what is shown here, as a picture."),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class Shown:
+    """What is shown."""
+
+    max_tokens: int = field(default=160, metadata={"min": 1})
+    """Longest answer, in tokens."""
+    svg: Path | None = field(default=None, metadata={"metavar": "OUT.svg"})
+    """Draw what is shown here, as a picture."""
+
+
+def demo(loading: Loading, given: Shown) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
-    if svg_path is not None:
-        check_output("--svg", svg_path)
-    params = SamplingParams(max_tokens=max_tokens)
-    llm, method = loading.load(), loading.method
-    out = Console(highlight=False)
-    picture = Console(
-        record=True,
-        width=WIDTH,
-        file=io.StringIO(),
-        force_terminal=True,
-        color_system="truecolor",
-        highlight=False,
-    )
-    methods = list(dict.fromkeys(("ar", method)))
+    if given.svg is not None:
+        check_output("--svg", given.svg)
+    params, llm = SamplingParams(max_tokens=given.max_tokens), loading.load()
+    out, plain = Console(highlight=False), {"file": io.StringIO(), "highlight": False}
+    plain |= {"record": True, "force_terminal": True, "color_system": "truecolor"}
+    picture = Console(width=WIDTH, **plain)  # type: ignore[arg-type]
+    methods = list(dict.fromkeys(("ar", loading.method)))
     for name in methods:  # measures costs and fills caches: not counted
-        answer(llm, name, EXAMPLES[0], params, "warming up")
+        answer(llm, name, EDIT, params, "warming up")
     load_of_others, seen = OtherLoad(), set[str]()
-    for example in EXAMPLES:
+    for title, prompt in EXAMPLES.items():
         # The faster of two rounds counts, because other programs may slow one of them down.
-        rounds = [[answer(llm, one, example, params) for one in methods] for _ in range(2)]
+        rounds = [[answer(llm, one, prompt, params) for one in methods] for _ in range(2)]
         best = [
             min(answers, key=lambda one: one.completion.statistics.seconds)
             for answers in zip(*rounds, strict=True)
         ]
         both = side_by_side(best[0], best[-1], llm.tokenizer)
-        for console, prompt in ((out, example.prompt), (picture, example.prompt.splitlines()[0])):
-            console.print(Rule(example.title, style="dim"), Text(prompt, style="dim"), both)
+        for console, text in ((out, prompt), (picture, prompt.splitlines()[0])):
+            console.print(Rule(title, style="dim"), Text(text, style="dim"), both)
         seen.update(one for one in best[-1].sources if one)
     for console in (out, picture):
-        console.print(legend(seen))
-        console.print(Text(WORDS, style="dim"))
+        console.print(legend(seen), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.model or DEFAULT).name
-    where = f"{name} on {place(llm.model.device)}, kernels: {llm.kernels}"
-    picture.print(Text(where, style="dim"))
+    picture.print(Text(f"{name} on {place(llm.model.device)}, kernels: {llm.kernels}", style="dim"))
     if (share := load_of_others.share()) > BUSY:
         busy = f"The machine is busy: other programs used {100 * share:.0f} % of the processor"
         out.print(Text(f"{busy}, so these speeds say little.", style="bold yellow"))
-    if svg_path is not None:
-        write_svg(picture, svg_path)
+    if given.svg is not None:
+        save("--svg", given.svg, svg(picture))
 
 
 def answer(
-    llm: LLM, method: str, example: Example, params: SamplingParams, doing: str = "answering"
+    llm: LLM, method: str, prompt: str, params: SamplingParams, doing: str = "answering"
 ) -> Answer:
     from quickbeam.engine.stream import finish
 
     steps: list[StepRecord] = []
-    progress = stderr()
+    progress, messages = stderr(), [{"role": "user", "content": prompt}]
     with progress.status(f"{doing} with {method}") if progress.is_terminal else ExitStack():
-        stream = llm.chat_stream(
-            [{"role": "user", "content": example.prompt}],
-            params,
-            method=method,
-            observer=steps.append,
-        )
+        stream = llm.chat_stream(messages, params, method=method, observer=steps.append)
         completion = finish(stream)
     return Answer(completion, sources(len(completion.token_ids), steps))
 
@@ -186,11 +163,11 @@ def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
 
     It is None for a token that the target chose itself, such as the first one.
     """
-    found: list[str | None] = []
+    drafters: list[str | None] = []
     for step in steps:
         drafted = [step.tree.source[node] for node in step.path[1:]]
-        found += [*drafted, None][: len(step.emitted)]
-    return [None] * (tokens - len(found)) + found
+        drafters += [*drafted, None][: len(step.emitted)]
+    return [None] * (tokens - len(drafters)) + drafters
 
 
 def side_by_side(plain: Answer, fast: Answer, tokenizer: Any) -> RenderableType:
@@ -214,11 +191,9 @@ def pieces(answer: Answer, tokenizer: Any) -> Iterator[tuple[str, str | None]]:
     """Yield the answer's text token by token, with the source that drafted each token."""
     text, ids, start = answer.completion.text, answer.completion.token_ids, 0
     for i, source in enumerate(answer.sources, 1):
-        end = (
-            len(text)
-            if i == len(ids)
-            else min(len(text), len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
-        )
+        end = len(text)
+        if i < len(ids):
+            end = min(end, len(tokenizer.decode(ids[:i], skip_special_tokens=True)))
         yield text[start:end], source
         start = max(start, end)
 
@@ -244,19 +219,10 @@ def place(device: torch.device) -> str:
     return f"{cpu_name()}, {torch.get_num_threads()} threads"
 
 
-def write_svg(picture: Console, path: Path) -> None:
-    """Write what was drawn as a picture that loads nothing from the network.
-
-    Raises `QuickbeamError` if the file can't be written.
-    """
-    drawn = NO_XML.sub(
-        "\ufffd",
-        FONTS.sub("", picture.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")),
-    )
-    try:
-        path.write_text(drawn, encoding="utf-8")
-    except OSError as error:
-        raise QuickbeamError(f"--svg {path}: not written ({error.strerror})") from error
+def svg(picture: Console) -> str:
+    """Return what was drawn as a picture that loads nothing from the network."""
+    drawn = picture.export_svg(title="quickbeam demo", unique_id="quickbeam-demo")
+    return NO_XML.sub("\ufffd", FONTS.sub("", drawn))
 
 
 def verdict(plain: Completion, fast: Completion) -> str:

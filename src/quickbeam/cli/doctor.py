@@ -184,13 +184,10 @@ def doctor(
     if as_json:
         rows = [{"check": name, **finding._asdict()} for name, finding in findings.items()]
         print(json.dumps({"quickbeam": __version__, "can_run": can_run, "findings": rows}))
-    else:
-        for name, finding in findings.items():
-            typer.secho(f"{finding.status:8}", fg=COLOURS[finding.status], nl=False)
-            todo = f"\n{'':18}→ {finding.todo}" if finding.todo else ""
-            print(f"{name:10}{finding.text}{todo}")
-    if not can_run:
-        raise typer.Exit(1)
+    for name, (status, text, todo) in findings.items() if not as_json else ():
+        typer.secho(f"{status:8}", fg=COLOURS[status], nl=False)
+        print(f"{name:10}{text}" + (f"\n{'':18}→ {todo}" if todo else ""))
+    raise typer.Exit(not can_run)
 
 
 def alone(arguments: list[str]) -> None:

@@ -2,7 +2,8 @@
 
 A field of a command's dataclass becomes an option of its name, with its type and default, and its
 attribute docstring as help. `metadata` of the field may say more: `choices`, `metavar`, `min`,
-`max`, `help` in place of the docstring, and `option`: another name, or False for none.
+`max`, `help` in place of the docstring, `option`: other names, or False for none, and `argument`:
+True for what is given without a name.
 """
 
 from __future__ import annotations
@@ -73,23 +74,16 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     A dataclass instance as a parameter's default gives the options' defaults.
     """
     hints = get_type_hints(function, include_extras=True)
-    parameters, kinds = list[Parameter](), dict[str, tuple[type, dict[str, Field[Any]]]]()
+    parameters, kinds = list[Parameter](), dict[str, tuple[type, list[str]]]()
     for parameter in signature(function).parameters.values():
         kind = hints[parameter.name]
         if not is_dataclass(kind):
             parameters.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
             continue
         assert isinstance(kind, type)
-        taken = {
-            field.name: field for field in fields(kind) if field.metadata.get("option") is not False
-        }
-        kinds[parameter.name] = kind, taken
-        types_of = get_type_hints(kind)
-        for field in taken.values():
-            default = _default(field)
-            if parameter.default is not Parameter.empty:
-                default = getattr(parameter.default, field.name)
-            parameters.append(_option(kind, field, types_of[field.name], default))
+        taken = [field for field in fields(kind) if field.metadata.get("option") is not False]
+        kinds[parameter.name] = kind, [field.name for field in taken]
+        parameters += [_option(kind, field, parameter.default) for field in taken]
 
     @wraps(function)
     def run(**values: Any) -> None:
@@ -102,17 +96,12 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-def _default(field: Field[Any]) -> Any:
-    if field.default is not MISSING:
-        return field.default
-    return Parameter.empty if field.default_factory is MISSING else field.default_factory()
-
-
-def _option(owner: type, field: Field[Any], kind: Any, default: Any) -> Parameter:
-    """Return the parameter that typer makes an option from."""
-    more = dict(field.metadata)
-    name = more.pop("option", None) or f"--{field.name.replace('_', '-')}"
+def _option(owner: type, field: Field[Any], given: Any) -> Parameter:
+    """Return the parameter that typer makes an option from. `given`: an instance with defaults."""
+    kind: Any = get_type_hints(owner)[field.name]
+    more, default = dict(field.metadata), _default(field, given)
     text = more.pop("help", None) or _docs(owner).get(field.name, "")
+    name, *others = (more.pop("option", "") or f"--{field.name.replace('_', '-')}").split()
     if field.name in WORDS:
         kind, default = WORDS[field.name].kind, WORDS[field.name].write(default)
     elif _is_sequence(kind):
@@ -128,8 +117,21 @@ def _option(owner: type, field: Field[Any], kind: Any, default: Any) -> Paramete
         default = None if default is None else words(default)
     if kind in (bool, bool | None) and default is not False:
         name += f"/--no-{name[2:]}"
-    annotation = Annotated[kind, typer.Option(name, help=text, **more)]
-    return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    argument = more.pop("argument", False)
+    what: Any = typer.Option(name, *others, help=text, **more)
+    if argument:
+        what = typer.Argument(help=text, **more)
+    return Parameter(
+        field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, what]
+    )
+
+
+def _default(field: Field[Any], given: Any) -> Any:
+    if given is not Parameter.empty:
+        return getattr(given, field.name)
+    if field.default_factory is not MISSING:
+        return field.default_factory()
+    return Parameter.empty if field.default is MISSING else field.default
 
 
 def _is_sequence(kind: Any) -> bool:

@@ -3,78 +3,72 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from quickbeam.cli.checks import check_length
 from quickbeam.cli.common import check_output, follow, save, statistics_line, strict_json, write
-from quickbeam.cli.loading import Follow, Loading, System, Verbose
-from quickbeam.errors import InvalidInput, QuickbeamError
+from quickbeam.cli.loading import Follow, Loading, check_length
+from quickbeam.errors import InvalidInput
 from quickbeam.params import SamplingParams
 
 
-def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to answer; - reads standard input.")],
-    loading: Loading,
-    params: SamplingParams,
-    wanted: Follow,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")
-    ] = False,
-    system: System = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON record instead of the text.")
-    ] = False,
-    verbose: Verbose = False,
-    trace_path: Annotated[
-        Path | None,
-        typer.Option(
-            "--trace",
-            metavar="FILE.json",
-            help="Write every step's draft tree here, for `quickbeam inspect`.",
-        ),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class Asked:
+    """What is answered, and what is written."""
+
+    prompt: str = field(metadata={"argument": True})
+    """The text to answer; - reads standard input."""
+    raw: bool = False
+    """Continue the text as it is, without the chat template."""
+    system: str | None = None
+    """System message put before the conversation."""
+    json: bool = False
+    """Print one JSON record instead of the text."""
+    verbose: bool = field(default=False, metadata={"option": "--verbose -v"})
+    """Say more about how the answer was made."""
+    trace: Path | None = field(default=None, metadata={"metavar": "FILE.json"})
+    """Write every step's draft tree here, for `quickbeam inspect`."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise `InvalidInput` for options that don't fit one another."""
+        if self.raw and self.system is not None:
+            raise InvalidInput(
+                "--system goes through the chat template, which --raw skips: leave one of them out"
+            )
+        if params.logprobs is not None and not self.json:
+            raise InvalidInput("--logprobs shows in the JSON record only: add --json")
+        if self.trace is not None:
+            check_output("--trace", self.trace)
+
+
+def generate(asked: Asked, loading: Loading, params: SamplingParams, wanted: Follow) -> None:
     """Answer one prompt: text on stdout as it is made, statistics on stderr. Ctrl-C keeps the
     answer so far."""
-    if raw and system is not None:
-        raise InvalidInput(
-            "--system goes through the chat template, which --raw skips: leave one of them out"
-        )
-    if params.logprobs is not None and not as_json:
-        raise InvalidInput("--logprobs shows in the JSON record only: add --json")
-    params = replace(params, grammar=wanted.grammar())
-    text = read(prompt)
-    messages = [{"role": "system", "content": system}] if system is not None else []
-    messages.append({"role": "user", "content": text})
+    asked.check(params)
+    params, text = replace(params, grammar=wanted.grammar()), read(asked.prompt)
     loading.check()
     check_length(loading.model, text, params.max_tokens)
-    if trace_path is not None:
-        check_output("--trace", trace_path)
     from quickbeam.engine.trace import Trace
 
-    trace = Trace() if trace_path is not None else None
-    llm = loading.load()
+    trace, llm = Trace() if asked.trace else None, loading.load()
+    messages = [{"role": "system", "content": asked.system}] if asked.system is not None else []
+    messages.append({"role": "user", "content": text})
     completion, interrupted = follow(
         lambda: (
             llm.stream(text, params, observer=trace)
-            if raw
+            if asked.raw
             else llm.chat_stream(messages, params, observer=trace)
         ),
-        show=not as_json,
+        show=not asked.json,
     )
-    if as_json:
+    if asked.json:
         write(strict_json({**completion.to_json(), "kernels": llm.describe()}) + "\n")
     else:
-        print(statistics_line(completion, llm.describe(), verbose), file=sys.stderr)
-    if trace_path is not None and trace is not None:
-        try:
-            save(trace_path, trace.to_json(completion, llm.tokenizer))
-        except OSError as error:
-            raise QuickbeamError(f"--trace {trace_path}: not written ({error.strerror})") from error
+        print(statistics_line(completion, llm.describe(), asked.verbose), file=sys.stderr)
+    if asked.trace and trace:
+        save("--trace", asked.trace, trace.to_json(completion, llm.tokenizer))
     if interrupted:
         raise typer.Exit(130)
 

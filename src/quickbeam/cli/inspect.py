@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from quickbeam.cli.common import check_output, harmless
-from quickbeam.errors import QuickbeamError
+from quickbeam.cli.common import check_output, harmless, save
 
 HEADS = ("source", "drafted", "accepted", "mean value")
-SECONDS = ("draft_seconds", "verify_seconds", "seconds")
 # of sources, in the order of their names; the root is grey
 COLOURS = ("#2563eb", "#b45309", "#7c3aed", "#0f766e", "#be185d", "#4d7c0f")
 STYLE = """
@@ -38,25 +36,24 @@ li li { border-left: 1px solid #8886; padding-left: .4em; }
 """
 
 
-def inspect(
-    trace_path: Annotated[
-        Path, typer.Argument(metavar="FILE.json", help="What `quickbeam generate --trace` wrote.")
-    ],
-    html_path: Annotated[
-        Path | None,
-        typer.Option("--html", metavar="OUT.html", help="Draw every step's tree, as one page."),
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class Shown:
+    """What is shown, and how."""
+
+    trace: Path = field(metadata={"argument": True, "metavar": "FILE.json"})
+    """What `quickbeam generate --trace` wrote."""
+    html: Path | None = field(default=None, metadata={"metavar": "OUT.html"})
+    """Draw every step's tree, as one page."""
+
+
+def inspect(given: Shown) -> None:
     """Show what was drafted and what became of it: by source, and with --html tree by tree."""
     from quickbeam.engine.trace import read_trace
 
-    trace = read_trace(trace_path)
-    if html_path is not None:
-        check_output("--html", html_path)
-        try:
-            html_path.write_text(page(trace), encoding="utf-8", errors="replace")
-        except OSError as error:
-            raise QuickbeamError(f"--html {html_path}: not written ({error.strerror})") from error
+    trace = read_trace(given.trace)
+    if given.html is not None:
+        check_output("--html", given.html)
+        save("--html", given.html, page(trace))
     table = Table(HEADS[0], box=None, header_style="bold")
     for column in HEADS[1:]:
         table.add_column(column, justify="right")
@@ -81,7 +78,8 @@ def summary(trace: dict[str, Any]) -> dict[str, str]:
     }
     if steps:
         draft, verify, whole = (
-            milliseconds(sum(step[name] for step in steps) / len(steps)) for name in SECONDS
+            milliseconds(sum(step[name] for step in steps) / len(steps))
+            for name in ("draft_seconds", "verify_seconds", "seconds")
         )
         figures["a step"] = f"{whole}: drafting {draft}, verifying {verify}"
         figures["nodes a tree"] = f"{sum(len(step['nodes']) for step in steps) / len(steps):.1f}"
@@ -112,22 +110,23 @@ def page(trace: dict[str, Any]) -> str:
     """
     sources, answer, steps = by_source(trace), trace["answer"], trace["steps"]
     colours = {source: COLOURS[i % len(COLOURS)] for i, source in enumerate(sources)}
-    parts = [
-        "<!DOCTYPE html>\n<html lang=en><meta charset=utf-8>",
-        "<meta name=viewport content='width=device-width'>",
-        f"<title>{escape(answer['method'])}: {len(steps)} steps</title><style>{STYLE}</style>",
-        "<h1>Draft trees, step by step</h1>",
-        rows(summary(trace).items()),
-        f"<pre>{escape(answer['text'])}</pre>",
-        "<h2>Sources</h2>",
-        rows([HEADS, *((source, *figures) for source, figures in sources.items())], colours),
-        "<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model "
-        "said next. The small number is the estimated probability that the node is reached, where "
-        "the method makes one.</p>",
-        *(draw_step(number, step, colours) for number, step in enumerate(steps, 1)),
-        "</html>\n",
-    ]
-    return "\n".join(parts)
+    trees = "\n".join(draw_step(i, step, colours) for i, step in enumerate(steps, 1))
+    table = rows([HEADS, *((source, *figures) for source, figures in sources.items())], colours)
+    return f"""<!DOCTYPE html>
+<html lang=en><meta charset=utf-8>
+<meta name=viewport content='width=device-width'>
+<title>{escape(answer["method"])}: {len(steps)} steps</title><style>{STYLE}</style>
+<h1>Draft trees, step by step</h1>
+{rows(summary(trace).items())}
+<pre>{escape(answer["text"])}</pre>
+<h2>Sources</h2>
+{table}
+<h2>Steps</h2><p>Accepted tokens are green; the dashed one after a tree is what the model said next.
+The small number is the estimated probability that the node is reached, where the method makes
+one.</p>
+{trees}
+</html>
+"""
 
 
 def rows(lines: Iterable[Sequence[str]], colours: Mapping[str, str] | None = None) -> str:
@@ -145,12 +144,12 @@ def draw_step(number: int, step: dict[str, Any], colours: dict[str, str]) -> str
     nodes, after = step["nodes"], step["next"]
     accepted = [node["text"] for node in nodes[1:] if node["accepted"]]
     text = "".join([*accepted, after["text"]][: step["emitted"]])
+    draft, verify = (milliseconds(step[name]) for name in ("draft_seconds", "verify_seconds"))
     return (
         f"<details{' open' if number == 1 else ''}><summary>step {number}: {len(nodes) - 1} "
         f"drafted, {len(accepted)} accepted, {step['emitted']} emitted "
-        f"<code>{escape(repr(text))}</code> <small>(drafting "
-        f"{milliseconds(step['draft_seconds'])}, verifying "
-        f"{milliseconds(step['verify_seconds'])})</small></summary>{draw_tree(nodes, colours)}"
+        f"<code>{escape(repr(text))}</code> <small>(drafting {draft}, verifying {verify})</small>"
+        f"</summary>{draw_tree(nodes, colours)}"
         f"<span class='node next' title='token {after['token']}'>"
         f"<code>{visible(after['text'])}</code></span></details>"
     )

@@ -1,33 +1,27 @@
-"""What several commands ask for: how a model is loaded, where it runs, what answers follow."""
+"""What several commands ask for: how a model is loaded, where it runs, what answers follow.
+
+What can be checked before PyTorch is imported, which takes seconds, is checked here.
+"""
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from quickbeam.cli.checks import check_loading
+from quickbeam import hub
+from quickbeam.cache import cache_folder
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar import Grammar
-from quickbeam.hub import DEFAULT
-from quickbeam.presets import PRESETS, VOCABS
+from quickbeam.presets import PRESETS, VOCABS, check_vocab, preset, stand_in
 
 if TYPE_CHECKING:
     from quickbeam.llm import LLM
 
 FORMATS = ("bfloat16", "int8", "int4")
-
-Raw = Annotated[
-    bool, typer.Option("--raw", help="Give prompts as they are, without the chat template.")
-]
-System = Annotated[
-    str | None, typer.Option("--system", help="System message put before the conversation.")
-]
-Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Say more about how each answer was made.")
-]
+# how many tokens a chat template may take away where it joins a prompt's ends
+SLACK = 16
 
 
 @dataclass(frozen=True)
@@ -37,7 +31,7 @@ class Target:
     model: str | None = field(
         default=None,
         metadata={
-            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {DEFAULT}."
+            "help": f"Folder, .gguf file, Hugging Face id or embedded name. Default: {hub.DEFAULT}."
         },
     )
     budget: str | None = field(default=None, metadata={"metavar": "N|auto"})
@@ -98,7 +92,18 @@ class Loading(Target):
     def check(self) -> None:
         """Raise `InvalidInput` for what can be seen to be wrong before PyTorch is imported."""
         self.nodes()
-        check_loading(self.model, self.method, self.drafter, self.vocab, self.shortlist)
+        own, model = preset(self.method), self.model
+        given = {name: getattr(self, name) for name in ("drafter", "vocab", "shortlist")}
+        useless = [f"--{name} {value}" for name, value in given.items() if value is not None]
+        if useless and "drafter" not in own.sources:
+            users = ", ".join(name for name, entry in PRESETS.items() if "drafter" in entry.sources)
+            raise InvalidInput(
+                f"{useless[0]}: method {self.method!r} drafts without a model; add --method "
+                f"with one of {users}"
+            )
+        check_vocab(self.vocab or own.vocab, self.shortlist)
+        stand_in(self.method, (self.drafter or hub.shipped_drafter(model)) is not None)
+        check_models(model, self.drafter)
 
     def load(self, **more: Any) -> LLM:
         """Check, then load the model, with progress on stderr. `more`: arguments of `LLM`."""
@@ -111,10 +116,45 @@ class Loading(Target):
             return LLM(**self.arguments(), progress=progress, **more)
 
 
+def check_models(*names: str | None) -> None:
+    """Raise `InvalidInput` for a name of a model or drafter that can't be loaded."""
+    for check in (hub.check_source, hub.check_hub):
+        for name in names:
+            if name is not None:
+                check(name)
+
+
+def check_length(model: str | None, text: str, max_tokens: int) -> None:
+    """Raise `InvalidInput` for a prompt that is clearly too long for a model on this machine.
+
+    What this can't tell, the model's own check tells after loading.
+    """
+    name = model or hub.DEFAULT
+    folder = cache_folder() / name if name in hub.EMBEDDED else Path(name).expanduser()
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        context = (config.get("text_config") or config).get("max_position_embeddings")
+        if not isinstance(context, int) or len(text.encode()) + max_tokens <= context:
+            return  # a token takes a byte at least
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokens = len(tokenizer.encode(text.strip()).ids)
+    except Exception:  # a folder that is broken is the loader's to report
+        return
+    if tokens + max_tokens > context + SLACK:
+        raise InvalidInput(
+            f"a prompt of {tokens} tokens and max_tokens={max_tokens} exceed the model's context "
+            f"of {context}: shorten the prompt, or lower max_tokens"
+        )
+
+
 @dataclass(frozen=True)
 class Replicas:
-    """Whether answers are computed by replicas on Ray."""
+    """How many answers are computed at a time, and whether by replicas on Ray."""
 
+    max_running: int = field(default=32, metadata={"min": 1})
+    """Answers made side by side."""
     ray: bool = False
     """Answer by replicas of the model on Ray, on this machine or a cluster."""
     replicas: int = field(default=1, metadata={"min": 1})
@@ -131,6 +171,11 @@ class Replicas:
             raise InvalidInput(f"--replicas {self.replicas}: they run on Ray; add --ray")
         if not self.ray:
             loading.check()
+
+
+def extra(what: str, error: ImportError, name: str) -> InvalidInput:
+    """Return the error for a missing package that an extra of quickbeam brings."""
+    return InvalidInput(f"{what} needs {error.name}: pip install 'quickbeam[{name}]'")
 
 
 @dataclass(frozen=True)
@@ -155,11 +200,9 @@ class Follow:
         if len(given) > 1:
             names = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise InvalidInput(f"{names}: an answer follows one grammar; give one of them")
-        if self.json_schema is not None:
-            inline = self.json_schema.lstrip().startswith("{")
-            return Grammar.json_schema(
-                self.json_schema if inline else _text("--json-schema", Path(self.json_schema))
-            )
+        if (schema := self.json_schema) is not None:
+            inline = schema.lstrip().startswith("{")
+            return Grammar.json_schema(schema if inline else _text("--json-schema", Path(schema)))
         if self.regex is not None:
             return Grammar.regex(self.regex)
         if self.lark is not None:

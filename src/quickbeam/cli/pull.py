@@ -2,33 +2,38 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import Annotated
-
-import typer
+from dataclasses import asdict, dataclass, field
 
 from quickbeam import hub
 from quickbeam.cli.common import progress_bar, strict_json
 from quickbeam.errors import InvalidInput
 
 
-def pull(
-    name: Annotated[str, typer.Argument(help=f"One of: {', '.join(hub.EMBEDDED)}.")] = hub.DEFAULT,
-    listed: Annotated[
-        bool, typer.Option("--list", help="Fetch nothing: say what is in the cache.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --list: as a JSON list.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class Pulled:
+    """What is fetched or listed."""
+
+    name: str = field(
+        default=hub.DEFAULT,
+        metadata={"argument": True, "help": f"One of: {', '.join(hub.EMBEDDED)}."},
+    )
+    list: bool = False
+    """Fetch nothing: say what is in the cache."""
+    json: bool = False
+    """With --list: as a JSON list."""
+
+
+def pull(given: Pulled) -> None:
     """Fetch an embedded model into the cache, unless it is there, and print its folder."""
-    if as_json and not listed:
+    if given.json and not given.list:
         raise InvalidInput("--json: add --list")
-    if as_json:
+    if given.json:
         print(strict_json([asdict(info) for info in hub.models()]))
-    elif listed:
+    elif given.list:
         for info in hub.models():
             size = f"{info.bytes / 1e6:.0f} MB" if info.pulled else "not pulled"
             print(f"{info.name}: {size}, {info.license}\n  {info.summary}\n  {info.path}")
     else:
-        with progress_bar(f"looking for {name}") as report:
-            folder = hub.pull(name, report)
+        with progress_bar(f"looking for {given.name}") as report:
+            folder = hub.pull(given.name, report)
         print(folder)

@@ -6,15 +6,14 @@ import json
 import logging
 import os
 import shlex
-import sys
-from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 from quickbeam import hub
-from quickbeam.cli.loading import Loading, Replicas
-from quickbeam.errors import InvalidInput
+from quickbeam.cli.common import say
+from quickbeam.cli.fields import split
+from quickbeam.cli.loading import Loading, Replicas, extra
 from quickbeam.params import SamplingParams
 from quickbeam.serve.settings import ServeSettings
 
@@ -24,35 +23,19 @@ if TYPE_CHECKING:
 KEY = "QUICKBEAM_API_KEY"
 
 
-def serve(
-    loading: Loading,
-    settings: ServeSettings,
-    replicas: Replicas,
-    share_prefixes: Annotated[
-        bool,
-        typer.Option(
-            "--share-prefixes/--no-share-prefixes",
-            help="Share the computed beginning of prompts that begin alike.",
-        ),
-    ] = True,
-    served_name: Annotated[
-        list[str],
-        typer.Option(
-            "--served-name",
-            metavar="NAME",
-            help="What clients call the model. May be repeated, for other names.",
-        ),
-    ] = [],  # noqa: B006 (typer copies it)
-    max_running: Annotated[
-        int, typer.Option("--max-running", min=1, help="Answers made side by side.")
-    ] = 32,
-    warm: Annotated[
-        bool,
-        typer.Option(
-            "--warm/--no-warm", help="Measure costs and answer once before the first request."
-        ),
-    ] = True,
-) -> None:
+@dataclass(frozen=True)
+class Served:
+    """What is served, and how it starts."""
+
+    served_name: Sequence[str] = field(default=(), metadata={"metavar": "NAME"})
+    """What clients call the model, and other names for it."""
+    share_prefixes: bool = True
+    """Share the computed beginning of prompts that begin alike."""
+    warm: bool = True
+    """Measure costs and answer once before the first request."""
+
+
+def serve(loading: Loading, settings: ServeSettings, replicas: Replicas, given: Served) -> None:
     """Serve a model over HTTP to OpenAI's clients; a page to try it is at /. Ctrl-C or SIGTERM
     finishes what is under way."""
     replicas.check(loading)
@@ -62,30 +45,23 @@ def serve(
         from quickbeam.serve import server
         from quickbeam.serve.runner import Runner, name_of
     except ImportError as error:
-        raise InvalidInput(
-            f"the server needs {error.name}: pip install 'quickbeam[serve]'"
-        ) from error
-    names = served_name or [name_of(loading.model or hub.DEFAULT)]
-    settings = replace(
-        settings,
-        served_name=names[0],
-        aliases=tuple(names[1:]),
-        api_keys=(*settings.api_keys, *keys_of(os.environ.get(KEY, ""))),
-    )
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+        raise extra("the server", error, "serve") from error
+    name, *aliases = given.served_name or [name_of(loading.model or hub.DEFAULT)]
+    keys = (*settings.api_keys, *split(os.environ.get(KEY, "")))
+    settings = replace(settings, served_name=name, aliases=tuple(aliases), api_keys=keys)
+    form = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+    logging.basicConfig(level=logging.WARNING, format=form)
     if settings.log_prompts:
         logging.getLogger("quickbeam.serve").setLevel(logging.INFO)
-    more = {"max_running": max_running, "share_prefixes": share_prefixes}
+    more = {"max_running": replicas.max_running, "share_prefixes": given.share_prefixes}
     if replicas.ray:
-        on_ray(settings, {**loading.arguments(), **more, **asdict(replicas), "warm": warm})
-        return
+        wanted = {**loading.arguments(), **more, **asdict(replicas), "warm": given.warm}
+        return on_ray(settings, wanted)
     runner = Runner(settings)
     server.run(
         runner,
         lambda: loading.load(**more),
-        warm=warm,
+        warm=given.warm,
         ready=lambda address: say(greeting(runner, address)),
     )
 
@@ -98,17 +74,10 @@ def on_ray(settings: ServeSettings, wanted: dict[str, Any]) -> None:
     try:
         from quickbeam.serve.ray import run
     except ImportError as error:
-        raise InvalidInput(
-            f"--ray needs {error.name}: pip install 'quickbeam[ray,serve]'"
-        ) from error
+        raise extra("--ray", error, "ray,serve") from error
     del wanted["ray"]
     address = f"http://{settings.host}:{settings.port}"
     run(settings, wanted, lambda: say(f"{settings.served_name} at {address}, on Ray"))
-
-
-def keys_of(text: str) -> list[str]:
-    """Return the API keys in a comma-separated text."""
-    return [key.strip() for key in text.split(",") if key.strip()]
 
 
 def greeting(runner: Runner, address: str) -> str:
@@ -127,7 +96,3 @@ def greeting(runner: Runner, address: str) -> str:
         f"try it: curl {address}/v1/chat/completions{key} -H 'Content-Type: application/json' -d "
         f"{shlex.quote(body)}"
     )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from quickbeam.cli import bench
-from quickbeam.cli.checks import check_models
 from quickbeam.cli.common import loading_progress, stderr
-from quickbeam.cli.loading import Target
+from quickbeam.cli.loading import Target, check_models
 from quickbeam.params import SamplingParams
 from quickbeam.train.recipes import Plan, Recipe, ShortlistPlan
 
