@@ -6,9 +6,10 @@ This module knows nothing of logits: `sampling.py` turns these parameters into a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
+from typing import Any
 
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.spec import Grammar
@@ -84,80 +85,10 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, (getattr(self, name),))
-        checks = {
-            "max_tokens": (
-                _integer(self.max_tokens, int(self.prompt_logprobs is None)),
-                "an integer of at least 1, or 0 with prompt_logprobs",
-            ),
-            "temperature": (
-                _finite(self.temperature) and 0 <= self.temperature <= 1e30,
-                "finite, at least 0 and at most 1e30 (0: the most probable token)",
-            ),
-            "top_k": (_integer(self.top_k, 0), "an integer of at least 0 (0: off)"),
-            "top_p": (
-                _finite(self.top_p) and 0 < self.top_p <= 1,
-                "above 0 and at most 1 (1: off)",
-            ),
-            "min_p": (_finite(self.min_p) and 0 <= self.min_p <= 1, "between 0 and 1 (0: off)"),
-            "repetition_penalty": (
-                _finite(self.repetition_penalty) and 1e-6 <= self.repetition_penalty <= 1e6,
-                "a finite number above 0, from 1e-6 to 1e6 (1: off)",
-            ),
-            "presence_penalty": (
-                _moderate(self.presence_penalty),
-                "a number between -1e30 and 1e30 (0: off)",
-            ),
-            "frequency_penalty": (
-                _moderate(self.frequency_penalty),
-                "a number between -1e30 and 1e30 (0: off)",
-            ),
-            "logit_bias": (
-                _biases(self.logit_bias),
-                "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)",
-            ),
-            "stop": (
-                _sequence(self.stop) and all(isinstance(s, str) and s for s in self.stop),
-                "non-empty strings",
-            ),
-            "stop_token_ids": (
-                _sequence(self.stop_token_ids) and all(_integer(i, 0) for i in self.stop_token_ids),
-                "token ids",
-            ),
-            "logprobs": (
-                self.logprobs is None or _integer(self.logprobs, 0, 100),
-                "an integer between 0 and 100, or None",
-            ),
-            "prompt_logprobs": (
-                self.prompt_logprobs is None or _integer(self.prompt_logprobs, 0, 100),
-                "an integer between 0 and 100, or None",
-            ),
-            "seed": (
-                self.seed is None or _integer(self.seed, -(2**63), 2**64 - 1),
-                "an integer of at most 64 bits, or None",
-            ),
-            "skip_special_tokens": (isinstance(self.skip_special_tokens, bool), "True or False"),
-            "n": (_integer(self.n, 1, 128), "an integer between 1 and 128"),
-            "min_tokens": (
-                _at_most(self.min_tokens, self.max_tokens),
-                f"an integer between 0 and max_tokens={self.max_tokens!r}",
-            ),
-            "bad_words": (
-                _sequence(self.bad_words) and all(isinstance(s, str) and s for s in self.bad_words),
-                "non-empty strings",
-            ),
-            "include_stop_str_in_output": (
-                isinstance(self.include_stop_str_in_output, bool),
-                "True or False",
-            ),
-            "grammar": (
-                self.grammar is None or isinstance(self.grammar, Grammar),
-                "a Grammar, as Grammar.json_schema(…) makes one",
-            ),
-            "coupling": (self.coupling in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
-        }
-        for name, (good, accepted) in checks.items():
-            if not good:
-                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be {accepted}")
+        for name, (good, accepted) in RULES.items():
+            if not good(getattr(self, name), self):
+                what = accepted.format(self)
+                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be {what}")
 
     @property
     def greedy(self) -> bool:
@@ -196,13 +127,17 @@ def _finite(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def _moderate(value: object) -> bool:
+def _moderate(value: Any, _: object = None) -> bool:
     """Whether `value` is a number that float32 logits can take."""
-    return _finite(value) and isinstance(value, Real) and abs(float(value)) <= 1e30
+    return _finite(value) and abs(float(value)) <= 1e30
 
 
 def _integer(value: object, low: int, high: float = math.inf) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and low <= int(value) <= high
+
+
+def _few(value: object, _: object) -> bool:
+    return value is None or _integer(value, 0, 100)
 
 
 def _at_most(value: object, other: object) -> bool:
@@ -211,19 +146,78 @@ def _at_most(value: object, other: object) -> bool:
     If `other` is not an integer itself, its own check reports that, and only the lower bound counts
     here.
     """
-    return _integer(value, 0) and (
-        not isinstance(other, Integral) or _integer(value, 0, int(other))
-    )
+    return _integer(value, 0, int(other) if isinstance(other, Integral) else math.inf)
 
 
 def _sequence(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str | bytes)
 
 
-def _biases(bias: object) -> bool:
+def _texts(value: Any, _: object) -> bool:
+    return _sequence(value) and all(isinstance(text, str) and text for text in value)
+
+
+def _flag(value: object, _: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _biases(bias: object, _: object) -> bool:
     return isinstance(bias, Mapping) and all(
         _integer(token, 0)
         and isinstance(value, Real)
         and (value == -math.inf or abs(float(value)) <= 1e30)
         for token, value in bias.items()
     )
+
+
+MODERATE = "a number between -1e30 and 1e30 (0: off)"
+FEW = "an integer between 0 and 100, or None"
+BIASES = "a mapping of token ids to numbers of at most 1e30 (minus infinity bans a token)"
+RULES: dict[str, tuple[Callable[[Any, SamplingParams], bool], str]] = {
+    "max_tokens": (
+        lambda value, given: _integer(value, int(given.prompt_logprobs is None)),
+        "an integer of at least 1, or 0 with prompt_logprobs",
+    ),
+    "temperature": (
+        lambda value, _: _finite(value) and 0 <= value <= 1e30,
+        "finite, at least 0 and at most 1e30 (0: the most probable token)",
+    ),
+    "top_k": (lambda value, _: _integer(value, 0), "an integer of at least 0 (0: off)"),
+    "top_p": (
+        lambda value, _: _finite(value) and 0 < value <= 1,
+        "above 0 and at most 1 (1: off)",
+    ),
+    "min_p": (lambda value, _: _finite(value) and 0 <= value <= 1, "between 0 and 1 (0: off)"),
+    "repetition_penalty": (
+        lambda value, _: _finite(value) and 1e-6 <= value <= 1e6,
+        "a finite number above 0, from 1e-6 to 1e6 (1: off)",
+    ),
+    "presence_penalty": (_moderate, MODERATE),
+    "frequency_penalty": (_moderate, MODERATE),
+    "logit_bias": (_biases, BIASES),
+    "stop": (_texts, "non-empty strings"),
+    "stop_token_ids": (
+        lambda value, _: _sequence(value) and all(_integer(token, 0) for token in value),
+        "token ids",
+    ),
+    "logprobs": (_few, FEW),
+    "prompt_logprobs": (_few, FEW),
+    "seed": (
+        lambda value, _: value is None or _integer(value, -(2**63), 2**64 - 1),
+        "an integer of at most 64 bits, or None",
+    ),
+    "skip_special_tokens": (_flag, "True or False"),
+    "n": (lambda value, _: _integer(value, 1, 128), "an integer between 1 and 128"),
+    "min_tokens": (
+        lambda value, given: _at_most(value, given.max_tokens),
+        "an integer between 0 and max_tokens={0.max_tokens!r}",
+    ),
+    "bad_words": (_texts, "non-empty strings"),
+    "include_stop_str_in_output": (_flag, "True or False"),
+    "grammar": (
+        lambda value, _: value is None or isinstance(value, Grammar),
+        "a Grammar, as Grammar.json_schema(…) makes one",
+    ),
+    "coupling": (lambda value, _: value in COUPLINGS, f"one of {', '.join(COUPLINGS)}"),
+}
+"""What each parameter must be: the check of its value, beside all others, and its words."""
