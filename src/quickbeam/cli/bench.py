@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
@@ -22,6 +22,10 @@ from quickbeam.presets import VOCABS
 INTERRUPTED = 130  # the shell's code for Ctrl-C
 # what transformers' generate takes of an answer's parameters
 PEER_PARAMS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+HELP = (
+    f"Comma-separated NAME[:BUDGET][@SHORTLIST][+VOCABULARY]. Names: {KNOWN}; vocabularies: "
+    f"{', '.join(VOCABS)}."
+)
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,19 @@ class Load(Asked):
     """How often every cell is run, in turn."""
 
 
-NAMES = f"{KNOWN}; vocabularies: {', '.join(VOCABS)}"
-HELP = f"Comma-separated NAME[:BUDGET][@SHORTLIST][+VOCABULARY]. Names: {NAMES}."
-Methods = Annotated[str, typer.Option(help=HELP)]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+@dataclass(frozen=True)
+class Report:
+    """What is compared, and where the figures go."""
+
+    methods: str = field(default="ar,pld,logitspec,auto", metadata={"help": HELP})
+    json: Path | None = None
+    """Write the figures here."""
+
+    def save(self, record: dict[str, Any]) -> None:
+        if self.json is not None:
+            save("--json", self.json, record)
+
+
 commands = typer.Typer(help="Measure. Without a command: methods, one request at a time.")
 
 
@@ -72,28 +85,21 @@ def bench(
     context: typer.Context,
     asked: Conversations,
     target: Target,
-    methods: Methods = "ar,pld,logitspec,auto",
+    report: Report,
     params: SamplingParams = SamplingParams(max_tokens=128),  # noqa: B008
-    json_file: JsonFile = None,
 ) -> None:
     """Compare methods: MAT, tokens/s, speed-up and identical outputs, per category and overall.
     Above temperature 0 outputs are compared where a --seed is given."""
     if context.invoked_subcommand is None:
-        compare(asked, target, methods, params, json_file)
+        compare(asked, target, report, params)
 
 
-def compare(
-    asked: Conversations,
-    target: Target,
-    methods: str,
-    params: SamplingParams,
-    json_file: Path | None = None,
-) -> None:
+def compare(asked: Conversations, target: Target, given: Report, params: SamplingParams) -> None:
     """Load the methods, ask the questions, then show and write the figures.
 
     Raises `InvalidInput` if no prompt could be answered.
     """
-    items, questions = prepare(asked, target, methods, params, json_file)
+    items, questions = prepare(asked, target, given, params)
     with loading_progress(target.model, target.drafter) as loading:
         from quickbeam.bench import report
         from quickbeam.bench.run import begin, run, warm_up
@@ -104,8 +110,8 @@ def compare(
     about |= {} if disk is None else {"memory": disk.record()}
 
     def write() -> None:
-        if json_file is not None and results.trials:
-            save("--json", json_file, {**about, **report.record(results)})
+        if results.trials:
+            given.save({**about, **report.record(results)})
 
     def finish() -> None:
         if results.trials:
@@ -139,9 +145,8 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
 def throughput(
     load: Load,
     target: Target,
-    methods: Methods = "ar,logitspec,auto",
+    report: Report = Report("ar,logitspec,auto"),  # noqa: B008
     params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
-    json_file: JsonFile = None,
 ) -> None:
     """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out
     the steps in which prompts are read); how long they wait for their first token and for each
@@ -149,7 +154,7 @@ def throughput(
     loads = numbers("--concurrency", load.concurrency, 1024)
     if load.rate is not None and not load.rate > 0:
         raise InvalidInput(f"--rate {load.rate}: must be above 0 requests a second")
-    items, questions = prepare(load, target, methods, params, json_file)
+    items, questions = prepare(load, target, report, params)
     if peer := next((item.name for item in items if item.is_peer), None):
         raise InvalidInput(f"--methods {peer}: answers one request at a time; leave it out")
     with loading_progress(target.model, target.drafter) as loading:
@@ -165,9 +170,8 @@ def throughput(
     def finish() -> None:
         if runs:
             typer.echo(table(runs))
-        if runs and json_file is not None:
             about["complete"] = len(runs) == load.rounds * len(loads) * len(items)
-            save("--json", json_file, {**about, "concurrency": by_load(runs)})
+            report.save({**about, "concurrency": by_load(runs)})
         runner.llm.close()
 
     asked = requests(prompts, load.rate, load.cancel, params.max_tokens)
@@ -176,7 +180,7 @@ def throughput(
 
 
 def prepare(
-    asked: Asked, target: Target, methods: str, params: SamplingParams, json_file: Path | None
+    asked: Asked, target: Target, report: Report, params: SamplingParams
 ) -> tuple[list[MethodItem], list[Question]]:
     """Return the entries of `--methods` and the questions.
 
@@ -185,13 +189,13 @@ def prepare(
     if params.max_tokens < 2:
         raise InvalidInput(f"--max-tokens {params.max_tokens}: must be at least 2 to be timed")
     given = (target.drafter, target.model, target.vocab, target.shortlist)
-    items = parse_methods(methods, target.nodes(), *given)
+    items = parse_methods(report.methods, target.nodes(), *given)
     peer = next((item.name for item in items if item.is_peer), None)
     if peer and (refused := changed(params, PEER_PARAMS)):
         raise InvalidInput(f"{refused[0]}: {peer} takes no such option; leave out one of them")
     check_models(target.model, target.drafter)
-    if json_file is not None:
-        check_output("--json", json_file)
+    if report.json is not None:
+        check_output("--json", report.json)
     return items, spread(load_questions(asked.questions), asked.limit)
 
 

@@ -67,9 +67,8 @@ def train(plan: Plan, recipe: Recipe, shortlist: ShortlistPlan, stages: Stages) 
     bench.compare(
         bench.Conversations(limit=stages.limit),
         Target(model=plan.model, drafter=str(plan.out)),
-        METHODS,
+        bench.Report(METHODS, plan.out / "bench.json"),
         SamplingParams(max_tokens=stages.max_tokens),
-        json_file=plan.out / "bench.json",
     )
 
 
