@@ -145,7 +145,7 @@ def kept(finish: Callable[[], None]) -> Iterator[None]:
 def throughput(
     load: Load,
     target: Target,
-    report: Report = Report("ar,logitspec,auto"),  # noqa: B008
+    report: Report = Report("ar,logitspec,auto"),
     params: SamplingParams = SamplingParams(max_tokens=128, seed=0),  # noqa: B008
 ) -> None:
     """Many requests at once: tokens a second, prompts and waiting included ("decoding" leaves out

@@ -24,7 +24,7 @@ COLOURS = {OK: "green", NOTE: "yellow", PROBLEM: "red"}
 BUSY = 0.1  # share of the cores that make times vary, if other programs use them
 LITTLE = 2 * 10**9  # bytes of free memory that are ample for the default model
 COMPILE = "python -m quickbeam.models.native.build"
-EXTRAS = ("serve", "grammar", "train", "kernels", "ray")
+EXTRAS = ("serve", "grammar", "kernels", "ray")
 
 
 class Finding(NamedTuple):
