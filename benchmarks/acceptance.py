@@ -32,12 +32,12 @@ class Tried(NamedTuple):
 def draft_probabilities(tree: TokenTree, node: int) -> Iterator[float]:
     """Yield the draft probability of each child of `node`, in the order of the children.
 
-    Where the tree keeps the whole distribution (`tree.law`), the mass that is left is summed over
+    Where the tree keeps the whole distribution (`tree.probs`), the mass that is left is summed over
     it, because 1 minus a sum of nearly 1 would be mostly rounding error.
     """
     earlier, left = list[int](), 1.0
     for token, child in tree.children[node].items():
-        probs, probability = tree.law[child], tree.probability[child]
+        probs, probability = tree.probs[child], tree.probability[child]
         if probs is not None and earlier:
             struck = probs.index_fill(0, torch.tensor(earlier, device=probs.device), 0.0)
             left = float(struck.sum(dtype=torch.float64))

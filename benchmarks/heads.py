@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from common import arguments, finish, milliseconds, numbers, script
-from quickbeam.drafters.base import law_of
+from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.head import BlockHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
@@ -46,7 +46,7 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
     count = max(1, min(layout.clusters, round((vocab * share - frequent) / CLUSTER)))
     chosen = torch.arange(count) * layout.clusters // count
     head = BlockHead(weight, layout, most=count)
-    return lambda h: law_of(head(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
+    return lambda h: probs_of(head(h, chosen).logits, 1.0), layout, frequent + count * CLUSTER
 
 
 def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
@@ -95,8 +95,8 @@ def measure(
     for share in shares:
         short, layout, tokens = shortlist(weight, share)
         heads: dict[str, Head] = {
-            "full_ms": lambda h: law_of(full(h), 1.0),
-            "drafter_ms": lambda h: law_of(drafter(h), 1.0),
+            "full_ms": lambda h: probs_of(full(h), 1.0),
+            "drafter_ms": lambda h: probs_of(drafter(h), 1.0),
             "head_ms": short,
             "router_ms": router_of(d, layout.clusters, weight.dtype),
         }

@@ -1,4 +1,4 @@
-"""Drafters with known laws for the tests of tree policies, and the policies over them."""
+"""Drafters with known distributions for the tests of tree policies, and the policies over them."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftRequest, Laws
+from quickbeam.drafters.base import Context, Drafter, DrafterState, DraftProbs, DraftRequest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import Grown, TreePolicy
 from quickbeam.tree import TokenTree
 from toy import ToyModel, path_tokens
 
-LawOf = Callable[[Sequence[int]], torch.Tensor]
+ProbsOf = Callable[[Sequence[int]], torch.Tensor]
 
 
 class KnownDrafter(Drafter):
-    """Laws by a function of the context, and the contract held: each node once a tree, the root
+    """DraftProbs by a function of the context, and the contract held: each node once a tree, the
+    root
     first, parents before children.
 
     `calls` has the nodes of each request since the last root. `rounds` and `rows`: calls, and nodes
@@ -27,8 +28,8 @@ class KnownDrafter(Drafter):
 
     name = "drafter"
 
-    def __init__(self, law: LawOf) -> None:
-        self.law = law
+    def __init__(self, probs: ProbsOf) -> None:
+        self.probs = probs
         self.calls: list[list[int]] = []
         self.rounds = self.rows = 0
         # by context: its tree, and the nodes that were asked for
@@ -37,12 +38,12 @@ class KnownDrafter(Drafter):
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
         return DrafterState()
 
-    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         assert requests and len({id(request.context) for request in requests}) == len(requests)
         self.rounds += 1
         return [self._answer(request) for request in requests]
 
-    def _answer(self, request: DraftRequest) -> Laws:
+    def _answer(self, request: DraftRequest) -> DraftProbs:
         context, tree, nodes, _ = request
         if list(nodes) == [0]:
             self.calls, self._asked[id(context)] = [], (tree, set())
@@ -53,8 +54,8 @@ class KnownDrafter(Drafter):
         asked.update(nodes)
         self.calls.append(list(nodes))
         self.rows += len(nodes)
-        return Laws(
-            torch.stack([self.law([*context.ids, *path_tokens(tree, node)]) for node in nodes])
+        return DraftProbs(
+            torch.stack([self.probs([*context.ids, *path_tokens(tree, node)]) for node in nodes])
         )
 
 
@@ -65,14 +66,14 @@ def grow(
     no more than `call` are refused."""
     context.begin([source for source in policy.sources if source.name not in context.states])
     drafter = next((source for source in policy.sources if isinstance(source, Drafter)), None)
-    growth, laws = policy.grow(context, budget, max_depth), None
+    growth, distributions = policy.grow(context, budget, max_depth), None
     while True:
         try:
-            request = growth.send(laws)
+            request = growth.send(distributions)
         except StopIteration as end:
             return end.value
         assert drafter is not None and request.context is context
-        laws = drafter.answer([request])[0] if request.gain > call else None
+        distributions = drafter.answer([request])[0] if request.gain > call else None
 
 
 def tree_of(
@@ -82,14 +83,15 @@ def tree_of(
     return grow(policy, context, budget, max_depth, call).tree
 
 
-def tempered(law: torch.Tensor, temperature: float) -> torch.Tensor:
-    """What `temperature` makes of the law `[vocab]` of temperature 1; zeros stay."""
-    weights = law ** (1 / temperature)
+def tempered(probs: torch.Tensor, temperature: float) -> torch.Tensor:
+    """What `temperature` makes of the probs `[vocab]` of temperature 1; zeros stay."""
+    weights = probs ** (1 / temperature)
     return weights / weights.sum()
 
 
-def toy_laws(model: ToyModel, temperature: float = 1.0) -> tuple[LawOf, LawOf]:
-    """The target's and the drafter's laws at a temperature, by the last tokens; made once each."""
+def toy_distributions(model: ToyModel, temperature: float = 1.0) -> tuple[ProbsOf, ProbsOf]:
+    """The target's and the drafter's distributions at a temperature, by the last tokens; made once
+    each."""
     made: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def both(context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -105,19 +107,20 @@ def toy_laws(model: ToyModel, temperature: float = 1.0) -> tuple[LawOf, LawOf]:
 
 
 def zipf_drafter(vocab: int = 500, seed: int = 0) -> KnownDrafter:
-    """Laws as small models have them: sometimes nearly certain, sometimes hardly decided. Each path
+    """DraftProbs as small models have them: sometimes nearly certain, sometimes hardly decided.
+    Each path
     has its own."""
     ranks = torch.arange(1, vocab + 1).log()
 
-    def law(context: Sequence[int]) -> torch.Tensor:
+    def probs(context: Sequence[int]) -> torch.Tensor:
         rng = random.Random(f"{seed} {list(context)}")
         return (-rng.uniform(1.0, 3.5) * ranks).softmax(0).roll(rng.randrange(vocab))
 
-    return KnownDrafter(law)
+    return KnownDrafter(probs)
 
 
-def policies(law: LawOf) -> dict[str, TreePolicy]:
-    return {name: make(KnownDrafter(law)) for name, make in DRAFTED.items()}
+def policies(probs: ProbsOf) -> dict[str, TreePolicy]:
+    return {name: make(KnownDrafter(probs)) for name, make in DRAFTED.items()}
 
 
 def context_of(

@@ -112,7 +112,8 @@ class Pair:
     def expected(
         self, ids: list[int], tree: TokenTree, nodes: Sequence[int], temperature: float
     ) -> torch.Tensor:
-        """The laws after `nodes`, each path on its own, from the hidden states of transformers."""
+        """The distributions after `nodes`, each path on its own, from the hidden states of
+        transformers."""
         states = self.model(
             torch.tensor([ids[:-1]]), output_hidden_states=True, use_cache=False
         ).hidden_states
@@ -127,7 +128,7 @@ class Pair:
         certain = torch.cat(parts, -1)
         if self.config.join == "attention":
             certain = certain @ self.network.fc.weight.T
-        laws = []
+        distributions = []
         for node in nodes:
             tokens, hidden = ids[1:], certain
             out = self.layer(hidden, tokens)
@@ -135,10 +136,10 @@ class Pair:
                 tokens, hidden = [*tokens, tree.token[below]], torch.cat([hidden, out[-1:]])
                 out = self.layer(hidden, tokens)
             logits = self.network.logits(out[-1]) / temperature
-            law = torch.zeros(VOCAB)
-            law[self.network.tokens if self.config.own_head else slice(None)] = logits.softmax(-1)
-            laws.append(law)
-        return torch.stack(laws)
+            probs = torch.zeros(VOCAB)
+            probs[self.network.tokens if self.config.own_head else slice(None)] = logits.softmax(-1)
+            distributions.append(probs)
+        return torch.stack(distributions)
 
     def begin(
         self,
@@ -179,16 +180,16 @@ class Text:
     def request(self, tree: TokenTree, nodes: Sequence[int]) -> DraftRequest:
         return DraftRequest(self.context, tree, nodes)
 
-    def laws(self, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+    def distributions(self, tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
         """`[len(nodes), vocab]`, from a call for this text alone."""
         return self.pair.drafter.answer([self.request(tree, nodes)])[0].dense()
 
     def check(self, tree: TokenTree, nodes: Sequence[int]) -> None:
-        laws = self.laws(tree, nodes)
+        distributions = self.distributions(tree, nodes)
         expected = self.pair.expected(
             self.context.ids, tree, nodes, self.context.temperature or 1.0
         )
-        torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(distributions, expected, atol=1e-5, rtol=1e-3)
 
     def go_on(self, tree: TokenTree, path: Sequence[int], last: int) -> None:
         """As a step ends that accepts a path of a tree and a token of the target's own."""

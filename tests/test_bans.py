@@ -103,8 +103,10 @@ def test_the_first_min_tokens_tokens_do_not_end_the_answer() -> None:
         False,
         False,
     ]
-    law = Sampler(SamplingParams(min_tokens=1, temperature=1.0), [], V, ends=[4, 7]).law(logits)
-    assert law.tolist() == pytest.approx([0.0 if token in (4, 7) else 1 / 8 for token in range(V)])
+    probs = Sampler(SamplingParams(min_tokens=1, temperature=1.0), [], V, ends=[4, 7]).probs(logits)
+    assert probs.tolist() == pytest.approx(
+        [0.0 if token in (4, 7) else 1 / 8 for token in range(V)]
+    )
 
 
 def test_a_word_that_begins_in_the_prompt_is_not_seen() -> None:
@@ -183,7 +185,7 @@ def plain_answer(
         logits = model([*prompt, *output])
         logits[list(banned_after(output, params.min_tokens, ends, bad))] = -math.inf
         output.append(
-            most_probable(logits[None])[0] if params.greedy else draw(free.law(logits), generator)
+            most_probable(logits[None])[0] if params.greedy else draw(free.probs(logits), generator)
         )
     return output
 
@@ -213,7 +215,7 @@ def tree_answer(
     params, accepted = sampler.params, 0
     generator = torch.Generator().manual_seed(params.seed or 0)
     logits = model(prompt)
-    output = [sampler.best(logits) if params.greedy else draw(sampler.law(logits), generator)]
+    output = [sampler.best(logits) if params.greedy else draw(sampler.probs(logits), generator)]
     sampler.extend(output)
     while len(output) < params.max_tokens and output[-1] not in ends:
         context = [*prompt, *output]
@@ -228,7 +230,7 @@ def tree_answer(
         if params.greedy:
             verdict = verify_equal(tree, lambda node, at=at: at(node, sampler.best))
         else:
-            verdict = verify_residual(tree, lambda node, at=at: at(node, sampler.law), generator)
+            verdict = verify_residual(tree, lambda node, at=at: at(node, sampler.probs), generator)
         accepted += len(verdict.path) - 1
         tokens = []
         for token in [*(tree.token[node] for node in verdict.path[1:]), verdict.token]:

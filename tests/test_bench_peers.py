@@ -34,7 +34,7 @@ def measured(toy_folder, methods, texts, params, **options):
 @pytest.fixture(scope="module")
 def toy(toy_folder):
     found = peers.load(toy_folder, "float32", "cpu")
-    # a checkpoint's own taste, which must not change the law compared
+    # a checkpoint's own taste, which must not change the probs compared
     found[0].generation_config.repetition_penalty = 1.7
     return found
 

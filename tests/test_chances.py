@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cases import few
-from drafters import KnownDrafter, context_of, grow, toy_laws
+from drafters import KnownDrafter, context_of, grow, toy_distributions
 from quickbeam.methods.acceptance import Chances, Likeliest, Measured, Printed
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.tree import TokenTree
@@ -94,10 +94,10 @@ def test_certain_children_are_told_apart_by_their_rank() -> None:
     learn(tree, path)
     expected = []
     for node, following in zip(path, [*path[1:], None], strict=True):
-        law = model.draft([0, *path_tokens(tree, node)])
-        ranking = law.argsort(descending=True).tolist()
+        probs = model.draft([0, *path_tokens(tree, node)])
+        ranking = probs.argsort(descending=True).tolist()
         expected += [
-            (ranking.index(token), float(law[token]), child == following)
+            (ranking.index(token), float(probs[token]), child == following)
             for token, child in tree.children[node].items()
         ]
     assert len(path) > 1 and told == expected
@@ -116,7 +116,7 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
     found = []
     for seed in range(4):
         model = ToyModel(vocab=12, seed=seed, noise=1.3, zeros=0.0)
-        target, draft = toy_laws(model, temperature)
+        target, draft = toy_distributions(model, temperature)
         policy, generator, rng = (
             DySpec(KnownDrafter(draft), chances),
             torch.Generator().manual_seed(seed),
@@ -126,11 +126,11 @@ def accepted(chances: Chances, temperature: float, budget: int) -> float:
             context = [rng.randrange(12) for _ in range(3)]
             tree, learn, _ = grow(policy, context_of(context, temperature, generator), budget, 12)
 
-            def law(node: int) -> torch.Tensor:
+            def probs(node: int) -> torch.Tensor:
                 return target([*context, *path_tokens(tree, node)])  # noqa: B023
 
-            found.append(sum(reached(tree, law)))
-            learn(tree, verify_residual(tree, law, generator)[0])
+            found.append(sum(reached(tree, probs)))
+            learn(tree, verify_residual(tree, probs, generator)[0])
     return mean(found)
 
 
@@ -149,16 +149,16 @@ def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> N
         torch.Generator().manual_seed(seed),
     )
     tree = max((random_tree(model, [0], rng) for _ in range(30)), key=len)
-    assert len(tree) > 6 and {law is None for law in tree.law[1:]} == {True, False}
+    assert len(tree) > 6 and {probs is None for probs in tree.probs[1:]} == {True, False}
     count, hits = 6000, [0] * len(tree)
 
-    def law(node: int) -> torch.Tensor:
+    def probs(node: int) -> torch.Tensor:
         return model.target([0, *path_tokens(tree, node)])
 
     for _ in range(count):
-        for node in verify_residual(tree, law, generator)[0]:
+        for node in verify_residual(tree, probs, generator)[0]:
             hits[node] += 1
-    for chance, hit in zip(reached(tree, law), hits, strict=True):
+    for chance, hit in zip(reached(tree, probs), hits, strict=True):
         assert hit / count == pytest.approx(
             chance, abs=4.5 * (chance * (1 - chance) / count) ** 0.5 + 1e-9
         )
@@ -167,8 +167,10 @@ def test_nodes_are_reached_as_often_as_verification_accepts_them(seed: int) -> N
 def test_a_perfect_drafter_is_always_accepted() -> None:
     model = ToyModel(vocab=5, seed=1, noise=0.0, zeros=0.0)
     tree = TokenTree(0)
-    tree.add(tree.add(0, 3, "drawn", law=model.target([0])), 1, "drawn", law=model.target([0, 3]))
-    tree.add(0, 2, "drawn", law=model.target([0]))
+    tree.add(
+        tree.add(0, 3, "drawn", probs=model.target([0])), 1, "drawn", probs=model.target([0, 3])
+    )
+    tree.add(0, 2, "drawn", probs=model.target([0]))
     assert reached(tree, lambda node: model.target([0, *path_tokens(tree, node)])) == pytest.approx(
         [1, 1, 1, 0]
     )

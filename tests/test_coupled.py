@@ -17,7 +17,7 @@ import torch
 from cases import few
 from drafters import KnownDrafter, context_of, grow
 from quickbeam import LLM
-from quickbeam.drafters.base import Context, Laws
+from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods import DRAFTED
@@ -28,7 +28,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler, most_probable
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal
-from toy import ToyModel, chi_square, exact_law, path_tokens, random_tree
+from toy import ToyModel, chi_square, exact_probs, path_tokens, random_tree
 
 V = 6
 FILTERS: dict[str, dict[str, object]] = {
@@ -96,19 +96,19 @@ def plainly(context: list[int]) -> TokenTree:
 # One of each way from logits to a token; what single filters leave is held to transformers in
 # test_sampling.py.
 @pytest.mark.parametrize("name", few(FILTERS, ["plain", "cold", "penalties", "top-p", "all"]))
-def test_plain_sampling_has_the_targets_law(name: str) -> None:
+def test_plain_sampling_has_the_targets_probs(name: str) -> None:
     """Three tokens, for every filter, by seeds one after another."""
     model, params = ToyModel(V, seed=3, zeros=0.0), params_of(name)
     counts = Counter(
         tuple(answer(model, params, Noise(seed, 0, V), 3, plainly)) for seed in range(2500)
     )
 
-    def law(context: Sequence[int]) -> torch.Tensor:
+    def probs(context: Sequence[int]) -> torch.Tensor:
         sampler = sampler_of(params)
         sampler.extend(context[1:])
-        return sampler.law(logits_of(model, context))
+        return sampler.probs(logits_of(model, context))
 
-    assert chi_square(counts, exact_law(law, V)) > 1e-3
+    assert chi_square(counts, exact_probs(probs, V)) > 1e-3
 
 
 @pytest.mark.parametrize("mistake", ["one place", "one seed"])
@@ -124,7 +124,7 @@ def test_noise_that_is_used_twice_is_found_out(
     else:  # seeds that differ in their high bits only share it
         monkeypatch.setattr(Noise, "__init__", seedless(Noise.__init__))
     with pytest.raises(AssertionError):
-        test_plain_sampling_has_the_targets_law("plain")
+        test_plain_sampling_has_the_targets_probs("plain")
 
 
 def seedless(begin: Callable[..., None]) -> Callable[..., None]:
@@ -158,9 +158,9 @@ def residual_answers(model: ToyModel, seeds: int, shared: bool) -> Counter[tuple
 
 def test_noise_shared_with_the_residual_rule_is_found_out() -> None:
     model = ToyModel(V, seed=1, noise=2.0, zeros=0.0)
-    law = exact_law(model.target, V, 1)
-    assert chi_square(residual_answers(model, 12_000, False), law) > 1e-3
-    assert chi_square(residual_answers(model, 12_000, True), law) < 1e-6
+    probs = exact_probs(model.target, V, 1)
+    assert chi_square(residual_answers(model, 12_000, False), probs) > 1e-3
+    assert chi_square(residual_answers(model, 12_000, True), probs) < 1e-6
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -188,7 +188,7 @@ def test_no_tree_changes_an_answer(name: str) -> None:
     assert accepted > 100
 
 
-def law_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
+def probs_of_text(model: ToyModel) -> Callable[[list[int]], torch.Tensor]:
     return lambda context: model.draft(context)
 
 
@@ -201,7 +201,7 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
     params = SamplingParams(temperature=temperature)
     for seed in range(12):
         model, noise = ToyModel(V, seed=seed, noise=0.5, zeros=0.0), Noise(seed, 0, V)
-        drafter = KnownDrafter(law_of_text(model))
+        drafter = KnownDrafter(probs_of_text(model))
         policy = Hybrid(drafter, ngram := Ngram()) if name == "hybrid" else DRAFTED[name](drafter)
 
         def drafted(context: list[int]) -> TokenTree:
@@ -219,7 +219,7 @@ def test_trees_that_look_at_the_noise_change_no_answer_and_save_steps(
 
 
 def perturbed(
-    laws: Laws,
+    distributions: DraftProbs,
     noise: Noise,
     positions: Sequence[int],
     temperature: float,
@@ -229,17 +229,17 @@ def perturbed(
 ) -> list:
     """Children at positions of one text."""
     context = Context([0], torch.zeros(1), temperature, noise=noise, filters=filters)
-    return proposals(context, laws, [position - 1 for position in positions], count, least)
+    return proposals(context, distributions, [position - 1 for position in positions], count, least)
 
 
 def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
     torch.manual_seed(0)
-    laws = (3 * torch.randn(5, 1000)).softmax(-1)
+    distributions = (3 * torch.randn(5, 1000)).softmax(-1)
     noise, positions = Noise(4, 0, 1000), [3, 4, 4, 9, 70]
     for temperature in (0.3, 0.6, 1.0):
-        rows = perturbed(Laws(laws), noise, positions, temperature, 8)
-        for law, position, (tokens, chances) in zip(laws, positions, rows, strict=True):
-            whole = perturbed_plain(law, noise, position, temperature)
+        rows = perturbed(DraftProbs(distributions), noise, positions, temperature, 8)
+        for probs, position, (tokens, chances) in zip(distributions, positions, rows, strict=True):
+            whole = perturbed_plain(probs, noise, position, temperature)
             best = whole.topk(len(tokens))
             assert tokens == best.indices.tolist()
             # what is not looked at counts about
@@ -247,19 +247,24 @@ def test_children_are_those_of_the_whole_perturbed_distribution() -> None:
         assert [
             len(row[0])
             for row in perturbed(
-                Laws(laws), noise, positions, temperature, 8, [0.0, 1.0, 0.0, 2.0, 0.0]
+                DraftProbs(distributions),
+                noise,
+                positions,
+                temperature,
+                8,
+                [0.0, 1.0, 0.0, 2.0, 0.0],
             )
         ][1::2] == [0, 0]
 
 
 def test_columns_of_a_shortlist_have_the_noise_of_their_tokens() -> None:
     torch.manual_seed(0)
-    law, tokens = (3 * torch.randn(1, 1000)).softmax(-1), torch.randperm(1000)[:300]
-    part = law[:, tokens] / law[:, tokens].sum()
+    probs, tokens = (3 * torch.randn(1, 1000)).softmax(-1), torch.randperm(1000)[:300]
+    part = probs[:, tokens] / probs[:, tokens].sum()
     dense = torch.zeros(1, 1000).index_copy_(1, tokens, part)
     noise = Noise(4, 0, 1000)
-    ((found, chances),) = perturbed(Laws(part, tokens, 1000), noise, [5], 0.8, 10)
-    ((expected, others),) = perturbed(Laws(dense), noise, [5], 0.8, 10)
+    ((found, chances),) = perturbed(DraftProbs(part, tokens, 1000), noise, [5], 0.8, 10)
+    ((expected, others),) = perturbed(DraftProbs(dense), noise, [5], 0.8, 10)
     assert found == expected and np.allclose(chances, others, rtol=1e-5)
 
 
@@ -272,7 +277,7 @@ def test_chances_of_children_come_true() -> None:
         drafted = torch.from_numpy(1.5 * rng.standard_normal(50)).float()
         target, noise = drafted + torch.from_numpy(rng.gumbel(size=50)).float(), Noise(seed, 0, 50)
         (((token, *_), (chance, *_)),) = perturbed(
-            Laws(drafted.softmax(-1)[None]), noise, [2], 0.7, 3
+            DraftProbs(drafted.softmax(-1)[None]), noise, [2], 0.7, 3
         )
         right, hoped = right + (sampler.emitted(target, noise, 2) == token), hoped + chance
     assert abs(right - hoped) / math.sqrt(count) / 0.5 < 4
@@ -348,7 +353,7 @@ def test_a_row_with_one_possible_token_emits_it() -> None:
 
 
 def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
-    law = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
+    probs = torch.tensor([[0.5, 0.25, 0.125, 0.0625, *[0.0625 / 60] * 60]])
     for filters, kept in (
         ({"top_p": 0.8}, 3),
         ({"top_k": 2}, 2),
@@ -356,17 +361,19 @@ def test_tokens_that_filters_rule_out_are_not_drafted() -> None:
         ({"top_p": 0.8, "top_k": 2}, 2),
     ):
         params = SamplingParams(temperature=1.0, **filters)
-        assert ruled_out_below(law[0].numpy(), params) == law[0, kept - 1]
+        assert ruled_out_below(probs[0].numpy(), params) == probs[0, kept - 1]
         for seed in range(20):
-            ((tokens, _),) = perturbed(Laws(law), Noise(seed, 0, 64), [1], 1.0, 64, None, params)
+            ((tokens, _),) = perturbed(
+                DraftProbs(probs), Noise(seed, 0, 64), [1], 1.0, 64, None, params
+            )
             # and one more, as the target may see it otherwise
             assert set(tokens) <= set(range(kept + 1))
     cold = SamplingParams(temperature=0.5, top_p=0.8)
-    assert ruled_out_below(law[0].numpy(), cold) == 0.25
+    assert ruled_out_below(probs[0].numpy(), cold) == 0.25
 
 
-def test_a_law_of_zeros_proposes_nothing() -> None:
-    assert perturbed(Laws(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [
+def test_a_probs_of_zeros_proposes_nothing() -> None:
+    assert perturbed(DraftProbs(torch.zeros(2, 100)), Noise(0, 0, 100), [1, 2], 1.0, 5) == [
         ([], []),
         ([], []),
     ]
@@ -379,7 +386,7 @@ def test_a_law_of_zeros_proposes_nothing() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", few([0.6, 1.0], [0.6]))
 def test_the_default_model_gives_a_seed_one_answer(temperature: float, smollm2: Path) -> None:
-    """All methods, with all that may change the law, three answers side by side."""
+    """All methods, with all that may change the probs, three answers side by side."""
     messages = [
         {"role": "user", "content": "List the days of the week twice, then say which one you like."}
     ]

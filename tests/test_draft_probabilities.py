@@ -77,27 +77,29 @@ def test_what_lies_beyond_the_answers_end_is_left_out(tree: TokenTree) -> None:
     assert len(tried(tree, [0, 2, 4], 9, 2)) == 3
 
 
-def test_what_is_left_of_a_nearly_certain_law_is_not_lost_to_rounding() -> None:
-    law = torch.tensor([1.0, 1e-9, 3e-9])
+def test_what_is_left_of_a_nearly_certain_probs_is_not_lost_to_rounding() -> None:
+    probs = torch.tensor([1.0, 1e-9, 3e-9])
     tree = TokenTree(0)
-    for token, probability in enumerate(law.tolist()):
-        tree.add(0, token, "drafter", probability, law)
+    for token, probability in enumerate(probs.tolist()):
+        tree.add(0, token, "drafter", probability, probs)
     assert list(draft_probabilities(tree, 0)) == pytest.approx([1.0, 0.25, 1.0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTED)
-def test_every_policys_draft_probabilities_are_its_laws(name: str, temperature: float) -> None:
+def test_every_policys_draft_probabilities_are_its_distributions(
+    name: str, temperature: float
+) -> None:
     model = ToyModel(vocab=8, zeros=0.0)
     policy, generator, later = policies(model.draft)[name], torch.Generator().manual_seed(3), 0
     for prompt in range(8):
         tree = tree_of(policy, context_of([prompt], temperature, generator), 14, 8)
         for node in range(len(tree)):
-            law = model.draft([prompt, *path_tokens(tree, node)]).double()
+            probs = model.draft([prompt, *path_tokens(tree, node)]).double()
             found = list(draft_probabilities(tree, node))
             for token, probability in zip(tree.children[node], found, strict=True):
-                assert probability == pytest.approx(float(law[token] / law.sum()), rel=1e-4)
-                law[token] = 0.0
+                assert probability == pytest.approx(float(probs[token] / probs.sum()), rel=1e-4)
+                probs[token] = 0.0
             later += max(0, len(found) - 1)
     assert later > 0 or name == "drafted-chain"
 
@@ -110,16 +112,16 @@ def test_coupled_draft_probabilities_have_the_noise_counted_in(name: str) -> Non
         noise, context = Noise(prompt, 0, 8), context_of([prompt], 0.6)
         context.noise = noise
         tree = tree_of(policy, context, 14, 8)
-        assert all(law is None for law in tree.law), "none is a draw"
+        assert all(probs is None for probs in tree.probs), "none is a draw"
         for node in range(len(tree)):
-            law = perturbed_plain(
+            probs = perturbed_plain(
                 model.draft([prompt, *path_tokens(tree, node)]), noise, 1 + tree.depth[node], 0.6
             )
             found = list(draft_probabilities(tree, node))
             for token, probability in zip(tree.children[node], found, strict=True):
                 # Far less likely tokens count without their noise in what the rest is divided by.
-                assert probability == pytest.approx(float(law[token] / law.sum()), rel=0.15)
-                law[token] = 0.0
+                assert probability == pytest.approx(float(probs[token] / probs.sum()), rel=0.15)
+                probs[token] = 0.0
             later += max(0, len(found) - 1)
     assert later > 0 or name == "drafted-chain"
 

@@ -1,4 +1,5 @@
-"""Drafters that draft for several sequences at once: each gets the laws that it gets alone,
+"""Drafters that draft for several sequences at once: each gets the distributions that it gets
+alone,
 whatever it takes over or leaves out.
 
 pytest tests/test_drafting_together.py
@@ -72,7 +73,8 @@ def shortlists(pair: Pair, window: int | None = 40) -> list[Shortlist]:
 def run_staggered(
     drafter: Drafter, wishes: list[tuple[Context, TokenTree]], together: bool
 ) -> list[list[torch.Tensor]]:
-    """The laws of each sequence's tree, round by round; the i-th begins i calls after the first."""
+    """The distributions of each sequence's tree, round by round; the i-th begins i calls after the
+    first."""
     # every second one begins later
     calls = [[[], *rounds(tree)] if i % 2 else rounds(tree) for i, (_, tree) in enumerate(wishes)]
     found: list[list[torch.Tensor]] = [[] for _ in wishes]
@@ -83,19 +85,19 @@ def run_staggered(
             if turn < len(mine) and (nodes := mine[turn])
         ]
         requests = [request for _, request in asked]
-        laws = (
+        distributions = (
             drafter.answer(requests)
             if together
-            else [law for request in requests for law in drafter.answer([request])]
+            else [probs for request in requests for probs in drafter.answer([request])]
         )
-        for (i, _), law in zip(asked, laws, strict=True):
-            found[i].append(law.dense())
+        for (i, _), probs in zip(asked, distributions, strict=True):
+            found[i].append(probs.dense())
     return found
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["attention", "own-head", "input", "ours"])
-def test_sequences_get_the_laws_that_they_get_alone(
+def test_sequences_get_the_distributions_that_they_get_alone(
     kind: str, way: str, take: Take, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the root and deeper, with shortlists and without, at several temperatures, with much to
@@ -149,7 +151,7 @@ def test_sequences_get_the_laws_that_they_get_alone(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gpt2"])
-def test_sequences_of_a_smaller_model_get_the_laws_that_they_get_alone(
+def test_sequences_of_a_smaller_model_get_the_distributions_that_they_get_alone(
     name: str, way: str, take: Take
 ) -> None:
     drafter, said = LMDrafter(tiny(name, take(way)), VOCAB), []
@@ -193,8 +195,8 @@ def test_a_call_that_fails_can_be_made_again(
     for nodes in ([0], [1]):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
             patch.setattr(pair.drafter, "_run", failing)
-            first.laws(tree, nodes)
-        same(way, first.laws(tree, nodes), alone.laws(tree, nodes))
+            first.distributions(tree, nodes)
+        same(way, first.distributions(tree, nodes), alone.distributions(tree, nodes))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -213,7 +215,7 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(
         for _ in range(90):
             tree = TokenTree(text.context.ids[-1])
             if asked:
-                text.laws(tree, [0])
+                text.distributions(tree, [0])
             text.go_on(tree, [0], rng.randrange(VOCAB))
             if reading:
                 pair.drafter.read([text.state], 16)
@@ -223,7 +225,7 @@ def test_a_drafter_that_was_left_out_goes_on_as_if_it_had_been_asked(
             else 1 <= text.state.waiting <= 17
         )
         tree = grown(rng, text.context.ids[-1], 9)
-        said.append([text.laws(tree, nodes) for nodes in rounds(tree)])
+        said.append([text.distributions(tree, nodes) for nodes in rounds(tree)])
         text.release()
     for asked_each_step, left_out, read_meanwhile in zip(*said, strict=True):
         same(way, left_out, asked_each_step)
@@ -275,17 +277,17 @@ def test_what_was_taken_over_is_what_would_be_computed(kind: str, way: str, take
         others.append((first.follow(text, chunks, size), text))
     same(
         way,
-        first.laws(tree := grown(rng, ids[-1], 5), [0]),
-        pair.begin(ids[:-1], ids[-1]).laws(tree, [0]),
+        first.distributions(tree := grown(rng, ids[-1], 5), [0]),
+        pair.begin(ids[:-1], ids[-1]).distributions(tree, [0]),
     )
     first.release()
     for other, text in others:
         anew, tree = pair.begin(text[:-1], text[-1]), grown(rng, text[-1], 9)
         for nodes in rounds(tree):
-            same(way, other.laws(tree, nodes), anew.laws(tree, nodes))
+            same(way, other.distributions(tree, nodes), anew.distributions(tree, nodes))
         for one in (other, anew):
             one.go_on(tree, [0], 5)
-        same(way, other.laws(TokenTree(5), [0]), anew.laws(TokenTree(5), [0]))
+        same(way, other.distributions(TokenTree(5), [0]), anew.distributions(TokenTree(5), [0]))
         other.release()
         anew.release()
 
@@ -299,18 +301,18 @@ def test_pages_are_given_back(way: str, take: Take) -> None:
     assert [pool.used for pool in pools] == [0, 0]
     ids = words(rng, 150)
     first = pair.begin(ids[:-1], ids[-1])
-    first.laws(TokenTree(ids[-1]), [0])
+    first.distributions(TokenTree(ids[-1]), [0])
     before = [pool.used for pool in pools]
     assert min(before) >= 3
     other = first.follow([*ids[:size], 1, 2, 3], 1, size)
-    other.laws(TokenTree(3), [0])
+    other.distributions(TokenTree(3), [0])
     chunk = first.target.store.share(0, size), first.state.share(0, size)
     for pool, part in zip(pools, chunk, strict=True):
         pool.keep(part)
     other.release()
     # a copy there, the same page here
     assert [pool.used for pool in pools] == [count + (way == "eager") for count in before]
-    first.laws(TokenTree(ids[-1]), [0])
+    first.distributions(TokenTree(ids[-1]), [0])
     first.release()
     assert [pool.used for pool in pools] == [1, 1]
     for pool, part in zip(pools, chunk, strict=True):

@@ -1,4 +1,5 @@
-"""A feature drafter at work: its laws are those of its equations run plainly, whatever was grown,
+"""A feature drafter at work: its distributions are those of its equations run plainly, whatever
+was grown,
 accepted and begun anew.
 
 pytest tests/test_feature_drafter.py
@@ -32,7 +33,7 @@ def pairs() -> dict[str, Pair]:
 @pytest.mark.parametrize("kind", KINDS)
 @examples(15)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
-def test_laws_are_those_of_the_equations(
+def test_distributions_are_those_of_the_equations(
     pairs: dict[str, Pair], kind: str, rng: random.Random, temperature: float
 ) -> None:
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
@@ -103,7 +104,8 @@ def test_nothing_is_read_twice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_prompts_are_read_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the last row, as laws start from that one; those of several texts in passes of their
+    """All but the last row, as distributions start from that one; those of several texts in passes
+    of their
     own kind."""
     pair, passes = Pair("attention"), list[list[int]]()
     run = pair.drafter._run
@@ -140,13 +142,13 @@ def test_training_unrolls_what_drafting_computes(kind: str) -> None:
         pair.network.logits(step.out).softmax(-1)
         for step in unroll(pair.network, collate([conversation]), depths)
     ]
-    assert [len(laws) for laws in trained] == [10, 9, 8, 7]
+    assert [len(distributions) for distributions in trained] == [10, 9, 8, 7]
     text = pair.begin(ids[:1], ids[1])
     for i in range(10):
         tree = TokenTree(ids[i + 1])
         for depth in range(min(depths, 10 - i)):
-            law = text.laws(tree, [depth])[0]
-            torch.testing.assert_close(law, trained[depth][i], atol=1e-5, rtol=1e-4)
+            probs = text.distributions(tree, [depth])[0]
+            torch.testing.assert_close(probs, trained[depth][i], atol=1e-5, rtol=1e-4)
             tree.add(depth, ids[i + depth + 2], "x")
         text.go_on(tree, [0], ids[i + 2])
 
@@ -157,35 +159,37 @@ def test_nodes_are_asked_for_from_the_root_down_and_hidden_states_must_fit(
     text, tree = pairs["attention"].begin([1], 2), TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
     with pytest.raises(ValueError, match="ask for its root first"):
-        text.laws(tree, [1])
-    law = text.laws(tree, [0])
+        text.distributions(tree, [1])
+    probs = text.distributions(tree, [0])
     with pytest.raises(ValueError, match="parent 1 first"):
-        text.laws(tree, [2])
+        text.distributions(tree, [2])
     with pytest.raises(ValueError, match="parent 1 first"):
-        text.laws(tree, [1, 2])
+        text.distributions(tree, [1, 2])
     text.check(tree, [1])
     with pytest.raises(ValueError, match="ask for its root first"):
-        text.laws(TokenTree(2), [1])
-    assert torch.equal(text.laws(TokenTree(2), [0]), law)  # a second tree on the same text
+        text.distributions(TokenTree(2), [1])
+    assert torch.equal(
+        text.distributions(TokenTree(2), [0]), probs
+    )  # a second tree on the same text
     text.context.extend([3])
     with pytest.raises(ValueError, match="hidden states of 0 tokens for 1 not read yet"):
-        text.laws(TokenTree(3), [0])
+        text.distributions(TokenTree(3), [0])
 
 
 def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pair = Pair("attention")
-    law = pair.begin([1], 2, 1e-40).laws(TokenTree(2), [0])[0]
-    assert law.max() == 1 and law.count_nonzero() == 1 and not caplog.records
+    probs = pair.begin([1], 2, 1e-40).distributions(TokenTree(2), [0])[0]
+    assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
     pair.drafter.network.norm.weight.fill_(float("nan"))
     text, tree = pair.begin([1], 2), TokenTree(2)
     assert (
-        torch.equal(text.laws(tree, [0]), torch.zeros(1, VOCAB))
+        torch.equal(text.distributions(tree, [0]), torch.zeros(1, VOCAB))
         and "not finite (NaN)" in caplog.text
     )
     tree.add(0, 5, "x")
-    assert torch.equal(text.laws(tree, [1]), torch.zeros(1, VOCAB))
+    assert torch.equal(text.distributions(tree, [1]), torch.zeros(1, VOCAB))
 
 
 def test_bfloat16_does_not_round_the_rotary_angles() -> None:

@@ -22,7 +22,7 @@ from features import KINDS, WIDE, Pair
 from models import VOCAB
 from quickbeam import LLM, hub
 from quickbeam.drafters import eagle
-from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_state import EagleState
@@ -288,11 +288,11 @@ def test_conversations_go_on_as_fresh_ones_whatever_the_methods(
         SamplingParams(max_tokens=16, ignore_eos=True),
     )
     said: list[torch.Tensor] = []
-    answered: Callable[..., list[Laws]] = EagleDrafter.answer
+    answered: Callable[..., list[DraftProbs]] = EagleDrafter.answer
 
-    def heard(self: EagleDrafter, requests: list[DraftRequest]) -> list[Laws]:
+    def heard(self: EagleDrafter, requests: list[DraftRequest]) -> list[DraftProbs]:
         found = answered(self, requests)
-        said.extend(laws.dense() for laws in found)
+        said.extend(distributions.dense() for distributions in found)
         return found
 
     monkeypatch.setattr(EagleDrafter, "answer", heard)

@@ -15,9 +15,9 @@ import torch
 from cases import few
 from drafters import KnownDrafter
 from grammars import LETTERS, allowed, compiler, letters, masks
-from quickbeam.drafters.base import GRAMMAR, Context, DraftRequest, Laws
+from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.accept import Chance, accept
+from quickbeam.engine.accept import Randomness, accept
 from quickbeam.grammar import Grammar
 from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.masks import DeadEnd
@@ -34,7 +34,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_residual
-from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
+from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
 V = 6  # five letters and the end
 # what may come depends on what came; after a fork a letter is forced
@@ -187,13 +187,13 @@ SAMPLING: dict[str, dict[str, object]] = {
 }
 
 
-def law_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]], torch.Tensor]:
+def probs_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]], torch.Tensor]:
     """The exact distribution, with what is allowed found by brute force before anything else is
     done to the logits."""
     free = replace(params, grammar=None)
 
     @cache
-    def law(context: tuple[int, ...]) -> torch.Tensor:
+    def probs(context: tuple[int, ...]) -> torch.Tensor:
         logits = model.target(context).log()
         if V - 1 in context[1:]:
             return logits.exp()
@@ -201,9 +201,9 @@ def law_of(model: ToyModel, params: SamplingParams) -> Callable[[Sequence[int]],
         logits[[token for token in range(V) if token not in keep]] = -torch.inf
         sampler = Sampler(free, [0], V)
         sampler.extend(context[1:])
-        return sampler.law(logits)
+        return sampler.probs(logits)
 
-    return lambda context: law(tuple(context))
+    return lambda context: probs(tuple(context))
 
 
 def sampler_of(params: SamplingParams, context: Sequence[int]) -> Sampler:
@@ -240,7 +240,7 @@ def coupled_answers(
             )
             passed = Passed(logits, None)
             path, token = accept(
-                sampler, tree, passed, Chance(noise, torch.Generator()), len(context)
+                sampler, tree, passed, Randomness(noise, torch.Generator()), len(context)
             )
             new = [*(tree.token[node] for node in path[1:]), token]
             sampler.extend(new)
@@ -256,7 +256,7 @@ def test_coupled_answers_have_the_exact_distribution(name: str) -> None:
         SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
     )
     counts = coupled_answers(model, params, 1200)
-    assert chi_square(counts, exact_law(law_of(model, params), V, 4)) > 1e-3
+    assert chi_square(counts, exact_probs(probs_of(model, params), V, 4)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["top-k", "top-p"])
@@ -266,19 +266,19 @@ def test_a_mask_after_the_filters_is_found_out(name: str, monkeypatch: pytest.Mo
     def late(self: Sampler, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         assert self.grammar is not None
         place = self.grammar.place(path)
-        law = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
-        kept = law if place is None else law.masked_fill(place.banned, 0.0)
+        probs = right(Sampler(replace(self.params, grammar=None), [0], V), logits)
+        kept = probs if place is None else probs.masked_fill(place.banned, 0.0)
         return kept / kept.sum() if kept.any() else right(self, logits, path)
 
-    right = Sampler.law
-    monkeypatch.setattr(Sampler, "law", late)
+    right = Sampler.probs
+    monkeypatch.setattr(Sampler, "probs", late)
     model, params = (
         ToyModel(V, seed=3, zeros=0.0),
         SamplingParams(temperature=1.0, grammar=Grammar.regex(FORKS), **SAMPLING[name]),
     )
     counts = coupled_answers(model, params, 1200)
     monkeypatch.undo()
-    assert chi_square(counts, exact_law(law_of(model, params), V, 4)) < 1e-4
+    assert chi_square(counts, exact_probs(probs_of(model, params), V, 4)) < 1e-4
 
 
 def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 3) -> float:
@@ -298,19 +298,21 @@ def residual_p(name: str, wrong: bool = False, count: int = 1500, length: int = 
         growth = constrained(policy.grow(where, 6, 4), sampler.grammar, 6, 4)
         tree = grown(growth, drafter.answer).tree
         for node in range(1, len(tree)):
-            if wrong and tree.law[node] is not None:
-                tree.law[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
+            if wrong and tree.probs[node] is not None:
+                tree.probs[node] = model.draft([*context, *path_tokens(tree, tree.parent[node])])
         return tree
 
-    def law(context: Sequence[int]) -> torch.Tensor:
-        return sampler_of(params, context).law(model.target(context).log())
+    def probs(context: Sequence[int]) -> torch.Tensor:
+        return sampler_of(params, context).probs(model.target(context).log())
 
-    counts = sample_sequences(model, grow, verify_residual, count, length, law=cached(law))
-    return chi_square(counts, exact_law(law_of(model, params), V, length))
+    counts = sample_sequences(model, grow, verify_residual, count, length, probs=cached(probs))
+    return chi_square(counts, exact_probs(probs_of(model, params), V, length))
 
 
-def cached(law: Callable[[Sequence[int]], torch.Tensor]) -> Callable[[Sequence[int]], torch.Tensor]:
-    known = cache(law)
+def cached(
+    probs: Callable[[Sequence[int]], torch.Tensor],
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    known = cache(probs)
     return lambda context: known(tuple(context))
 
 
@@ -347,8 +349,8 @@ def draft(
 
 def known() -> KnownDrafter:
     """A drafter that likes the letters in their order, whatever comes before."""
-    law = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.05])
-    return KnownDrafter(lambda context: law)
+    probs = torch.tensor([0.4, 0.25, 0.15, 0.1, 0.05, 0.05])
+    return KnownDrafter(lambda context: probs)
 
 
 def test_what_is_forced_costs_no_call_and_comes_first() -> None:
@@ -436,7 +438,7 @@ def test_a_call_that_is_refused_leaves_what_is_forced() -> None:
     for token in (0, 1):
         tree.add(0, token, "drafter")
 
-    sent = list[Laws | None]()
+    sent = list[DraftProbs | None]()
 
     def growth(nodes: list[int]) -> Growth:
         sent.append(
@@ -467,10 +469,14 @@ def test_reading_a_run_counts_for_what_is_hoped_of_it() -> None:
             ]
         return Grown(search.tree())
 
-    outer, law, calls = constrained(growth(), found, 9, 9), Laws(known().law([0]).expand(1, -1)), []
+    outer, probs, calls = (
+        constrained(growth(), found, 9, 9),
+        DraftProbs(known().probs([0]).expand(1, -1)),
+        [],
+    )
     with pytest.raises(StopIteration):
         request = next(outer)
         while True:
             calls.append((list(request.nodes), request.gain))
-            request = outer.send(law)
+            request = outer.send(probs)
     assert calls == [([node], pytest.approx(0.3)) for node in range(3)]

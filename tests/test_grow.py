@@ -165,7 +165,7 @@ def test_every_tree_keeps_the_contract(
     assert all(tree.parent[node] < node for node in range(len(tree)))
     assert len(set(node_paths(tree))) == len(tree)  # no duplicate siblings, no prefix twice
     assert set(tree.source[1:]) <= set(made[0])
-    assert tree.law == [None] * len(tree)
+    assert tree.probs == [None] * len(tree)
     assert context.ids == before[0]
     assert torch.equal(context.logits, before[1])
 

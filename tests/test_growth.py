@@ -1,4 +1,5 @@
-"""Trees grown from a drafter: sampled output keeps the target's law, greedy output is plain
+"""Trees grown from a drafter: sampled output keeps the target's distribution, greedy output is
+plain
 decoding's, limits hold.
 
 pytest tests/test_growth.py
@@ -18,9 +19,17 @@ from scipy.stats import chi2_contingency
 
 from answers import answer
 from cases import examples, spread
-from drafters import KnownDrafter, child_ranks, context_of, policies, tempered, toy_laws, tree_of
+from drafters import (
+    KnownDrafter,
+    child_ranks,
+    context_of,
+    policies,
+    tempered,
+    toy_distributions,
+    tree_of,
+)
 from models import VOCAB, tiny
-from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTED, best_first, make_policy, wide
 from quickbeam.methods.acceptance import Measured
@@ -36,7 +45,7 @@ from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal
-from toy import ToyModel, chi_square, exact_law, path_tokens, sample_sequences
+from toy import ToyModel, chi_square, exact_probs, path_tokens, sample_sequences
 
 Change = Callable[[TokenTree], TokenTree]
 
@@ -49,32 +58,33 @@ def p_value(
     budget: int = 7,
     change: Change | None = None,
 ) -> float:
-    """Of the test that two sampled tokens after [0] have the target's law; `change` does something
+    """Of the test that two sampled tokens after [0] have the target's distribution; `change` does
+    something
     to each tree before verification."""
-    target, _ = toy_laws(model, temperature)
+    target, _ = toy_distributions(model, temperature)
     generator = torch.Generator().manual_seed(count)
 
     def grow(ids: list[int], rng: random.Random) -> TokenTree:
         tree = tree_of(policy, context_of(ids, temperature, generator), budget, 5)
         return change(tree) if change else tree
 
-    counts = sample_sequences(model, grow, count=count, length=2, seed=1, law=target)
-    return chi_square(counts, exact_law(target, model.vocab, 2))
+    counts = sample_sequences(model, grow, count=count, length=2, seed=1, probs=target)
+    return chi_square(counts, exact_probs(target, model.vocab, 2))
 
 
-# --- sampling keeps the law -----------------------------------------------------------------------
+# --- sampling keeps the distribution --------------------------------------------------------------
 
 
-# The second chunk: draws are made as from wide laws.
+# The second chunk: draws are made as from wide distributions.
 @pytest.mark.parametrize(
     ("name", "temperature", "chunk"), spread(list(DRAFTED), [0.6, 1.0], [wide.CHUNK, 2])
 )
-def test_sampled_output_has_the_targets_law(
+def test_sampled_output_has_the_targets_probs(
     name: str, temperature: float, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(wide, "CHUNK", chunk)
     model = ToyModel(vocab=4, seed=list(DRAFTED).index(name), noise=1.2)
-    policy = policies(toy_laws(model, temperature)[1])[name]
+    policy = policies(toy_distributions(model, temperature)[1])[name]
     assert p_value(policy, model, temperature, count=2500) > 1e-3 / (4 * len(DRAFTED))
 
 
@@ -90,7 +100,7 @@ def keep_best(size: int) -> Change:
                 tree.token[node],
                 tree.source[node],
                 tree.value[node],
-                tree.law[node],
+                tree.probs[node],
             )
         return kept
 
@@ -100,9 +110,11 @@ def keep_best(size: int) -> Change:
 @pytest.mark.parametrize("name", ["greedy-printed", "threshold", "specinfer", "sequoia"])
 def test_pruning_draws_by_value_is_found_out(name: str) -> None:
     model = ToyModel(vocab=4, seed=0, noise=1.2)
-    law = toy_laws(model)[1]
+    probs = toy_distributions(model)[1]
     policy = (
-        Sequoia(KnownDrafter(law), (0.4, 0.3, 0.2)) if name == "sequoia" else policies(law)[name]
+        Sequoia(KnownDrafter(probs), (0.4, 0.3, 0.2))
+        if name == "sequoia"
+        else policies(probs)[name]
     )
     assert p_value(policy, model, 1.0, count=800, budget=9, change=keep_best(2)) < 1e-6
 
@@ -112,8 +124,8 @@ class Opposed(ToyModel):
     out."""
 
     def _both(self, context: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        law = torch.tensor([0.6, 0.25, 0.1, 0.05])
-        return law.flip(0), law
+        probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
+        return probs.flip(0), probs
 
 
 class Keen(Measured):
@@ -144,15 +156,15 @@ def test_choosing_a_slot_by_its_own_token_is_found_out(
 def test_reranked_candidates_are_no_draws() -> None:
     """EAGLE-2's tree may not claim to be drawn."""
     model = ToyModel(vocab=4, seed=0, noise=1.2)
-    _, law = toy_laws(model)
+    _, probs = toy_distributions(model)
 
     def claim(tree: TokenTree) -> TokenTree:
-        tree.law[1:] = [
-            law([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))
+        tree.probs[1:] = [
+            probs([0, *path_tokens(tree, tree.parent[node])]) for node in range(1, len(tree))
         ]
         return tree
 
-    policy = policies(law)["eagle2"]
+    policy = policies(probs)["eagle2"]
     assert p_value(policy, model, 1.0, count=1500, budget=5, change=claim) < 1e-6
 
 
@@ -165,7 +177,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
     prompt = [3, 1, 4, 1, 5]
     plain = answer(model, make_policy((), "none"), params, prompt).output.token_ids
 
-    def law(context: Sequence[int]) -> torch.Tensor:
+    def probs(context: Sequence[int]) -> torch.Tensor:
         """Right about two times in three, as far as the answer goes."""
         rng = random.Random(f"{list(context)}")
         logits = torch.tensor([rng.gauss(0, 1) for _ in range(VOCAB)])
@@ -174,7 +186,7 @@ def test_greedy_output_is_plain_decodings(name: str) -> None:
             logits[plain[done]] += 5
         return logits.softmax(0)
 
-    drafter = KnownDrafter(law)
+    drafter = KnownDrafter(probs)
     drafted = answer(model, make_policy(("drafter",), name, drafter), params, prompt, budget=12)
     assert drafted.output.token_ids == plain
     assert drafted.statistics.mean_accepted_tokens > 1.3
@@ -231,12 +243,12 @@ def test_every_tree_keeps_the_contract(
         assert (not drafter.calls) == (budget == 1 or max_depth == 0)
         reach = [1.0]
         for node in range(1, len(tree)):
-            law = drafter.law([seed % vocab, *path_tokens(tree, tree.parent[node])])
-            assert law[tree.token[node]] > 0
-            reach.append(reach[tree.parent[node]] * float(law[tree.token[node]]))
+            probs = drafter.probs([seed % vocab, *path_tokens(tree, tree.parent[node])])
+            assert probs[tree.token[node]] > 0
+            reach.append(reach[tree.parent[node]] * float(probs[tree.token[node]]))
             drawn_node = temperature > 0 and not isinstance(policy, Eagle2)
-            assert (tree.law[node] is not None) == drawn_node
-            assert not drawn_node or torch.equal(tree.law[node], law)
+            assert (tree.probs[node] is not None) == drawn_node
+            assert not drawn_node or torch.equal(tree.probs[node], probs)
             assert 0 < tree.value[node] <= tree.value[tree.parent[node]]
         if not (isinstance(policy, DySpec) and isinstance(policy.chances, Measured)):
             assert tree.value == pytest.approx(reach, rel=1e-3, abs=1e-6)
@@ -244,18 +256,18 @@ def test_every_tree_keeps_the_contract(
 
 @examples(100, derandomize=True)
 @given(st.integers(0, 10**6), st.integers(2, 30), st.integers(1, 5), st.sampled_from([0.0, 1.0]))
-def test_no_law_is_asked_that_cannot_be_used(
+def test_no_probs_is_asked_that_cannot_be_used(
     seed: int, budget: int, max_depth: int, temperature: float
 ) -> None:
-    """None at the depth limit, and none once the budget is spent. What is drawn of a law gives a
+    """None at the depth limit, and none once the budget is spent. What is drawn of a probs gives a
     node at least, and so does the likeliest token where all are taken; whether it is likely enough
-    shows only in the law."""
+    shows only in the probs."""
     model = ToyModel(6, seed, zeros=0.0)
     for name, policy in policies(model.draft).items():
         drafter = policy.drafter
         answer, sizes = drafter.answer, []
 
-        def watched(requests: Sequence[DraftRequest]) -> list[Laws]:
+        def watched(requests: Sequence[DraftRequest]) -> list[DraftProbs]:
             for _, tree, nodes, _ in requests:
                 assert all(tree.depth[node] < max_depth for node in nodes)
                 sizes.append(len(tree))  # noqa: B023 (called in this round only)
@@ -267,7 +279,7 @@ def test_no_law_is_asked_that_cannot_be_used(
             temperature or name not in ("greedy", "greedy-printed", "threshold")
         ):
             assert sizes == sorted(sizes) and sizes[-1] < len(tree) <= budget
-            # a law may turn out to promise less than others
+            # a probs may turn out to promise less than others
             assert name == "greedy" or len(set(sizes)) == len(sizes)
 
 
@@ -304,7 +316,7 @@ def test_nested_policies_give_the_beginning_of_a_larger_tree(
 
 
 @pytest.mark.parametrize("name", ["greedy", "greedy-printed", "drafted-chain", "specinfer"])
-def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_law(name: str) -> None:
+def test_nested_policies_draw_the_beginning_of_a_larger_tree_with_its_probs(name: str) -> None:
     policy, generator = (
         policies(ToyModel(3, 1, zeros=0.0).draft)[name],
         torch.Generator().manual_seed(0),

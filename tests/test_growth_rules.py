@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, LawOf, child_ranks, context_of, paths, tree_of, zipf_drafter
-from quickbeam.drafters.base import Laws
+from drafters import KnownDrafter, ProbsOf, child_ranks, context_of, paths, tree_of, zipf_drafter
+from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import best_first
 from quickbeam.methods.acceptance import Printed
 from quickbeam.methods.draws import Draws, drawn, ranked
@@ -37,11 +37,11 @@ seeds = st.integers(0, 10**6)
 def test_draws_are_without_replacement() -> None:
     """All orders of four tokens of very unequal weight, most of which take several rounds."""
     weights = [0.96, 0.025, 0.01, 0.005]
-    laws = torch.tensor([weights, [0.0, 0.5, 0.0, 0.5], [0.0] * 4])
+    distributions = torch.tensor([weights, [0.0, 0.5, 0.0, 0.5], [0.0] * 4])
     generator = torch.Generator().manual_seed(0)
     counts: Counter[tuple[int, ...]] = Counter()
     for _ in range(4000):
-        first, second, nothing = drawn(Laws(laws), generator)
+        first, second, nothing = drawn(DraftProbs(distributions), generator)
         order = tuple(first.draw(i)[0] for i in range(4))
         counts[order] += 1
         left = 1.0
@@ -61,9 +61,11 @@ def test_draws_are_without_replacement() -> None:
     assert chi_square(counts, exact) > 1e-3
 
 
-def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
-    laws = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
-    one, two = (drawn(Laws(laws), torch.Generator().manual_seed(5)) for _ in range(2))
+def test_draws_take_a_round_for_several_distributions_and_repeat_with_the_seed() -> None:
+    distributions = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).softmax(-1)
+    one, two = (
+        drawn(DraftProbs(distributions), torch.Generator().manual_seed(5)) for _ in range(2)
+    )
     assert [[d.draw(i) for i in range(50)] for d in one] == [
         [d.draw(i) for i in range(50)] for d in two
     ]
@@ -71,12 +73,15 @@ def test_draws_take_a_round_for_several_laws_and_repeat_with_the_seed() -> None:
         sorted(d.draw(i)[0] for i in range(50)) == list(range(50)) and d.draw(50) is None
         for d in one
     )
-    assert all(d.law is law or torch.equal(d.law, law) for d, law in zip(one, laws, strict=True))
+    assert all(
+        d.probs is probs or torch.equal(d.probs, probs)
+        for d, probs in zip(one, distributions, strict=True)
+    )
 
 
 def test_ranked_children_are_certain_and_have_probability() -> None:
     (draws,) = ranked(
-        proposals(context_of([1], 0.0), Laws(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
+        proposals(context_of([1], 0.0), DraftProbs(torch.tensor([[0.1, 0.0, 0.6, 0.3]])), [0], 9)
     )
     assert [draws.draw(i) for i in range(5)] == [
         (2, pytest.approx(0.6)),
@@ -86,7 +91,7 @@ def test_ranked_children_are_certain_and_have_probability() -> None:
         None,
     ]
     assert [draws.worth(i) for i in range(5)] == pytest.approx([0.6, 0.3, 0.1, 0, 0])
-    assert draws.law is None
+    assert draws.probs is None
 
 
 # --- DySpec, Alg. 1 -------------------------------------------------------------------------------
@@ -99,7 +104,7 @@ def strike_out(residual: list[float], token: int) -> list[float]:
 
 
 def algorithm_1(
-    law: LawOf, size: int, max_depth: int, choose: Callable[[Path, list[float]], list[int]]
+    probs: ProbsOf, size: int, max_depth: int, choose: Callable[[Path, list[float]], list[int]]
 ) -> Iterator[tuple[float, tuple[Path, ...]]]:
     """The paper's loop: each way it can go, with its probability. `choose` gives the tokens to try
     at a node with this R."""
@@ -118,14 +123,14 @@ def algorithm_1(
             child = (*node, token)
             opened: Slots = [(v * (1 - residual[token]), strike_out(residual, token), node)]
             if len(child) < max_depth:
-                opened.append((v * residual[token], law([0, *child]).double().tolist(), child))
+                opened.append((v * residual[token], probs([0, *child]).double().tolist(), child))
             yield from go_on(chance * residual[token], others + opened, (*nodes, child))
 
-    yield from go_on(1.0, [(1.0, law([0]).double().tolist(), ())], ())
+    yield from go_on(1.0, [(1.0, probs([0]).double().tolist(), ())], ())
 
 
 @pytest.mark.parametrize(("seed", "max_depth"), [(0, 9), (1, 9), (2, 2)])
-def test_greedy_trees_have_the_law_of_algorithm_1(seed: int, max_depth: int) -> None:
+def test_greedy_trees_have_the_probs_of_algorithm_1(seed: int, max_depth: int) -> None:
     model = ToyModel(vocab=4, seed=seed)
     policy, generator = (
         DySpec(KnownDrafter(model.draft), Printed()),
@@ -153,21 +158,22 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
     """With the same draws at each node, whenever they are made: the same tree, node by node."""
     model = ToyModel(vocab=6, seed=seed)
 
-    def draw_from(laws: Laws, *_: object) -> list[Draws]:
-        """Draws that depend on nothing but the law."""
+    def draw_from(distributions: DraftProbs, *_: object) -> list[Draws]:
+        """Draws that depend on nothing but the probs."""
         seeded = (
-            torch.Generator().manual_seed(hash(tuple(law.tolist())) % 2**62) for law in laws.values
+            torch.Generator().manual_seed(hash(tuple(probs.tolist())) % 2**62)
+            for probs in distributions.values
         )
         return [
-            drawn(Laws(law[None]), generator)[0]
-            for law, generator in zip(laws.values, seeded, strict=True)
+            drawn(DraftProbs(probs[None]), generator)[0]
+            for probs, generator in zip(distributions.values, seeded, strict=True)
         ]
 
     orders: dict[Path, list[int]] = {}
 
     def next_token(node: Path, residual: list[float]) -> list[int]:
         if node not in orders:
-            (draws,) = draw_from(Laws(model.draft([0, *node])[None]))
+            (draws,) = draw_from(DraftProbs(model.draft([0, *node])[None]))
             orders[node] = [draws.draw(i)[0] for i in range(sum(r > 0 for r in residual))]
         return [next(token for token in orders[node] if residual[token] > 0)]
 
@@ -183,14 +189,14 @@ def test_greedy_fills_the_slots_of_algorithm_1_in_its_order(
 # --- temperature 0 --------------------------------------------------------------------------------
 
 
-def all_paths(law: LawOf, max_depth: int, least: float) -> list[tuple[float, Path]]:
+def all_paths(probs: ProbsOf, max_depth: int, least: float) -> list[tuple[float, Path]]:
     """Every path of at least this probability, the likeliest first."""
     found, layer = [], [(1.0, ())]
     for _ in range(max_depth):
         layer = [
             (v * p, (*path, t))
             for v, path in layer
-            for t, p in enumerate(law([0, *path]).tolist())
+            for t, p in enumerate(probs([0, *path]).tolist())
             if 0 < v * p >= least
         ]
         found += layer
@@ -220,7 +226,7 @@ searches = given(
 def test_at_temperature_0_greedy_takes_the_likeliest_paths(
     seed: int, size: int, max_depth: int, fraction: float
 ) -> None:
-    """However many laws a call asks for."""
+    """However many distributions a call asks for."""
     likeliest = all_paths(ToyModel(vocab=4, seed=seed).draft, max_depth, 0.0)[:size]
     assert likeliest_paths(seed, size, max_depth, fraction, 1.0) == tuple(
         path for _, path in likeliest
@@ -281,7 +287,7 @@ def test_at_temperature_0_threshold_takes_all_likely_paths(
 
 
 def algorithm_2(
-    law: LawOf, threshold: float, max_depth: int
+    probs: ProbsOf, threshold: float, max_depth: int
 ) -> Iterator[tuple[float, frozenset[tuple[Path, int]]]]:
     """The paper's layers without a cap: each tree with its probability, nodes as paths with their
     place among siblings."""
@@ -293,7 +299,7 @@ def algorithm_2(
             yield chance, nodes
             return
         (v, node), *rest = queue
-        residual = law([0, *node]).double().tolist() if len(node) < max_depth else []
+        residual = probs([0, *node]).double().tolist() if len(node) < max_depth else []
         yield from draw(chance, v, node, residual, 0, rest, nodes)
 
     def draw(chance, v, node, residual, place, rest, nodes) -> Iterator[tuple[float, frozenset]]:
@@ -318,7 +324,7 @@ def algorithm_2(
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_threshold_trees_have_the_law_of_algorithm_2(seed: int) -> None:
+def test_threshold_trees_have_the_probs_of_algorithm_2(seed: int) -> None:
     model = ToyModel(vocab=3, seed=seed)
     policy, generator = (
         Threshold(KnownDrafter(model.draft), 0.25),

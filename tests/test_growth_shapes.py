@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cases import examples
-from drafters import KnownDrafter, LawOf, context_of, grow, paths, tree_of, zipf_drafter
+from drafters import KnownDrafter, ProbsOf, context_of, grow, paths, tree_of, zipf_drafter
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.order import depth_first, heavy_path, mask_blocks
 from quickbeam.methods.sequoia import GENERIC, Sequoia, Shape, Shapes
@@ -29,13 +29,13 @@ seeds = st.integers(0, 10**6)
 # --- EAGLE-2 --------------------------------------------------------------------------------------
 
 
-def expand_and_rerank(law: LawOf, width: int, depth: int, size: int) -> set[Path]:
+def expand_and_rerank(probs: ProbsOf, width: int, depth: int, size: int) -> set[Path]:
     candidates: list[tuple[float, Path]] = []
     layer: list[tuple[float, Path]] = [(1.0, ())]
     for _ in range(depth):
         fresh = []
         for v, path in layer:
-            best = sorted(enumerate(law([0, *path]).tolist()), key=lambda one: -one[1])[:width]
+            best = sorted(enumerate(probs([0, *path]).tolist()), key=lambda one: -one[1])[:width]
             fresh += [(v * p, (*path, token)) for token, p in best if p > 0]
         layer = sorted(fresh, reverse=True)[:width]
         candidates += fresh

@@ -17,7 +17,7 @@ from cases import examples
 from drafters import KnownDrafter, context_of, grow, paths, tree_of, zipf_drafter
 from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
-from quickbeam.drafters.base import Context, Laws, Prices
+from quickbeam.drafters.base import Context, DraftProbs, MarginalCost
 from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.budget import Budget, NodePrices
 from quickbeam.engine.cost import CostModel
@@ -38,9 +38,9 @@ def hybrid(drafter: KnownDrafter) -> Hybrid:
     return Hybrid(drafter, Ngram())
 
 
-def priced(ids: list[int], prices: Prices) -> Context:
+def priced(ids: list[int], prices: MarginalCost) -> Context:
     context = context_of(ids, 0.0)
-    context.prices = prices
+    context.marginal_cost = prices
     return context
 
 
@@ -62,7 +62,7 @@ def test_every_tree_keeps_the_contract(
     tree = tree_of(policy, context_of(ids, 0.0), budget, max_depth)
     assert 1 <= len(tree) <= budget and max(tree.depth) <= max_depth
     assert set(tree.source[1:]) <= {"drafter", "ngram"} and not any(
-        law is not None for law in tree.law
+        probs is not None for probs in tree.probs
     )
     for node in range(1, len(tree)):
         assert 0 < tree.value[node] <= tree.value[tree.parent[node]] + 1e-9
@@ -82,9 +82,9 @@ def test_without_repeats_the_tree_is_the_drafters() -> None:
 
 
 def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() -> None:
-    law = torch.tensor([0.1, 0.5, 0.3, 0.1])
+    probs = torch.tensor([0.1, 0.5, 0.3, 0.1])
     ids = [0, 2, 3, 0]  # 0 was followed by 2
-    policy = hybrid(KnownDrafter(lambda context: law))
+    policy = hybrid(KnownDrafter(lambda context: probs))
     for _ in range(
         2000
     ):  # continuations are right in half of the cases where the drafter disagrees
@@ -105,13 +105,13 @@ def test_a_token_that_both_propose_is_one_child_and_the_others_share_the_rest() 
 
 
 def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same() -> None:
-    """A law of token 2 first, of another first, and none: the text says 2 each time."""
+    """A probs of token 2 first, of another first, and none: the text says 2 each time."""
     ids, repeats = [0, 2, 3, 0], Repeats()
     values = []
-    for law in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
-        drafter = KnownDrafter(lambda context, law=law: torch.tensor(law))
+    for probs in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
+        drafter = KnownDrafter(lambda context, probs=probs: torch.tensor(probs))
         prices = NodePrices([1, 8], [0.0, 0.07])
-        tree = tree_of(hybrid(drafter), priced(ids, prices), 8, 1, call=0.01 if law else 9.0)
+        tree = tree_of(hybrid(drafter), priced(ids, prices), 8, 1, call=0.01 if probs else 9.0)
         values.append(tree.value[tree.children[0][2]])
     assert values[0] == pytest.approx(max(Likeliest.usual(0, 0.6), repeats.chance(1, SAME)))
     assert values[1:] == pytest.approx([repeats.chance(1, OTHER), repeats.chance(1)])
@@ -140,10 +140,10 @@ def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() ->
 def test_likely_paths_are_continued_from_the_text() -> None:
     """The drafter is sure of one token; what followed it earlier hangs below it without a further
     call."""
-    law = torch.full((30,), 0.001)
-    law[4] = 1 - 0.029
+    probs = torch.full((30,), 0.001)
+    probs[4] = 1 - 0.029
     text = [1, 4, 11, 12, 13, 14, 9, 8, 1]
-    drafter = KnownDrafter(lambda context: law)
+    drafter = KnownDrafter(lambda context: probs)
     tree = tree_of(
         hybrid(drafter),
         priced([*text[:-1], 20, 1], NodePrices([1, 64], [0.0, 63 * 0.02])),
@@ -245,7 +245,7 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     plain = answer(target, make_policy((), "none"), params, prompt).output.token_ids
 
-    def law(context: list[int]) -> torch.Tensor:
+    def probs(context: list[int]) -> torch.Tensor:
         if random.Random(str(context[-3:])).random() < 0.5 and len(context) - len(prompt) < len(
             plain
         ):
@@ -260,7 +260,7 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
     engine._budget = Budget(CostModel({1: 1.0, 64: 2.0}), 64)  # where the budget is measured
     # the real times are others
     engine._budget.cost.observe = engine._budget.observe = lambda *_: None
-    policy = hybrid(KnownDrafter(law))
+    policy = hybrid(KnownDrafter(probs))
     drafted = answer(target, policy, params, prompt, budget=budget, engine=engine)
     assert drafted.output.token_ids == plain
     assert budget == 1 or drafted.statistics.mean_accepted_tokens > 1
@@ -301,22 +301,22 @@ def test_text_that_repeats_itself_for_long_has_budgets_of_its_own() -> None:
 def test_children_are_never_drawn() -> None:
     """Where the noise is not to be looked at they are the likeliest ones."""
     tree = tree_of(hybrid(zipf_drafter(20)), context_of([5, 9, 2, 7, 1, 8, 3] * 4, 1.0), 24, 12)
-    assert tree.law == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
+    assert tree.probs == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
 
 
 @pytest.mark.parametrize("prices", [None, NodePrices([1, 64], [0.0, 63 * 0.03])])
 def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
-    prices: Prices | None,
+    prices: MarginalCost | None,
 ) -> None:
     ids = [5, 9, 2, 7, 1, 8, 3] * 4
-    law = torch.full((20,), 0.1 / 19)
-    law[5] = 0.9  # what followed the text's end before
-    policy = hybrid(KnownDrafter(lambda context: law))
+    probs = torch.full((20,), 0.1 / 19)
+    probs[5] = 0.9  # what followed the text's end before
+    policy = hybrid(KnownDrafter(lambda context: probs))
     for _ in range(5000):
         for length in range(1, 40):
             policy.repeats.observe(length, UNASKED, False)
     context = context_of(ids, 0.0)
-    context.prices = prices
+    context.marginal_cost = prices
     tree = tree_of(policy, context, 6, 12, call=0.01)
     assert [tree.token[child] for child in tree.children[0].values()][:1] == [5]
     assert tree.value[tree.children[0][5]] > 0.8
@@ -329,22 +329,22 @@ def test_continuations_are_not_endless() -> None:
 
 def test_sequences_grow_side_by_side_from_one_policy() -> None:
     """Their growths take turns; each tree is what it is alone."""
-    law = zipf_drafter(30, 2).law
+    probs = zipf_drafter(30, 2).probs
     texts = [[5, 9, 2, 7, 1, 8, 3, 5, 9], [4, 4, 6, 4, 4], [1, 2, 3]]
     for temperature in (0.0, 1.0):
 
         def context(i: int) -> Context:
             return context_of(texts[i], temperature, torch.Generator().manual_seed(i))  # noqa: B023 (called in this round only)
 
-        alone = [tree_of(hybrid(KnownDrafter(law)), context(i), 12, 6) for i in range(3)]
-        drafter = KnownDrafter(law)
+        alone = [tree_of(hybrid(KnownDrafter(probs)), context(i), 12, 6) for i in range(3)]
+        drafter = KnownDrafter(probs)
         policy, found, requests = hybrid(drafter), dict[int, TokenTree](), {}
         growths = [policy.grow(context(i).begin(policy.sources), 12, 6) for i in range(3)]
 
-        def go_on(i: int, laws: Laws | None) -> None:
+        def go_on(i: int, distributions: DraftProbs | None) -> None:
             requests.pop(i, None)  # noqa: B023
             try:
-                requests[i] = growths[i].send(laws)  # noqa: B023
+                requests[i] = growths[i].send(distributions)  # noqa: B023
             except StopIteration as end:
                 found[i] = end.value.tree  # noqa: B023
 
@@ -352,8 +352,10 @@ def test_sequences_grow_side_by_side_from_one_policy() -> None:
             go_on(i, None)
         while requests:
             asked = sorted(requests)
-            for i, laws in zip(asked, drafter.answer([requests[i] for i in asked]), strict=True):
-                go_on(i, laws)
+            for i, distributions in zip(
+                asked, drafter.answer([requests[i] for i in asked]), strict=True
+            ):
+                go_on(i, distributions)
         for i, tree in enumerate(alone):
             assert (found[i].token, found[i].parent, found[i].value) == (
                 tree.token,

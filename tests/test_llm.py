@@ -309,7 +309,7 @@ def test_a_measured_budget_counts_the_time_of_drafting(
         )
         drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
         llm.generate("abc abc", drawn, method=method, budget=0)
-        setting = setting._replace(warmth=-3)
+        setting = setting._replace(temperature_class=-3)
     assert budget._growing(setting, 1) == 0 < budget._growing(setting, 64)
 
 

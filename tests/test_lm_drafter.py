@@ -1,4 +1,5 @@
-"""A smaller language model as a drafter: its laws are those of plain runs, whatever was grown,
+"""A smaller language model as a drafter: its distributions are those of plain runs, whatever was
+grown,
 accepted and begun anew.
 
 pytest tests/test_lm_drafter.py
@@ -45,7 +46,7 @@ METHODS = few(
 
 class DrafterChain(TreePolicy):
     """A chain of the drafter's most probable tokens, or of its draws: the plainest use of its
-    laws."""
+    distributions."""
 
     def __init__(self, drafter: LMDrafter) -> None:
         self.sources, self.drafter = (drafter,), drafter
@@ -53,14 +54,17 @@ class DrafterChain(TreePolicy):
     def grow(self, context: Context, budget: int, max_depth: int) -> Growth:
         tree = TokenTree(context.ids[-1])
         while len(tree) < budget and tree.depth[-1] < max_depth:
-            laws = yield DraftRequest(context, tree, [len(tree) - 1])
-            assert laws is not None
+            distributions = yield DraftRequest(context, tree, [len(tree) - 1])
+            assert distributions is not None
             if context.draws:
                 tree.add(
-                    len(tree) - 1, draw(law := laws.dense(0), context.generator), "drafter", law=law
+                    len(tree) - 1,
+                    draw(probs := distributions.dense(0), context.generator),
+                    "drafter",
+                    probs=probs,
                 )
             else:
-                (((token, *_), _),) = proposals(context, laws, [tree.depth[-1]], 1)
+                (((token, *_), _),) = proposals(context, distributions, [tree.depth[-1]], 1)
                 tree.add(len(tree) - 1, token, "drafter")
         return Grown(tree)
 
@@ -79,7 +83,7 @@ def state_of(context: Context) -> LMState:
     return context.states[LMDrafter.name]
 
 
-def laws_of(
+def distributions_of(
     drafter: LMDrafter, context: Context, tree: TokenTree, nodes: list[int]
 ) -> torch.Tensor:
     """`[len(nodes), vocab]`, from a call for this sequence alone."""
@@ -90,7 +94,8 @@ def laws_of(
 def expected(
     model, ids: list[int], tree: TokenTree, nodes: list[int], temperature: float
 ) -> torch.Tensor:
-    """The laws after `nodes` as transformers gives them, each path run on its own, the prefix
+    """The distributions after `nodes` as transformers gives them, each path run on its own, the
+    prefix
     included."""
     paths = [ids[:-1] + [tree.token[i] for i in tree.path(node)] for node in nodes]
     return torch.stack(
@@ -109,9 +114,9 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch: pytest.MonkeyPa
     for nodes in ([0], [1]):
         with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="broken"):
             patch.setattr(drafter.model, "forward", failing)
-            laws_of(drafter, context, tree, nodes)
-        again = laws_of(drafter, context, tree, nodes)
-        assert torch.equal(again, laws_of(drafter, alone, tree, nodes))
+            distributions_of(drafter, context, tree, nodes)
+        again = distributions_of(drafter, context, tree, nodes)
+        assert torch.equal(again, distributions_of(drafter, alone, tree, nodes))
     for one in (context, alone):
         state_of(one).release()
 
@@ -119,7 +124,7 @@ def test_a_call_that_fails_can_be_made_again(pairs, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", NAMES)
 @examples(12)
 @given(rng=st.randoms(use_true_random=False), temperature=st.sampled_from([0.0, 0.5, 1.0, 2.0]))
-def test_laws_are_those_of_a_plain_run_of_every_path(
+def test_distributions_are_those_of_a_plain_run_of_every_path(
     pairs, name: str, rng: random.Random, temperature: float
 ) -> None:
     """Trees that grow by rounds of some of their nodes; steps that accept any path, some without a
@@ -137,9 +142,9 @@ def test_laws_are_those_of_a_plain_run_of_every_path(
                 ):
                     ready.append(node)
             if ready:
-                laws = laws_of(drafter, context, tree, ready)
+                distributions = distributions_of(drafter, context, tree, ready)
                 torch.testing.assert_close(
-                    laws,
+                    distributions,
                     expected(model, context.ids, tree, ready, temperature or 1.0),
                     atol=1e-5,
                     rtol=1e-3,
@@ -189,24 +194,24 @@ def test_nothing_is_computed_twice_and_catching_up_takes_no_pass(
     context = begin(drafter, [5, 6, 7, 8])
     tree = TokenTree(8)
     nodes = [tree.add(0, 20, "x"), tree.add(0, 21, "x"), tree.add(1, 22, "x"), tree.add(3, 23, "x")]
-    laws_of(drafter, context, tree, [0])
-    laws_of(drafter, context, tree, nodes[:2])
-    laws_of(drafter, context, tree, nodes[2:3])
+    distributions_of(drafter, context, tree, [0])
+    distributions_of(drafter, context, tree, nodes[:2])
+    distributions_of(drafter, context, tree, nodes[2:3])
     assert passes == [("draft", 4), ("draft", 2), ("draft", 1)] and state_of(context).calls == 3
     # the last node accepted was a leaf: it is run together with the new root
     context.extend([20, 22, 23, 50])
     assert state_of(context).waiting == 1
     tree = TokenTree(50)
-    law = laws_of(drafter, context, tree, [0])
+    probs = distributions_of(drafter, context, tree, [0])
     assert passes[3:] == [("draft", 2)] and state_of(context).cache.length == len(
         [5, 6, 7, 8, 20, 22]
     )
     torch.testing.assert_close(
-        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
-    again = laws_of(drafter, context, tree, [0])  # a second tree on the same text
+    again = distributions_of(drafter, context, tree, [0])  # a second tree on the same text
     assert passes[4:] == [("draft", 1)]
-    torch.testing.assert_close(again, law, atol=1e-6, rtol=1e-4)
+    torch.testing.assert_close(again, probs, atol=1e-6, rtol=1e-4)
 
 
 def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
@@ -215,25 +220,25 @@ def test_a_long_stretch_that_was_not_drafted_is_read_like_a_prompt(
     drafter = LMDrafter(tiny("llama"), VOCAB)
     passes = passes_of(drafter, monkeypatch)
     context = begin(drafter, [1, 2])
-    laws_of(drafter, context, TokenTree(2), [0])
+    distributions_of(drafter, context, TokenTree(2), [0])
     assert state_of(context).waiting == 0
     context.extend([3] * (GAP + 1))
     assert state_of(context).waiting == GAP  # what the last tree computed is no part of it
-    law = laws_of(drafter, context, tree := TokenTree(3), [0])
+    probs = distributions_of(drafter, context, tree := TokenTree(3), [0])
     # what the last tree computed stays
     assert passes == [("draft", 2), ("read", GAP), ("draft", 1)]
     torch.testing.assert_close(
-        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
     drafter.read([state_of(context)])
     context.extend([4] * GAP)
     drafter.read([state_of(context)], GAP + 1)
     assert len(passes) == 3  # not worth a pass yet
     drafter.read([state_of(context)])
-    law = laws_of(drafter, context, tree := TokenTree(4), [0])
+    probs = distributions_of(drafter, context, tree := TokenTree(4), [0])
     assert passes[3:] == [("read", GAP), ("draft", 1)]
     torch.testing.assert_close(
-        law, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+        probs, expected(tiny("llama"), context.ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
 
 
@@ -241,13 +246,15 @@ def test_a_prompt_is_read_in_the_models_chunks(monkeypatch: pytest.MonkeyPatch) 
     drafter, ids = LMDrafter(tiny("llama"), VOCAB), [i % VOCAB for i in range(128)]
     monkeypatch.setattr(drafter.model, "chunk", 50)
     passes = passes_of(drafter, monkeypatch)
-    law = laws_of(drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0])
+    probs = distributions_of(
+        drafter, context := begin(drafter, ids), tree := TokenTree(ids[-1]), [0]
+    )
     assert (
         passes == [("read", 50), ("read", 50), ("read", 27), ("draft", 1)]
         and state_of(context).calls == 1
     )
     torch.testing.assert_close(
-        law, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
+        probs, expected(tiny("llama"), ids, tree, [0], 1.0), atol=1e-5, rtol=1e-3
     )
 
 
@@ -257,12 +264,12 @@ def test_nodes_are_asked_for_from_the_root_down() -> None:
     tree = TokenTree(2)
     tree.add(tree.add(0, 5, "x"), 6, "x")
     with pytest.raises(ValueError, match="ask for its root first"):
-        laws_of(drafter, context, tree, [1])
-    laws_of(drafter, context, tree, [0])
+        distributions_of(drafter, context, tree, [1])
+    distributions_of(drafter, context, tree, [0])
     with pytest.raises(ValueError, match="parent 1 first"):
-        laws_of(drafter, context, tree, [2])
+        distributions_of(drafter, context, tree, [2])
     with pytest.raises(ValueError, match="ask for its root first"):
-        laws_of(drafter, context, TokenTree(2), [1])
+        distributions_of(drafter, context, TokenTree(2), [1])
 
 
 @pytest.mark.parametrize(("own", "asked"), [(VOCAB, 90), (VOCAB, VOCAB), (VOCAB, 120)])
@@ -270,16 +277,16 @@ def test_other_widths_are_cut_or_padded_and_any_token_can_be_read(own: int, aske
     drafter = LMDrafter(tiny("llama"), asked)
     # where the target is wider, a token that the drafter has never heard of
     context = begin(drafter, [1, 2, asked - 1])
-    law = laws_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
+    probs = distributions_of(drafter, context, tree := TokenTree(asked - 1), [0])[0]
     assert (
-        law.shape == (asked,)
-        and law.dtype == torch.float32
-        and float(law.sum()) == pytest.approx(1)
+        probs.shape == (asked,)
+        and probs.dtype == torch.float32
+        and float(probs.sum()) == pytest.approx(1)
     )
-    assert not law[own:].any()
+    assert not probs[own:].any()
     if asked <= own:
         full = expected(tiny("llama"), context.ids, tree, [0], 1.0)[0, :asked]
-        torch.testing.assert_close(law, full / full.sum(), atol=1e-5, rtol=1e-3)
+        torch.testing.assert_close(probs, full / full.sum(), atol=1e-5, rtol=1e-3)
 
 
 def broken() -> LMDrafter:
@@ -292,11 +299,11 @@ def test_a_tiny_temperature_leaves_one_token_and_bad_weights_propose_nothing(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     drafter = LMDrafter(tiny("gpt2"), VOCAB)
-    law = laws_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
-    assert law.max() == 1 and law.count_nonzero() == 1 and not caplog.records
+    probs = distributions_of(drafter, begin(drafter, [1, 2], 1e-40), TokenTree(2), [0])[0]
+    assert probs.max() == 1 and probs.count_nonzero() == 1 and not caplog.records
     drafter = broken()
     assert torch.equal(
-        laws_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB)
+        distributions_of(drafter, begin(drafter, [1, 2]), TokenTree(2), [0]), torch.zeros(1, VOCAB)
     )
     assert "not finite (NaN)" in caplog.text
 

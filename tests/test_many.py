@@ -20,7 +20,7 @@ from answers import answer, request
 from cases import examples, few
 from features import WIDE, head_of
 from models import VOCAB, tiny
-from quickbeam.drafters.base import law_of
+from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleHead
@@ -400,7 +400,8 @@ def test_a_drafter_that_fails_ends_no_answer_but_its_own(world, monkeypatch):
 def test_a_drafter_of_nan_leaves_plain_decoding(world, monkeypatch):
     here = world("llama", "native")
     monkeypatch.setattr(
-        "quickbeam.drafters.eagle.law_of", lambda logits, heat: law_of(logits * float("nan"), heat)
+        "quickbeam.drafters.eagle.probs_of",
+        lambda logits, heat: probs_of(logits * float("nan"), heat),
     )
     found = answer(
         here.model,

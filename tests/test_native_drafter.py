@@ -63,7 +63,8 @@ def native(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def distance(pair: Pair) -> float:
-    """Mean total variation between a drafter's laws and those of the equations, over trees in an
+    """Mean total variation between a drafter's distributions and those of the equations, over
+    trees in an
     answer."""
     rng, far = random.Random(5), []
     for length in (1, 7, 30, 66):
@@ -72,9 +73,12 @@ def distance(pair: Pair) -> float:
         for _ in range(3):
             tree = grown(rng, text.context.ids[-1], 7)
             for nodes in rounds(tree):
-                laws = text.laws(tree, nodes)
+                distributions = text.distributions(tree, nodes)
                 far += (
-                    (laws - pair.expected(text.context.ids, tree, nodes, 1.0)).abs().sum(-1) / 2
+                    (distributions - pair.expected(text.context.ids, tree, nodes, 1.0))
+                    .abs()
+                    .sum(-1)
+                    / 2
                 ).tolist()
             text.go_on(tree, tree.path(rng.randrange(len(tree))), rng.randrange(VOCAB))
         text.release()
@@ -83,7 +87,7 @@ def distance(pair: Pair) -> float:
 
 @best_set
 @pytest.mark.parametrize("kind", KINDS)
-def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
+def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
     isa: str, kind: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The head's rows in 8 bits add little to what rounding does."""
@@ -100,7 +104,7 @@ def test_laws_are_as_near_to_the_equations_as_those_of_pytorchs_operators(
 
 
 @every_set
-def test_every_set_computes_the_same_laws_up_to_rounding(
+def test_every_set_computes_the_same_distributions_up_to_rounding(
     isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
@@ -124,7 +128,7 @@ def test_a_drafter_that_computes_something_else_is_seen(
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "input", "ours", "own-head"])
-def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(
+def test_a_probs_does_not_depend_on_the_nodes_asked_for_beside_it(
     isa: str, kind: str, native: Callable[[str], None]
 ) -> None:
     native(isa)
@@ -132,16 +136,16 @@ def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(
     ids = [rng.randrange(VOCAB) for _ in range(70)]
     text, tree = pair.begin(ids[:-1], ids[-1]), grown(rng, ids[-1], 30)
 
-    def laws_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
+    def distributions_of(calls: list[list[int]], asked: TokenTree) -> dict[int, torch.Tensor]:
         """Each in a tree of its own, as a node is asked for once in a tree."""
         return {
-            node: law
+            node: probs
             for nodes in calls
-            for node, law in zip(nodes, text.laws(asked, nodes), strict=True)
+            for node, probs in zip(nodes, text.distributions(asked, nodes), strict=True)
         }
 
-    together = laws_of(rounds(tree), tree)
-    one_by_one = laws_of([[node] for node in range(len(tree))], copy_of(tree))
+    together = distributions_of(rounds(tree), tree)
+    one_by_one = distributions_of([[node] for node in range(len(tree))], copy_of(tree))
     assert all(torch.equal(together[node], one_by_one[node]) for node in together)
     for _ in range(3):  # any of the nodes whose parents were asked for, in any order
         again, calls, left = copy_of(tree), [[0]], set(range(1, len(tree)))
@@ -149,7 +153,7 @@ def test_a_law_does_not_depend_on_the_nodes_asked_for_beside_it(
             ready = sorted(node for node in left if tree.parent[node] not in left)
             calls.append(sorted(rng.sample(ready, rng.randint(1, len(ready)))))
             left -= set(calls[-1])
-        mixed = laws_of(calls, again)
+        mixed = distributions_of(calls, again)
         assert all(torch.equal(together[node], mixed[node]) for node in together)
 
 
@@ -161,17 +165,19 @@ def copy_of(tree: TokenTree) -> TokenTree:
 
 
 @every_set
-def test_chunks_of_the_certain_text_give_the_same_laws(
+def test_chunks_of_the_certain_text_give_the_same_distributions(
     isa: str, native: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     native(isa)
-    pair, laws = Pair("ours", torch.bfloat16), []
+    pair, distributions = Pair("ours", torch.bfloat16), []
     ids = [random.Random(1).randrange(VOCAB) for _ in range(150)]
     for chunk in (512, 64, 7):
         monkeypatch.setattr("quickbeam.drafters.eagle.CHUNK", chunk)
         text, tree = pair.begin(ids[:-1], ids[-1]), grown(random.Random(2), ids[-1], 9)
-        laws.append(torch.cat([text.laws(tree, nodes) for nodes in rounds(tree)]))
-    assert torch.equal(laws[0], laws[1]) and torch.equal(laws[0], laws[2])
+        distributions.append(torch.cat([text.distributions(tree, nodes) for nodes in rounds(tree)]))
+    assert torch.equal(distributions[0], distributions[1]) and torch.equal(
+        distributions[0], distributions[2]
+    )
 
 
 # --- the head on parts of the vocabulary ---
@@ -401,10 +407,11 @@ def test_the_router_scores_clusters(
 
 @every_set
 @pytest.mark.parametrize("kind", ["attention", "ours"])
-def test_a_routed_drafter_gives_the_laws_of_its_shortlist(
+def test_a_routed_drafter_gives_the_distributions_of_its_shortlist(
     isa: str, kind: str, native: Callable[[str], None]
 ) -> None:
-    """With a router, clusters and the context: the full law on the tokens that are scored, whatever
+    """With a router, clusters and the context: the full distribution on the tokens that are
+    scored, whatever
     is asked for together."""
     native(isa)
     pair, rng = Pair(kind, torch.bfloat16), random.Random(3)
@@ -414,7 +421,7 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(
     weight = pair.model.get_output_embeddings().weight.detach().to(torch.bfloat16)
     ids = [rng.randrange(VOCAB) for _ in range(30)]
     tree = grown(rng, ids[-1], 12)
-    laws: dict[bool, list[torch.Tensor]] = {}
+    distributions: dict[bool, list[torch.Tensor]] = {}
     for short in (False, True):
         context = partial(ContextTokens, weight, 40)
         shortlist = (
@@ -426,8 +433,10 @@ def test_a_routed_drafter_gives_the_laws_of_its_shortlist(
             shortlist.native_router is not None and shortlist.head.backend == "native"
         )
         text, asked = pair.begin(ids[:-1], ids[-1], shortlist=shortlist), copy_of(tree)
-        laws[short] = [law for nodes in rounds(tree) for law in text.laws(asked, nodes)]
-    for whole, part in zip(laws[False], laws[True], strict=True):
+        distributions[short] = [
+            probs for nodes in rounds(tree) for probs in text.distributions(asked, nodes)
+        ]
+    for whole, part in zip(distributions[False], distributions[True], strict=True):
         held = part > 0
         assert 20 <= int(held.sum()) < VOCAB
         torch.testing.assert_close(

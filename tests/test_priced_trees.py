@@ -20,19 +20,19 @@ def flat(node: float, nodes: int = 64, trial: bool = False) -> NodePrices:
 def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
     policy, drafter = DySpec(zipf_drafter(), Printed()), zipf_drafter()
     context = context_of([3], 0.0)
-    context.prices = flat(node)
+    context.marginal_cost = flat(node)
     tree = tree_of(policy, context, 64, 20, call=0.0)
     expected, layer = {}, {(): 1.0}
     while layer:  # by brute force, layer by layer
         below = {}
         for path, value in layer.items():
-            for token, p in enumerate(drafter.law([3, *path]).tolist()):
+            for token, p in enumerate(drafter.probs([3, *path]).tolist()):
                 if value * p > node * 1.001:
                     below[(*path, token)] = value * p
         expected.update(below)
         layer = below
     found = {tuple(path_tokens(tree, i)): tree.value[i] for i in range(1, len(tree))}
-    # Nodes whose own law finds too little are not asked for: they would cost more than they give.
+    # Nodes whose own probs finds too little are not asked for: they would cost more than they give.
     assert set(found) <= set(expected) or len(expected) > 63
     missing = sorted(value for path, value in expected.items() if path not in found)
     assert len(tree) == 64 or not missing or missing[-1] < 4 * node
@@ -50,7 +50,7 @@ def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
         policy = DySpec(drafter, Printed())
         for i in range(40):
             context = context_of([i], 0.0)
-            context.prices = prices
+            context.marginal_cost = prices
             sizes.append(len(tree_of(policy, context, 64, 20, call=0.05)))
         rows.append(drafter.rows)
     assert abs(rows[0] - rows[1]) <= 0.05 * rows[1] and rows[1] > 100
@@ -61,7 +61,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
     drafter = zipf_drafter()
     policy = DySpec(drafter, Printed())
     context, calls = context_of([0], 0.0), []
-    context.prices = flat(0.02)
+    context.marginal_cost = flat(0.02)
     for call in (0.0, 0.05, 0.2, 0.5, 0.7):
         policy.promises = type(policy.promises)()
         before = drafter.rounds
@@ -69,7 +69,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
         calls.append(drafter.rounds - before)
         assert (len(tree) == 1) == (calls[-1] == 0)
     assert calls == sorted(calls, reverse=True) and calls[0] > calls[2] > 0 == calls[-1]
-    context.prices = flat(0.02, trial=True)
+    context.marginal_cost = flat(0.02, trial=True)
     assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
     tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without prices, the paper's own
     assert len(drafter.calls) > 1
@@ -81,7 +81,7 @@ def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     for _ in range(60_000):
         policy.promises.observe(0, promised, 1.0, 2)
     assert 0 < policy.promises.truth <= 1
-    context.prices = flat(0.02, trial=True)
+    context.marginal_cost = flat(0.02, trial=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
 
 
@@ -99,7 +99,7 @@ def test_a_calls_nodes_count_as_far_as_they_were_seen() -> None:
 def test_a_tree_is_held_to_what_its_verified_nodes_promised() -> None:
     """Nodes that others had more use for promise nothing: all that was tried came true."""
     policy, context = DySpec(zipf_drafter(), Printed()), context_of([0], 0.0)
-    context.prices = flat(0.001)
+    context.marginal_cost = flat(0.001)
     tree, learn, truth = grow(policy, context, 64, 20)
     assert truth == policy.promises.truth and len(tree) > 20
     told = []

@@ -61,11 +61,11 @@ def run(engine: Engine, sequences: list[SequenceState]) -> None:
 def test_they_are_transformers_own(layout: str) -> None:
     prompt = PROMPTS[0]
     with torch.inference_mode():
-        law = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
+        probs = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
     found = scored(Model(tiny(layout, seed=3), chunk=CHUNK), prompt)
     assert (found.output.token_ids, found.output.finish_reason) == ([], "length")
     assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(prompt)
-    for row, token, entry in zip(law[:-1], prompt[1:], found.prompt_logprobs[1:], strict=True):
+    for row, token, entry in zip(probs[:-1], prompt[1:], found.prompt_logprobs[1:], strict=True):
         assert entry.token == token
         assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert list(entry.top) == row.topk(3).indices.tolist()

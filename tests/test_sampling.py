@@ -35,8 +35,8 @@ distinct_logits = st.lists(st.integers(-80, 80), min_size=V, max_size=V, unique=
 ids = st.lists(st.integers(0, V - 1), max_size=12)
 
 
-def law_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
-    return Sampler(SamplingParams(**params), [], len(logits)).law(logits)
+def probs_of(logits: torch.Tensor, **params: object) -> torch.Tensor:
+    return Sampler(SamplingParams(**params), [], len(logits)).probs(logits)
 
 
 # --- filters --------------------------------------------------------------------------------------
@@ -61,14 +61,14 @@ def test_filters_agree_with_transformers(
         assume(float((mass - top_p).abs().min()) > 1e-5)  # at the edge itself rounding decides
         scores = TopPLogitsWarper(top_p)(None, scores)
     if min_p:
-        law = scores.softmax(-1)
-        assume(float((law / law.max() - min_p).abs().min()) > 1e-5 or min_p == 1)
+        probs = scores.softmax(-1)
+        assume(float((probs / probs.max() - min_p).abs().min()) > 1e-5 or min_p == 1)
         scores = MinPLogitsWarper(min_p)(None, scores)
     expected = scores.softmax(-1)[0]
-    law = law_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    assert law.dtype == torch.float32
-    assert torch.equal(law > 0, expected > 0)  # the same tokens
-    torch.testing.assert_close(law, expected, rtol=1e-4, atol=1e-7)
+    probs = probs_of(logits, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    assert probs.dtype == torch.float32
+    assert torch.equal(probs > 0, expected > 0)  # the same tokens
+    torch.testing.assert_close(probs, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_filters_by_hand() -> None:
@@ -87,13 +87,13 @@ def test_filters_by_hand() -> None:
         ({"temperature": 0.0, "top_k": 3, "top_p": 0.9}, [1, 0, 0, 0]),
     ]:
         torch.testing.assert_close(
-            law_of(logits, **{"temperature": 1.0, **params}),
+            probs_of(logits, **{"temperature": 1.0, **params}),
             torch.tensor(kept, dtype=torch.float32),
         )
 
 
 def test_top_k_keeps_ties_with_the_last() -> None:
-    assert law_of(
+    assert probs_of(
         torch.tensor([1.0, 0.0, 1.0, 1.0]), temperature=1.0, top_k=2
     ).tolist() == pytest.approx([1 / 3, 0, 1 / 3, 1 / 3])
 
@@ -101,24 +101,24 @@ def test_top_k_keeps_ties_with_the_last() -> None:
 @pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.99, 0.99999])
 @pytest.mark.parametrize("scale", [0.01, 1.0, 5.0])
 def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(top_p: float, scale: float) -> None:
-    law = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(1))).softmax(0)
-    order = law.double().argsort(descending=True, stable=True)
-    size = int(torch.searchsorted(law[order].double().cumsum(0), top_p)) + 1
-    kept = nucleus(law, top_p)
+    probs = (scale * torch.randn(20_000, generator=torch.Generator().manual_seed(1))).softmax(0)
+    order = probs.double().argsort(descending=True, stable=True)
+    size = int(torch.searchsorted(probs[order].double().cumsum(0), top_p)) + 1
+    kept = nucleus(probs, top_p)
     assert int((kept > 0).sum()) == size
-    assert torch.equal(kept[order[:size]].sort().values, law[order[:size]].sort().values)
+    assert torch.equal(kept[order[:size]].sort().values, probs[order[:size]].sort().values)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-38, 1e-10, 1e-3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tiny_temperatures_do_not_overflow(temperature: float, dtype: torch.dtype) -> None:
     logits = torch.tensor([-3.0, 100.0, 101.0, -math.inf, 101.0], dtype=dtype)
-    assert law_of(logits, temperature=temperature).tolist() == [0, 0, 0.5, 0, 0.5]
+    assert probs_of(logits, temperature=temperature).tolist() == [0, 0, 0.5, 0, 0.5]
 
 
 def test_huge_temperature_is_uniform() -> None:
     torch.testing.assert_close(
-        law_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e30), torch.full((3,), 1 / 3)
+        probs_of(torch.tensor([-3.0, 0.0, 9.0]), temperature=1e30), torch.full((3,), 1 / 3)
     )
 
 
@@ -130,7 +130,7 @@ def test_nan_logits_are_an_error_that_says_what_to_try(
     logits: list[float], temperature: float
 ) -> None:
     with pytest.raises(QuickbeamError, match=r"NaN.*--dtype float32"):
-        law_of(torch.tensor(logits), temperature=temperature)
+        probs_of(torch.tensor(logits), temperature=temperature)
     with pytest.raises(QuickbeamError, match="NaN"):
         most_probable(torch.tensor([[0.0, 1.0, 2.0], logits]))
 
@@ -221,8 +221,8 @@ def test_counts_agree_with_counting_everything(
     }
 
 
-def test_law_sees_the_path() -> None:
-    """A node's law is that of plain decoding with the node's tokens in the output."""
+def test_probs_sees_the_path() -> None:
+    """A node's probs is that of plain decoding with the node's tokens in the output."""
     params = SamplingParams(
         temperature=0.7, top_p=0.95, repetition_penalty=1.4, frequency_penalty=0.5
     )
@@ -233,17 +233,17 @@ def test_law_sees_the_path() -> None:
         tree, plain = Sampler(params, prompt, V), Sampler(params, prompt, V)
         tree.extend(output)
         plain.extend(output + path)
-        assert torch.equal(tree.law(logits, path), plain.law(logits))
+        assert torch.equal(tree.probs(logits, path), plain.probs(logits))
         assert tree.best(logits, path) == plain.best(logits)
-        assert not torch.equal(tree.law(logits, path), tree.law(logits))
+        assert not torch.equal(tree.probs(logits, path), tree.probs(logits))
 
 
 def test_bias_bans_and_forces_tokens() -> None:
     logits = torch.tensor([1.0, 2.0, 3.0], dtype=torch.bfloat16)
     banned = Sampler(SamplingParams(temperature=1.0, logit_bias={2: -math.inf}), [], 3)
-    assert banned.law(logits)[2] == 0 and banned.best(logits) == 1
+    assert banned.probs(logits)[2] == 0 and banned.best(logits) == 1
     forced = Sampler(SamplingParams(logit_bias={0: 100.0}), [], 3)
-    assert forced.best(logits) == 0 and forced.law(logits).tolist() == [1, 0, 0]
+    assert forced.best(logits) == 0 and forced.probs(logits).tolist() == [1, 0, 0]
 
 
 def test_bias_must_fit_the_vocabulary() -> None:
@@ -280,7 +280,7 @@ def test_ties_are_broken_alike_for_one_row_and_for_many(
     for row, best in zip(logits, batched, strict=True):
         assert most_probable(row[None]) == [best]
         assert sampler.best(row) == best
-        assert sampler.law(row).argmax() == best and sampler.law(row).sum() == 1
+        assert sampler.probs(row).argmax() == best and sampler.probs(row).sum() == 1
 
 
 def test_logits_are_adjusted_in_float32_whatever_they_come_in() -> None:
@@ -294,15 +294,15 @@ def test_logits_are_adjusted_in_float32_whatever_they_come_in() -> None:
 
 
 def test_no_logit_is_too_large_for_a_temperature() -> None:
-    assert law_of(torch.tensor([1e10, 3e10, 2e10]), temperature=1e-30).tolist() == [0, 1, 0]
+    assert probs_of(torch.tensor([1e10, 3e10, 2e10]), temperature=1e-30).tolist() == [0, 1, 0]
 
 
 def test_a_nucleus_ends_where_its_mass_is_reached_exactly() -> None:
-    law = torch.tensor([0.25, 0.5, 0.125, 0.125])
-    assert nucleus(law, 0.5).tolist() == [0, 0.5, 0, 0]
-    assert nucleus(law, 0.75).tolist() == [0.25, 0.5, 0, 0]
+    probs = torch.tensor([0.25, 0.5, 0.125, 0.125])
+    assert nucleus(probs, 0.5).tolist() == [0, 0.5, 0, 0]
+    assert nucleus(probs, 0.75).tolist() == [0.25, 0.5, 0, 0]
     # a mass that never gets there, as after rounding
-    assert nucleus(law / 2, 0.75).tolist() == (law / 2).tolist()
+    assert nucleus(probs / 2, 0.75).tolist() == (probs / 2).tolist()
 
 
 def test_emitted_tokens_are_the_grammars_too() -> None:
@@ -332,10 +332,13 @@ def test_the_likeliest_tokens_of_a_device_that_is_not_the_cpu() -> None:
     assert most_probable(away) == [1, 0]
 
 
-def test_draw_has_the_law_it_is_given() -> None:
+def test_draw_has_the_probs_it_is_given() -> None:
     # not normalised
-    law, generator = torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]), torch.Generator().manual_seed(0)
-    counts = Counter(draw(law, generator) for _ in range(8000))
+    probs, generator = (
+        torch.tensor([0.0, 1.0, 0.0, 2.0, 5.0, 0.0]),
+        torch.Generator().manual_seed(0),
+    )
+    counts = Counter(draw(probs, generator) for _ in range(8000))
     assert set(counts) == {1, 3, 4}
     expected = {1: 1000, 3: 2000, 4: 5000}
     # chi-square with two degrees of freedom, p = 0.001
@@ -348,18 +351,18 @@ def test_draw_never_gives_an_impossible_token(
 ) -> None:
     monkeypatch.setattr("quickbeam.sampling.uniform", lambda generator: number)
     for seed in range(50):
-        law = torch.rand(1000, generator=torch.Generator().manual_seed(seed))
-        law[:100] = law[-100:] = 0
-        assert draw(law, torch.Generator()) == (100 if number == 0 else 899)
+        probs = torch.rand(1000, generator=torch.Generator().manual_seed(seed))
+        probs[:100] = probs[-100:] = 0
+        assert draw(probs, torch.Generator()) == (100 if number == 0 else 899)
 
 
 def test_a_seed_repeats_the_draws() -> None:
-    law = torch.rand(50, generator=torch.Generator().manual_seed(0))
+    probs = torch.rand(50, generator=torch.Generator().manual_seed(0))
     first, second = (torch.Generator().manual_seed(9) for _ in range(2))
-    assert [draw(law, first) for _ in range(20)] == [draw(law, second) for _ in range(20)]
+    assert [draw(probs, first) for _ in range(20)] == [draw(probs, second) for _ in range(20)]
 
 
-def test_logprobs_are_of_the_raw_law() -> None:
+def test_logprobs_are_of_the_raw_probs() -> None:
     logits = torch.tensor([0.1, 0.2, 0.7]).log().bfloat16() + 5
     logprob, top = logprobs(logits, 0, 2)
     assert logprob == pytest.approx(math.log(0.1), abs=0.05)
@@ -492,14 +495,14 @@ def test_what_the_parameters_ask_for() -> None:
         {"temperature": 1.4, "top_p": 0.8, "repetition_penalty": 1.5},
     ],
 )
-def test_an_emitted_token_is_what_the_places_noise_draws_from_the_law(
+def test_an_emitted_token_is_what_the_places_noise_draws_from_the_probs(
     params: dict[str, float],
 ) -> None:
-    """The law is that behind the path, whether it is filtered or not."""
+    """The probs is that behind the path, whether it is filtered or not."""
     noise, path = Noise(7, 0, V), [3, 4, 5]
     sampler = Sampler(SamplingParams(**params), [0], V)  # type: ignore[arg-type]
     logits = torch.randn(V, generator=torch.Generator().manual_seed(1))
-    behind, before = sampler.law(logits, path).log(), sampler.law(logits).log()
+    behind, before = sampler.probs(logits, path).log(), sampler.probs(logits).log()
     drawn = [sampler.emitted(logits, noise, place, path) for place in range(100)]
     assert drawn == [noise.largest(behind.numpy(), place, 1.0) for place in range(100)]
     assert drawn != [noise.largest(before.numpy(), place, 1.0) for place in range(100)]

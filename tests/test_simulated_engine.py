@@ -12,7 +12,7 @@ import torch
 from cases import few
 from drafters import KnownDrafter, context_of
 from loads import METHOD
-from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.engine.budget import Budget, Load
 from quickbeam.engine.cost import CostModel
 from quickbeam.methods.base import Grown, Growth
@@ -30,26 +30,30 @@ def simulated(
 ) -> float:
     """Tokens a second of `count` sequences side by side, over the last two thirds of the steps. A
     drafted token is the model's with the probability that the drafter gives it, times `honest`."""
-    ranks, laws, rng = torch.arange(1, 101).log(), {}, random.Random(1)
+    ranks, distributions, rng = torch.arange(1, 101).log(), {}, random.Random(1)
 
-    def law(context: Sequence[int]) -> torch.Tensor:
+    def probs(context: Sequence[int]) -> torch.Tensor:
         key = tuple(context[-2:])
-        if key not in laws:
+        if key not in distributions:
             own = random.Random(str(key))
-            laws[key] = (-own.uniform(0.8, 4.0) * ranks).softmax(0).roll(own.randrange(100))
-        return laws[key]
+            distributions[key] = (
+                (-own.uniform(0.8, 4.0) * ranks).softmax(0).roll(own.randrange(100))
+            )
+        return distributions[key]
 
     def walk(tree: TokenTree, ids: list[int]) -> list[int]:
         path = [0]
         while True:
-            wanted = rng.choices(range(100), law(ids).tolist())[0] if rng.random() < honest else 100
+            wanted = (
+                rng.choices(range(100), probs(ids).tolist())[0] if rng.random() < honest else 100
+            )
             ids.append(wanted)
             child = tree.child(path[-1], wanted)
             if child is None:
                 return path
             path.append(child)
 
-    drafter = KnownDrafter(law)
+    drafter = KnownDrafter(probs)
     policy, texts, sizes = DySpec(drafter), [[i] for i in range(count)], dict[int, int]()
     tokens, seconds = 0, 0.0
     for step in range(steps):
@@ -59,10 +63,10 @@ def simulated(
         )
         growths, wishes, trees = dict[int, Growth](), dict[int, DraftRequest](), dict[int, Grown]()
 
-        def send(i: int, laws: Laws | None) -> None:
+        def send(i: int, distributions: DraftProbs | None) -> None:
             wishes.pop(i, None)  # noqa: B023 (called in this round only)
             try:
-                wishes[i] = growths[i].send(laws)  # noqa: B023
+                wishes[i] = growths[i].send(distributions)  # noqa: B023
             except StopIteration as end:
                 trees[i] = end.value  # noqa: B023
 
@@ -70,7 +74,7 @@ def simulated(
             context, nodes = context_of(ids, 0.0), budget
             if isinstance(budget, Budget):
                 plan = budget.prices(i, METHOD, load, trial and i == 0)
-                nodes, context.prices = plan.nodes, plan.prices
+                nodes, context.marginal_cost = plan.nodes, plan.prices
             growths[i] = policy.grow(context, nodes, 20)
             send(i, None)
         while wishes:
@@ -92,7 +96,10 @@ def simulated(
                     send(i, found)
         if isinstance(budget, Budget) and count > 1:
             values = [
-                [value * (trees[i].truth or 0.0) for value in trees[i].tree.value[1:]]
+                [
+                    value * (trees[i].accepted_per_expected or 0.0)
+                    for value in trees[i].tree.value[1:]
+                ]
                 for i in range(count)
             ]
             for i, kept in enumerate(budget.share(values, count, budget.best_rate(METHOD, load))):

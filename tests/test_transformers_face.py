@@ -268,7 +268,7 @@ SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id
     dict(top_k=20, top_p=0.9, min_p=0.05, temperature=0.8, repetition_penalty=1.4,
         suppress_tokens=[7], sequence_bias={(8,): 2.0}),
 ], ids=lambda asked: ",".join(asked))  # fmt: skip
-def test_the_law_of_a_token_is_that_of_the_processors(
+def test_the_probs_of_a_token_is_that_of_the_processors(
     llama: PreTrainedModel, asked: dict[str, Any]
 ) -> None:
     taken: dict[str, Any] = {}
@@ -285,11 +285,11 @@ def test_the_law_of_a_token_is_that_of_the_processors(
         logits = torch.randn(VOCAB, generator=generator) * 3
         expected = processors(ROWS[:1], logits[None].clone())[0].softmax(0)
         torch.testing.assert_close(
-            Sampler(params, TEXT, VOCAB).law(logits), expected, rtol=1e-4, atol=1e-6
+            Sampler(params, TEXT, VOCAB).probs(logits), expected, rtol=1e-4, atol=1e-6
         )
 
 
-def test_sampled_rows_follow_the_law_of_transformers(llama: PreTrainedModel) -> None:
+def test_sampled_rows_follow_the_probs_of_transformers(llama: PreTrainedModel) -> None:
     torch.manual_seed(0)
     asked, draws = dict(temperature=0.25, top_k=4, num_return_sequences=300), 300
     rows = llama.generate(
@@ -297,7 +297,7 @@ def test_sampled_rows_follow_the_law_of_transformers(llama: PreTrainedModel) -> 
     )[:, -2:].tolist()
     assert len(rows) == draws
 
-    def law(temperature: float) -> dict[tuple[int, int], float]:
+    def probs(temperature: float) -> dict[tuple[int, int], float]:
         found = {}
         first = llama(ROWS[:1]).logits[0, -1].topk(4)
         for one, p in zip(
@@ -323,8 +323,8 @@ def test_sampled_rows_follow_the_law_of_transformers(llama: PreTrainedModel) -> 
         return float(chisquare(counts, [mean * sum(counts) / sum(means) for mean in means]).pvalue)
 
     with torch.no_grad():
-        assert fits(law(0.25)) > 1e-3
-        assert fits(law(0.6)) < 1e-6  # it would be seen
+        assert fits(probs(0.25)) > 1e-3
+        assert fits(probs(0.6)) < 1e-6  # it would be seen
 
 
 def test_torchs_seed_repeats_a_sampled_call_by_every_method(llama: PreTrainedModel) -> None:

@@ -107,16 +107,16 @@ def test_parent_that_is_not_there(parent: int) -> None:
 
 def test_what_a_node_carries() -> None:
     tree = TokenTree(3)
-    law = torch.tensor([0.25, 0.75])
-    node = tree.add(0, 1, "drafter", value=0.75, law=law)
+    probs = torch.tensor([0.25, 0.75])
+    node = tree.add(0, 1, "drafter", value=0.75, probs=probs)
     assert (tree.token[node], tree.source[node], tree.value[node], tree.depth[node]) == (
         1,
         "drafter",
         0.75,
         1,
     )
-    assert tree.law[node] is law
-    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.law[0]) == (
+    assert tree.probs[node] is probs
+    assert (tree.token[0], tree.parent[0], tree.depth[0], tree.value[0], tree.probs[0]) == (
         3,
         -1,
         0,
@@ -138,7 +138,7 @@ def test_a_probability_is_the_values_quotient_unless_it_is_told() -> None:
 @given(trees(), st.integers(1, 30))
 def test_the_first_nodes_are_a_tree_of_their_own(tree: TokenTree, count: int) -> None:
     for node in range(1, len(tree)):
-        tree.value[node], tree.probability[node], tree.law[node] = (
+        tree.value[node], tree.probability[node], tree.probs[node] = (
             1 / node,
             0.5 / node,
             torch.full((2,), float(node)),
@@ -147,7 +147,7 @@ def test_the_first_nodes_are_a_tree_of_their_own(tree: TokenTree, count: int) ->
     assert len(first) == kept
     for name in ("token", "parent", "depth", "source", "value", "probability"):
         assert getattr(first, name) == getattr(tree, name)[:kept]
-    assert all(ours is theirs for ours, theirs in zip(first.law, tree.law, strict=False))
+    assert all(ours is theirs for ours, theirs in zip(first.probs, tree.probs, strict=False))
     for ours, theirs in zip(first.children, tree.children, strict=False):
         assert list(ours.items()) == [
             (token, child) for token, child in theirs.items() if child < kept

@@ -18,7 +18,7 @@ from quickbeam.verify import Verdict, verify_equal, verify_residual
 from toy import (
     ToyModel,
     chi_square,
-    exact_law,
+    exact_probs,
     path_tokens,
     random_tree,
     reference_verify,
@@ -37,31 +37,31 @@ def tokens(tree: TokenTree, verdict: Verdict) -> list[int]:
     return [*path_tokens(tree, verdict.path[-1]), verdict.token]
 
 
-# --- sampling: the law of the output --------------------------------------------------------------
+# --- sampling: the distribution of the output -----------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", few(range(SEEDS), [1]))
-def test_sampled_output_has_the_targets_law(seed: int) -> None:
+def test_sampled_output_has_the_targets_probs(seed: int) -> None:
     model = ToyModel(vocab=5 + seed % 3, seed=seed, noise=0.5 + 0.5 * seed)
     counts = sample_sequences(model, partial(random_tree, model), count=10_000, seed=seed)
-    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3 / SEEDS
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / SEEDS
 
 
 @pytest.mark.parametrize("certain", [0.0, 1.0])
-def test_drawn_only_and_certain_only_trees_have_the_targets_law(certain: float) -> None:
+def test_drawn_only_and_certain_only_trees_have_the_targets_probs(certain: float) -> None:
     model = ToyModel(seed=11)
     counts = sample_sequences(
         model, partial(random_tree, model, certain=certain), count=3000, seed=1
     )
-    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3 / 2
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3 / 2
 
 
-def test_reference_has_the_targets_law() -> None:
+def test_reference_has_the_targets_probs() -> None:
     model = ToyModel(seed=0)
     counts = sample_sequences(
         model, partial(random_tree, model), reference_verify, count=10_000, seed=2
     )
-    assert chi_square(counts, exact_law(model.target, model.vocab)) > 1e-3
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) > 1e-3
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
@@ -73,17 +73,18 @@ def test_a_wrong_verifier_is_found_out(mistake: str) -> None:
         partial(reference_verify, mistake=mistake),
         count=8000 if mistake == MISTAKES[0] else 2500,
     )
-    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
 def test_dropping_a_drawn_token_for_its_own_value_is_found_out() -> None:
     model = ToyModel(seed=0)
     counts = sample_sequences(model, partial(random_tree, model, prune=0.3), count=4000)
-    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6
 
 
-def test_laws_that_depend_on_the_path_are_kept() -> None:
-    """Penalties make the target's law depend on every token before, drafted ones included."""
+def test_distributions_that_depend_on_the_path_are_kept() -> None:
+    """Penalties make the target's distribution depend on every token before, drafted ones
+    included."""
     model = ToyModel(vocab=5, seed=3, zeros=0.0)
     params = SamplingParams(
         temperature=0.8,
@@ -93,21 +94,21 @@ def test_laws_that_depend_on_the_path_are_kept() -> None:
         presence_penalty=0.4,
     )
 
-    def law(context: list[int]) -> torch.Tensor:
-        return Sampler(params, [0], model.vocab).law(model.target(context).log(), context[1:])
+    def probs(context: list[int]) -> torch.Tensor:
+        return Sampler(params, [0], model.vocab).probs(model.target(context).log(), context[1:])
 
     cached = {}
 
-    def cached_law(context: list[int]) -> torch.Tensor:
+    def cached_probs(context: list[int]) -> torch.Tensor:
         if tuple(context) not in cached:
-            cached[tuple(context)] = law(context)
+            cached[tuple(context)] = probs(context)
         return cached[tuple(context)]
 
     counts = sample_sequences(
-        model, partial(random_tree, model), count=3000, seed=5, law=cached_law
+        model, partial(random_tree, model), count=3000, seed=5, probs=cached_probs
     )
-    assert chi_square(counts, exact_law(law, model.vocab)) > 1e-3
-    assert chi_square(counts, exact_law(model.target, model.vocab)) < 1e-6  # the penalties matter
+    assert chi_square(counts, exact_probs(probs, model.vocab)) > 1e-3
+    assert chi_square(counts, exact_probs(model.target, model.vocab)) < 1e-6  # the penalties matter
 
 
 def test_toy_trees_are_deep_wide_and_mixed() -> None:
@@ -140,14 +141,14 @@ def test_same_verdict_as_the_reference(seed: int, vocab: int, certain: float) ->
     model, rng = ToyModel(vocab, seed, noise=1.5), random.Random(seed)
     tree = random_tree(model, [0], rng, budget=20, certain=certain)
 
-    def law(node: int) -> torch.Tensor:
+    def probs(node: int) -> torch.Tensor:
         return model.target([0, *path_tokens(tree, node)])
 
-    verdict = verify_residual(tree, law, generator(seed))
-    assert verdict == reference_verify(tree, law, generator(seed))
-    assert verdict == verify_residual(tree, law, generator(seed))
-    assert law(verdict.path[-1])[verdict.token] > 0
-    assert all(law(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
+    verdict = verify_residual(tree, probs, generator(seed))
+    assert verdict == reference_verify(tree, probs, generator(seed))
+    assert verdict == verify_residual(tree, probs, generator(seed))
+    assert probs(verdict.path[-1])[verdict.token] > 0
+    assert all(probs(tree.parent[node])[tree.token[node]] > 0 for node in verdict.path[1:])
 
 
 def test_only_accepted_nodes_are_asked() -> None:
@@ -155,27 +156,27 @@ def test_only_accepted_nodes_are_asked() -> None:
     for seed in range(50):
         tree, asked = random_tree(model, [0], rng), []
 
-        def law(node: int) -> torch.Tensor:
+        def probs(node: int) -> torch.Tensor:
             asked.append(node)  # noqa: B023 (called in this round only)
             return model.target([0, *path_tokens(tree, node)])  # noqa: B023
 
-        assert verify_residual(tree, law, generator(seed)).path == asked
+        assert verify_residual(tree, probs, generator(seed)).path == asked
 
 
-def test_a_drafter_with_the_targets_law_is_always_accepted() -> None:
+def test_a_drafter_with_the_targets_probs_is_always_accepted() -> None:
     p = torch.tensor([0.2, 0.5, 0.3])
     for seed in range(100):
         tree = TokenTree(0)
-        tree.add(0, seed % 3, "drawn", law=p.clone())
+        tree.add(0, seed % 3, "drawn", probs=p.clone())
         assert verify_residual(tree, lambda node: p, generator(seed)).path == [0, 1]
 
 
 def test_impossible_tokens_are_never_accepted() -> None:
     p = torch.tensor([0.0, 0.0, 1.0, 0.0])
     tree = TokenTree(0)
-    tree.add(0, 0, "drawn", law=torch.tensor([0.7, 0.1, 0.0, 0.2]))
+    tree.add(0, 0, "drawn", probs=torch.tensor([0.7, 0.1, 0.0, 0.2]))
     tree.add(0, 1, "certain")
-    tree.add(0, 3, "drawn", law=torch.tensor([0.7, 0.1, 0.0, 0.2]))
+    tree.add(0, 3, "drawn", probs=torch.tensor([0.7, 0.1, 0.0, 0.2]))
     for seed in range(50):
         assert verify_residual(tree, lambda node: p, generator(seed)) == Verdict([0], 2)
 
@@ -185,21 +186,21 @@ def test_impossible_tokens_are_not_accepted_where_a_random_number_is_0(
 ) -> None:
     p = torch.tensor([0.0, 1.0])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 0.0)
-    for law in (None, torch.tensor([0.5, 0.5])):
+    for probs in (None, torch.tensor([0.5, 0.5])):
         tree = TokenTree(0)
-        tree.add(0, 0, "impossible", law=law)
+        tree.add(0, 0, "impossible", probs=probs)
         assert verify_residual(tree, lambda node: p, generator()) == Verdict([0], 1)
 
 
-def test_a_token_its_own_law_rules_out_counts_as_certain() -> None:
+def test_a_token_its_own_probs_rules_out_counts_as_certain() -> None:
     p = torch.tensor([0.5, 0.3, 0.2])
     certain = TokenTree(0)
     certain.add(0, 1, "certain")
-    certain.add(0, 2, "drawn", law=p)
-    for law in (torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3), torch.full((3,), float("nan"))):
+    certain.add(0, 2, "drawn", probs=p)
+    for probs in (torch.tensor([1.0, 0.0, 0.0]), torch.zeros(3), torch.full((3,), float("nan"))):
         drawn = TokenTree(0)
-        drawn.add(0, 1, "drawn", law=law)
-        drawn.add(0, 2, "drawn", law=p)
+        drawn.add(0, 1, "drawn", probs=probs)
+        drawn.add(0, 2, "drawn", probs=p)
         for seed in range(50):
             assert verify_residual(drawn, lambda node: p, generator(seed)) == verify_residual(
                 certain, lambda node: p, generator(seed)
@@ -211,8 +212,8 @@ def test_rounding_that_uses_up_the_residual_falls_back_to_the_target(
 ) -> None:
     p = torch.tensor([0.25, 0.75])
     tree = TokenTree(0)
-    tree.add(0, 1, "drawn", law=p.clone())
-    tree.add(0, 0, "drawn", law=p.clone())
+    tree.add(0, 1, "drawn", probs=p.clone())
+    tree.add(0, 0, "drawn", probs=p.clone())
     # beyond [0, 1): rejects although R = Q
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: 1.0)
     emitted = {verify_residual(tree, lambda node: p, generator(seed)).token for seed in range(40)}
@@ -229,7 +230,7 @@ def test_tiny_residuals_keep_their_proportions(
     tree = TokenTree(0)
     tree.add(0, 0, "certain")
     tree.add(0, 1, "certain")
-    tree.add(0, 2, "drawn", law=torch.tensor([0.0, 0.0, 1.0]))
+    tree.add(0, 2, "drawn", probs=torch.tensor([0.0, 0.0, 1.0]))
     chances = iter([1 - 1e-10, chance, 0.5])
     monkeypatch.setattr("quickbeam.verify.uniform", lambda generator: next(chances))
     assert (
@@ -241,13 +242,13 @@ def test_tiny_residuals_keep_their_proportions(
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_draft_laws_of_any_precision(dtype: torch.dtype) -> None:
+def test_draft_distributions_of_any_precision(dtype: torch.dtype) -> None:
     # exact in every precision
     p, q = torch.tensor([0.25, 0.25, 0.5]), torch.tensor([0.5, 0.25, 0.25])
     same, other = TokenTree(0), TokenTree(0)
-    for tree, law in ((same, q), (other, q.to(dtype))):
-        tree.add(0, 0, "drawn", law=law)
-        tree.add(0, 1, "drawn", law=law)
+    for tree, probs in ((same, q), (other, q.to(dtype))):
+        tree.add(0, 0, "drawn", probs=probs)
+        tree.add(0, 1, "drawn", probs=probs)
     for seed in range(50):
         assert verify_residual(same, lambda node: p, generator(seed)) == verify_residual(
             other, lambda node: p, generator(seed)
@@ -258,7 +259,7 @@ def test_one_draw_for_each_child_tried_and_one_for_the_emitted_token() -> None:
     p = torch.tensor([0.0, 0.0, 0.5, 0.5])
     tree = TokenTree(0)
     tree.add(0, 0, "certain")
-    tree.add(0, 1, "drawn", law=torch.tensor([0.5, 0.5, 0.0, 0.0]))
+    tree.add(0, 1, "drawn", probs=torch.tensor([0.5, 0.5, 0.0, 0.0]))
     used, plain = generator(7), generator(7)
     verify_residual(tree, lambda node: p, used)
     torch.rand(3, dtype=torch.float64, generator=plain)
@@ -299,7 +300,7 @@ def test_greedy_follows_plain_decoding(seed: int, vocab: int, hit: float) -> Non
         node = rng.randrange(len(tree))
         token = best([0, *path_tokens(tree, node)]) if rng.random() < hit else rng.randrange(vocab)
         if tree.child(node, token) is None:
-            tree.add(node, token, "toy", law=model.draft([0]) if rng.random() < 0.5 else None)
+            tree.add(node, token, "toy", probs=model.draft([0]) if rng.random() < 0.5 else None)
     verdict = verify_equal(tree, lambda node: best([0, *path_tokens(tree, node)]))
 
     plain = [0]

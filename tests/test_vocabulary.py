@@ -1,4 +1,5 @@
-"""A feature drafter that scores a part of the vocabulary: its laws are the whole ones renormalised,
+"""A feature drafter that scores a part of the vocabulary: its distributions are the whole ones
+renormalised,
 and answers stay the model's.
 
 pytest tests/test_vocabulary.py
@@ -20,7 +21,7 @@ from features import Pair
 from models import VOCAB, tiny
 from quickbeam import LLM
 from quickbeam.cli.app import app
-from quickbeam.drafters.base import DraftRequest, Laws
+from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
@@ -64,7 +65,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 @pytest.mark.parametrize("vocab", SHORT)
 @pytest.mark.parametrize("kind", ["attention", "input", "plain", "ours"])
-def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
+def test_distributions_are_the_whole_ones_renormalised_over_what_is_scored(
     pairs: dict[str, Pair], kind: str, vocab: str, temperature: float
 ) -> None:
     pair = pairs[kind]
@@ -86,9 +87,9 @@ def test_laws_are_the_whole_ones_renormalised_over_what_is_scored(
             0, part.tokens[(part.values > 0).any(0)], True
         )
         assert 3 <= int(scored.sum()) < VOCAB
-        law = whole.dense() * scored
+        probs = whole.dense() * scored
         torch.testing.assert_close(
-            part.dense(), law / law.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3
+            part.dense(), probs / probs.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3
         )
     assert 17 in found[1][0].tokens or vocab in ("frequency", "clusters")  # of the context
 
@@ -136,7 +137,7 @@ def test_a_drafter_with_bad_weights_drafts_nothing(pairs: dict[str, Pair]) -> No
 def test_what_was_scored_and_what_was_wanted_is_counted(
     pairs: dict[str, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against the laws that were made and the answer."""
+    """Against the distributions that were made and the answer."""
     pair = pairs["attention"]
     drafter, params = (
         pair.drafter,
@@ -146,14 +147,14 @@ def test_what_was_scored_and_what_was_wanted_is_counted(
     asked: list[tuple[TokenTree, list[int], list[set[int]]]] = []
     answered = drafter.answer
 
-    def remembered(requests: list[DraftRequest]) -> list[Laws]:
+    def remembered(requests: list[DraftRequest]) -> list[DraftProbs]:
         found = answered(requests)
-        for request, laws in zip(requests, found, strict=True):
-            assert laws.tokens is not None
-            tokens = laws.tokens.tolist()
+        for request, distributions in zip(requests, found, strict=True):
+            assert distributions.tokens is not None
+            tokens = distributions.tokens.tolist()
             scored = [
                 {token for token, p in zip(tokens, row, strict=True) if p > 0}
-                for row in laws.values
+                for row in distributions.values
             ]
             asked.append((request.tree, list(request.nodes), scored))
         return found
@@ -327,7 +328,7 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
         drafter.folder = folder
 
 
-def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) -> None:
+def test_distributions_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) -> None:
     """Routed in two passes, so told over the whole vocabulary."""
     pair = pairs["attention"]
     shortlist, tree = make_shortlist(pair.drafter, pair.target, "router", 16), TokenTree(7)
@@ -335,7 +336,7 @@ def test_laws_of_a_call_that_asks_for_the_root_and_more(pairs: dict[str, Pair]) 
     said = []
     for parts in ([[0, child]], [[0], [child]]):
         text = pair.begin([3, 9, 4], 7, shortlist=shortlist)
-        said.append(torch.cat([text.laws(tree, part) for part in parts]))
+        said.append(torch.cat([text.distributions(tree, part) for part in parts]))
     assert torch.allclose(*said, atol=1e-6) and torch.allclose(said[0].sum(-1), torch.ones(2))
 
 

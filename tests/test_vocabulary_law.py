@@ -1,7 +1,7 @@
-"""Sampled answers have the model's law, whatever part of the vocabulary a feature drafter scores
+"""Sampled answers have the model's probs, whatever part of the vocabulary a feature drafter scores
 and whatever tree it fills.
 
-pytest tests/test_vocabulary_law.py
+pytest tests/test_vocabulary_probs.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quickbeam.methods import DRAFTED
 from quickbeam.models.model import Model
 from quickbeam.params import SamplingParams
 from test_vocabulary import artefact
-from toy import chi_square, exact_law
+from toy import chi_square, exact_probs
 
 TOKENS, PROMPT = 4, [0]
 TOGETHER = 20  # answers, of which each draws as if it was alone (test_many.py)
@@ -52,7 +52,7 @@ ALWAYS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    artefact(TOKENS, 16, frequent=1, cluster=1).save(folder := tmp_path_factory.mktemp("law"))
+    artefact(TOKENS, 16, frequent=1, cluster=1).save(folder := tmp_path_factory.mktemp("probs"))
     return folder
 
 
@@ -60,7 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("name", "vocab", "temperature"),
     few([(*case, heat) for case in CASES for heat in (0.6, 1.0)], ALWAYS),
 )
-def test_sampled_answers_have_the_models_law(
+def test_sampled_answers_have_the_models_probs(
     folder: Path, name: str, vocab: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(eagle, "OFFERED", 1)
@@ -77,17 +77,17 @@ def test_sampled_answers_have_the_models_law(
             vocab_size=TOKENS, hidden_size=16, intermediate_size=16, initializer_range=0.4, **sizes
         )
     ).eval()
-    laws: dict[tuple[int, ...], torch.Tensor] = {}
+    distributions: dict[tuple[int, ...], torch.Tensor] = {}
 
     @torch.inference_mode()
-    def law(ids: Sequence[int]) -> torch.Tensor:
-        if tuple(ids) not in laws:
-            laws[tuple(ids)] = (
+    def probs(ids: Sequence[int]) -> torch.Tensor:
+        if tuple(ids) not in distributions:
+            distributions[tuple(ids)] = (
                 model(torch.tensor([list(ids)])).logits[0, -1] / temperature
             ).softmax(-1)
-        return laws[tuple(ids)]
+        return distributions[tuple(ids)]
 
-    expected = exact_law(law, TOKENS, 3)
+    expected = exact_probs(probs, TOKENS, 3)
     target = Model(model)
     config = EagleConfig(
         16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS

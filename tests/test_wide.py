@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cases import examples
 from drafters import context_of, tree_of, zipf_drafter
-from quickbeam.drafters.base import Laws
+from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods import DRAFTED
 from quickbeam.methods.draws import drawn
 from quickbeam.methods.wide import (
@@ -36,7 +36,7 @@ seeds = st.integers(0, 10**6)
 
 
 def peaked(size: int, vocab: int, seed: int, scale: float = 3.0) -> torch.Tensor:
-    """Laws whose probabilities are nearly all different."""
+    """DraftProbs whose probabilities are nearly all different."""
     return (
         scale * torch.randn(size, vocab, generator=torch.Generator().manual_seed(seed))
     ).softmax(-1)
@@ -58,19 +58,23 @@ def dyadic(size: int, vocab: int, seed: int, kinds: int = 4) -> torch.Tensor:
 def test_the_likeliest_tokens_are_those_of_a_full_sort(
     seed: int, size: int, vocab: int, count: int, floored: bool
 ) -> None:
-    laws = peaked(size, vocab, seed)
-    least = [float(law[seed % vocab]) for law in laws] if floored else None
-    found = likeliest(laws, count, least)
-    assert found == likeliest_plain(laws, count, least)
-    assert found == likeliest_by_sorting(laws, count, least or [0.0] * size)
+    distributions = peaked(size, vocab, seed)
+    least = [float(probs[seed % vocab]) for probs in distributions] if floored else None
+    found = likeliest(distributions, count, least)
+    assert found == likeliest_plain(distributions, count, least)
+    assert found == likeliest_by_sorting(distributions, count, least or [0.0] * size)
     named = [([3 * column + 1 for column in columns], values) for columns, values in found]
     for way in (likeliest, likeliest_plain):
-        assert way(laws, count, least, 3 * torch.arange(laws.shape[1]) + 1) == named
-    for law, floor, (tokens, values) in zip(laws, least or [0.0] * size, found, strict=True):
-        order = [token for token in law.argsort(descending=True).tolist() if law[token] > floor][
-            :count
-        ]
-        assert tokens == order and values == law[order].tolist()
+        assert (
+            way(distributions, count, least, 3 * torch.arange(distributions.shape[1]) + 1) == named
+        )
+    for probs, floor, (tokens, values) in zip(
+        distributions, least or [0.0] * size, found, strict=True
+    ):
+        order = [
+            token for token in probs.argsort(descending=True).tolist() if probs[token] > floor
+        ][:count]
+        assert tokens == order and values == probs[order].tolist()
 
 
 @examples(80, derandomize=True)
@@ -78,20 +82,25 @@ def test_the_likeliest_tokens_are_those_of_a_full_sort(
 def test_in_a_tie_the_lowest_ids_come_first_and_zeros_never(
     seed: int, vocab: int, count: int
 ) -> None:
-    laws = torch.cat((dyadic(3, vocab, seed), torch.zeros(1, vocab), torch.full((1, vocab), 0.5)))
-    for found in (likeliest(laws, count), likeliest_by_sorting(laws, count, [0.0] * len(laws))):
-        for law, (tokens, values) in zip(laws, found, strict=True):
-            ranked = sorted((-p, token) for token, p in enumerate(law.tolist()) if p > 0)[:count]
+    distributions = torch.cat(
+        (dyadic(3, vocab, seed), torch.zeros(1, vocab), torch.full((1, vocab), 0.5))
+    )
+    for found in (
+        likeliest(distributions, count),
+        likeliest_by_sorting(distributions, count, [0.0] * len(distributions)),
+    ):
+        for probs, (tokens, values) in zip(distributions, found, strict=True):
+            ranked = sorted((-p, token) for token, p in enumerate(probs.tolist()) if p > 0)[:count]
             assert (tokens, values) == ([token for _, token in ranked], [-p for p, _ in ranked])
 
 
-def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
+def one_after_the_other(probs: torch.Tensor, uniforms: list[float]) -> list[tuple[int, float]]:
     """Each number draws from what is left of `[vocab]`, by one running sum."""
-    rest, found = law.double(), []
+    rest, found = probs.double(), []
     for number in uniforms:
         if rest.sum() > 0:
             token = int(torch.searchsorted(rest.cumsum(0), number * rest.sum(), right=True))
-            found.append((token, float(law[token])))
+            found.append((token, float(probs[token])))
             rest[token] = 0
     return found
 
@@ -107,20 +116,22 @@ def one_after_the_other(law: torch.Tensor, uniforms: list[float]) -> list[tuple[
 def test_draws_are_those_of_what_is_left(
     seed: int, size: int, vocab: int, count: int, sparse: float
 ) -> None:
-    laws = dyadic(size, vocab, seed) * (
+    distributions = dyadic(size, vocab, seed) * (
         torch.rand(size, vocab, generator=torch.Generator().manual_seed(seed)) >= sparse
     )
-    laws = torch.cat((laws, torch.zeros(1, vocab)))
+    distributions = torch.cat((distributions, torch.zeros(1, vocab)))
     uniforms = torch.rand(
         size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).tolist()
-    found = [list(row) for row in distinct(laws, count, torch.Generator().manual_seed(seed))]
+    found = [
+        list(row) for row in distinct(distributions, count, torch.Generator().manual_seed(seed))
+    ]
     assert (
-        found == [one_after_the_other(*row) for row in zip(laws, uniforms, strict=True)]
+        found == [one_after_the_other(*row) for row in zip(distributions, uniforms, strict=True)]
         and not found[-1]
     )
-    for law, row in zip(laws, found, strict=True):
-        assert len(row) == min(count, int((law > 0).sum()))
+    for probs, row in zip(distributions, found, strict=True):
+        assert len(row) == min(count, int((probs > 0).sum()))
 
 
 @examples(100, derandomize=True)
@@ -128,36 +139,39 @@ def test_draws_are_those_of_what_is_left(
 def test_independent_draws_are_those_of_a_running_sum(
     seed: int, size: int, vocab: int, count: int
 ) -> None:
-    laws = torch.cat((dyadic(size, vocab, seed), torch.zeros(1, vocab)))
+    distributions = torch.cat((dyadic(size, vocab, seed), torch.zeros(1, vocab)))
     uniforms = torch.rand(
         size + 1, count, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     ).tolist()
-    for law, numbers, row in zip(
-        laws, uniforms, independent(laws, count, torch.Generator().manual_seed(seed)), strict=True
+    for probs, numbers, row in zip(
+        distributions,
+        uniforms,
+        independent(distributions, count, torch.Generator().manual_seed(seed)),
+        strict=True,
     ):
-        alone = [one_after_the_other(law, [number]) for number in numbers]
+        alone = [one_after_the_other(probs, [number]) for number in numbers]
         assert [one for one in row if one[1] > 0] == [one for found in alone for one in found]
 
 
 @pytest.mark.parametrize("vocab", [192, 200])
-def test_draws_have_the_law(vocab: int) -> None:
-    """Sharp laws over several chunks and a ragged end."""
-    law, generator = peaked(1, vocab, vocab, 2.0), torch.Generator().manual_seed(0)
+def test_draws_have_the_probs(vocab: int) -> None:
+    """Sharp distributions over several chunks and a ragged end."""
+    probs, generator = peaked(1, vocab, vocab, 2.0), torch.Generator().manual_seed(0)
     counts: Counter[int] = Counter()
     for _ in range(5000):
         counts.update(
-            next(row)[0] for row in distinct(law.expand(3, -1).contiguous(), 1, generator)
+            next(row)[0] for row in distinct(probs.expand(3, -1).contiguous(), 1, generator)
         )
-    assert chi_square(counts, dict(enumerate(law[0].tolist()))) > 1e-3
+    assert chi_square(counts, dict(enumerate(probs[0].tolist()))) > 1e-3
 
 
 def test_draws_over_several_chunks_are_without_replacement() -> None:
     weights = {3: 0.6, 5: 0.05, 70: 0.2, 199: 0.15}
-    law = torch.zeros(1, 200)
-    law[0, list(weights)] = torch.tensor(list(weights.values()))
+    probs = torch.zeros(1, 200)
+    probs[0, list(weights)] = torch.tensor(list(weights.values()))
     generator, counts = torch.Generator().manual_seed(0), Counter[tuple[int, ...]]()
     for _ in range(5000):
-        (row,) = distinct(law, 4, generator)
+        (row,) = distinct(probs, 4, generator)
         counts[tuple(token for token, _ in row)] += 1
     exact = {}
     for order in permutations(weights):
@@ -168,32 +182,36 @@ def test_draws_over_several_chunks_are_without_replacement() -> None:
     assert chi_square(counts, exact) > 1e-3
 
 
-def test_ends_of_chunks_and_of_the_law_are_drawn_with_their_probability(
+def test_ends_of_chunks_and_of_the_probs_are_drawn_with_their_probability(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A number just below each running sum finds the token it belongs to, and one on it the next
     that has probability."""
-    law = torch.zeros(1, 200)
+    probs = torch.zeros(1, 200)
     holders = [0, 63, 64, 130, 198]
-    law[0, holders] = torch.tensor([0.25, 0.25, 0.125, 0.125, 0.25])
+    probs[0, holders] = torch.tensor([0.25, 0.25, 0.125, 0.125, 0.25])
     edges = [0.0, 0.25, 0.5, 0.625, 0.75]
     numbers = torch.tensor(
         [*edges, *(edge - 2**-53 for edge in [*edges[1:], 1.0])], dtype=torch.float64
     )
     monkeypatch.setattr(torch, "rand", lambda *shape, **_: numbers.view(shape))
-    rows = distinct(law.expand(len(numbers), -1).contiguous(), 1, torch.Generator())
+    rows = distinct(probs.expand(len(numbers), -1).contiguous(), 1, torch.Generator())
     assert [next(row)[0] for row in rows] == [*holders, *holders]
-    (row,) = independent(law, len(numbers), torch.Generator())
+    (row,) = independent(probs, len(numbers), torch.Generator())
     assert [token for token, _ in row] == [*holders, *holders]
 
 
 @pytest.mark.parametrize("make", [peaked, dyadic])
-def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(
+def test_a_wide_probs_can_be_drawn_from_until_nothing_is_left(
     make: Callable[..., torch.Tensor],
 ) -> None:
-    laws = make(2, 150, 7)
-    for law, draws in zip(laws, drawn(Laws(laws), torch.Generator().manual_seed(1)), strict=True):
-        holders = law.nonzero()[:, 0].tolist()
+    distributions = make(2, 150, 7)
+    for probs, draws in zip(
+        distributions,
+        drawn(DraftProbs(distributions), torch.Generator().manual_seed(1)),
+        strict=True,
+    ):
+        holders = probs.nonzero()[:, 0].tolist()
         order = [draws.draw(i) for i in range(len(holders))]
         assert sorted(token for token, _ in order) == holders and draws.draw(len(holders)) is None
         assert [draws.worth(i) for i in range(3)] == pytest.approx(
@@ -203,21 +221,21 @@ def test_a_wide_law_can_be_drawn_from_until_nothing_is_left(
 
 def test_peaks_are_the_largest_that_share_no_chunk() -> None:
     vocab = 100 * CHUNK
-    laws = peaked(3, vocab, 5)
-    for law, found in zip(laws, peaks(laws, 4), strict=True):
+    distributions = peaked(3, vocab, 5)
+    for probs, found in zip(distributions, peaks(distributions, 4), strict=True):
         best: dict[int, float] = {}
-        for token in law.argsort(descending=True).tolist():
-            best.setdefault(token % 100, float(law[token]))
+        for token in probs.argsort(descending=True).tolist():
+            best.setdefault(token % 100, float(probs[token]))
         assert found == list(best.values())[:4]
     few = peaked(2, 5, 5)
     assert peaks(few, 4) == few.topk(4).values.tolist()
 
 
 def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
-    law = torch.zeros(1, 100 * CHUNK)
-    law[0, [7, 300, 41, 2222]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    probs = torch.zeros(1, 100 * CHUNK)
+    probs[0, [7, 300, 41, 2222]] = torch.tensor([0.4, 0.3, 0.2, 0.1])
     for seed in range(20):
-        (draws,) = drawn(Laws(law), torch.Generator().manual_seed(seed))
+        (draws,) = drawn(DraftProbs(probs), torch.Generator().manual_seed(seed))
         found = [draws.draw(i) for i in range(4)]
         for i in range(4):
             rest = [p for _, p in found[i:]]
@@ -225,7 +243,7 @@ def test_a_peak_is_that_of_what_was_not_drawn_yet() -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTED)
-def test_trees_over_wide_laws_are_those_of_the_plain_ways(
+def test_trees_over_wide_distributions_are_those_of_the_plain_ways(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def grown() -> list[TokenTree]:

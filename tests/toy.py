@@ -1,8 +1,9 @@
-"""A toy target and drafter with known laws, and the means to hold sampled output against the exact
-law.
+"""A toy target and drafter with known distributions, and the means to hold sampled output against
+the exact
+distribution.
 
 Whoever writes a tree policy tests it here: `chi_square(sample_sequences(model, grow, ...),
-exact_law(model))` must not be tiny.
+exact_probs(model))` must not be tiny.
 """
 
 from __future__ import annotations
@@ -20,13 +21,15 @@ from quickbeam.sampling import uniform
 from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_residual
 
-Law = Callable[[Sequence[int]], torch.Tensor]  # context ids to the law [vocab] of the next token
+Probs = Callable[
+    [Sequence[int]], torch.Tensor
+]  # context ids to the probs [vocab] of the next token
 Grow = Callable[[list[int], random.Random], TokenTree]
 Verify = Callable[[TokenTree, Callable[[int], torch.Tensor], torch.Generator], Verdict]
 
 
 class ToyModel:
-    """Random laws over a small vocabulary that depend on the last three tokens.
+    """Random distributions over a small vocabulary that depend on the last three tokens.
 
     The drafter's are the target's with noise on the logits. Either gives some tokens no probability
     at all, each its own (`zeros`: how often), as filters and shortlists do.
@@ -101,7 +104,7 @@ def random_tree(
             chance = weights[token] / sum(weights)
             if chance < prune:
                 continue
-            tree.add(node, token, "drawn", law=q)
+            tree.add(node, token, "drawn", probs=q)
         else:
             continue
         worth.append(worth[node] * chance)
@@ -116,12 +119,12 @@ def sample_sequences(
     count: int = 5000,
     length: int = 3,
     seed: int = 0,
-    law: Law | None = None,
+    probs: Probs | None = None,
 ) -> Counter[tuple[int, ...]]:
-    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `law`:
+    """The first `length` tokens of `count` answers to the prompt [0], made by draft trees. `probs`:
     the target's (the model's own)."""
     target, rng, generator = (
-        law or model.target,
+        probs or model.target,
         random.Random(seed),
         torch.Generator().manual_seed(seed),
     )
@@ -140,29 +143,29 @@ def sample_sequences(
     return counts
 
 
-def exact_law(law: Law, vocab: int, length: int = 3) -> dict[tuple[int, ...], float]:
+def exact_probs(probs: Probs, vocab: int, length: int = 3) -> dict[tuple[int, ...], float]:
     """The probability of each possible answer of `length` tokens to the prompt [0]."""
     answers = {}
     for answer in itertools.product(range(vocab), repeat=length):
         probability = 1.0
         for i, token in enumerate(answer):
-            probability *= float(law([0, *answer[:i]])[token]) if probability else 0.0
+            probability *= float(probs([0, *answer[:i]])[token]) if probability else 0.0
         answers[answer] = probability
     return answers
 
 
-def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
-    """The p-value of Pearson's test that `counts` were drawn from `law`; 0 where an impossible
+def chi_square(counts: Counter[tuple[int, ...]], probs: dict[tuple[int, ...], float]) -> float:
+    """The p-value of Pearson's test that `counts` were drawn from `probs`; 0 where an impossible
     answer occurred.
 
     Cells of an expected count below 5 are merged into one, and that one into the next larger cell
     if it stays below 5.
     """
-    if any(law.get(answer, 0.0) == 0 for answer in counts):
+    if any(probs.get(answer, 0.0) == 0 for answer in counts):
         return 0.0
-    total, mass = counts.total(), sum(law.values())
+    total, mass = counts.total(), sum(probs.values())
     cells, rare = [], [0.0, 0.0]
-    for probability, answer in sorted((p, answer) for answer, p in law.items() if p > 0):
+    for probability, answer in sorted((p, answer) for answer, p in probs.items() if p > 0):
         expected, seen = total * probability / mass, counts[answer]
         if expected < 5 or 0 < rare[0] < 5:
             rare = [rare[0] + expected, rare[1] + seen]
@@ -180,7 +183,7 @@ def chi_square(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], floa
 
 def reference_verify(
     tree: TokenTree,
-    law: Callable[[int], torch.Tensor],
+    probs: Callable[[int], torch.Tensor],
     generator: torch.Generator,
     mistake: str = "",
 ) -> Verdict:
@@ -192,8 +195,8 @@ def reference_verify(
     """
     path = [0]
     while True:
-        p = residual = law(path[-1]).double().tolist()
-        if not any(tree.law[child] is not None for child in tree.children[path[-1]].values()):
+        p = residual = probs(path[-1]).double().tolist()
+        if not any(tree.probs[child] is not None for child in tree.children[path[-1]].values()):
             token = pick(p, generator)
             if token not in tree.children[path[-1]]:
                 return Verdict(path, token)
@@ -201,7 +204,7 @@ def reference_verify(
             continue
         tried: list[int] = []
         for token, child in tree.children[path[-1]].items():
-            q = tree.law[child]
+            q = tree.probs[child]
             proposal = (
                 [float(t == token) for t in range(len(p))] if q is None else q.double().tolist()
             )
@@ -239,7 +242,7 @@ def normalised(weights: list[float]) -> list[float]:
     return [weight / total for weight in weights] if total else weights
 
 
-def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
+def reached(tree: TokenTree, probs: Callable[[int], torch.Tensor]) -> list[float]:
     """Return the probability that verification (`verify.py`) accepts each node, 1 for the root.
 
     It is the product, over the nodes of its path, of
@@ -247,16 +250,16 @@ def reached(tree: TokenTree, law: Callable[[int], torch.Tensor]) -> list[float]:
         a_i * (1 - a_1) * ... * (1 - a_(i-1)),  a_i = min(1, R[y_i] / Q_i[y_i])
 
     where i is a node's position among its siblings, and R and Q are those of `verify.py`.
-    `law(node)` is the target's distribution `[vocab]` after `node`.
+    `probs(node)` is the target's distribution `[vocab]` after `node`.
     """
     chances = [1.0] + [0.0] * (len(tree) - 1)
     for node, children in enumerate(tree.children):
         if not children or not chances[node]:
             continue
-        residual, left = law(node).double(), chances[node]
+        residual, left = probs(node).double(), chances[node]
         tokens = torch.tensor(list(children), device=residual.device)
         for i, (token, child) in enumerate(children.items()):
-            drafted = tree.law[child]
+            drafted = tree.probs[child]
             if drafted is None:
                 proposal = torch.zeros_like(residual).index_fill_(0, tokens[i : i + 1], 1.0)
             else:

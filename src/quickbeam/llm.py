@@ -32,7 +32,7 @@ from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
 from quickbeam.models.quantised import check_weights, refuse_place
 from quickbeam.models.streamed_loading import refuse_memory
-from quickbeam.options import Options, Setting, check_options, warmth
+from quickbeam.options import Options, Setting, check_options, temperature_class
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.presets import (
     BESIDE,
@@ -483,7 +483,9 @@ class LLM:
         self.model.check_prompt(ids)
         drafter = self.prepare(name, options.get("vocab"), options.get("shortlist"))
         setting = self._setting(name, options.get("vocab"), options.get("shortlist"))
-        setting = setting._replace(warmth=warmth(params), constrained=params.grammar is not None)
+        setting = setting._replace(
+            temperature_class=temperature_class(params), constrained=params.grammar is not None
+        )
         policy = make_policy(chosen.sources, chosen.tree, drafter)
         if params.seed is None or params.greedy or params.coupling == COUPLED:
             policy = self._policies.setdefault(setting, policy)

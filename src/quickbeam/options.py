@@ -24,7 +24,8 @@ class Setting(NamedTuple):
     Acceptance rates and costs are learned separately for each setting.
 
     - `method`, `vocab`, `shortlist`: as in `LLM`.
-    - `warmth`: a class of temperatures, from 0 to 4. It is negative where children are drawn
+    - `temperature_class`: a class of temperatures, from 0 to 4. It is negative where children are
+      drawn
       (`coupling="residual"`).
     - `constrained`: whether a grammar constrains the answer.
     """
@@ -32,7 +33,7 @@ class Setting(NamedTuple):
     method: str
     vocab: str
     shortlist: int | None
-    warmth: int = 0
+    temperature_class: int = 0
     constrained: bool = False
 
 
@@ -48,7 +49,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise InvalidInput(f"unknown option '{option}'; {what}")
 
 
-def warmth(params: SamplingParams) -> int:
-    """Return the class of temperatures that `Setting.warmth` holds."""
+def temperature_class(params: SamplingParams) -> int:
+    """Return the class of temperatures that `Setting.temperature_class` holds."""
     found = min(math.ceil(params.temperature / 0.4), 4)
     return found if params.coupling == COUPLED else -found

@@ -221,11 +221,11 @@ class Sampler:
     ) -> int:
         """Return the token at `position`, which follows a node with raw logits `[vocab]`.
 
-        The noise of the place chooses it. The token is a draw from the distribution that `law`
+        The noise of the place chooses it. The token is a draw from the distribution that `probs`
         returns. Raises `QuickbeamError` for NaN logits.
         """
         if self.params.filters:
-            scores, scale = self.law(logits, path).log_(), 1.0
+            scores, scale = self.probs(logits, path).log_(), 1.0
         else:
             scores, scale = self.process(logits, path), 1 / max(self.params.temperature, 1e-30)
         return _likeliest(scores.detach().cpu(), noise, position, scale)
@@ -283,7 +283,7 @@ class Sampler:
                 tokens.append(int(names[sums.argmax()]))
         return tokens
 
-    def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+    def probs(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         """Return the distribution `[vocab]` (float32) over the next token at a node with raw logits
         `[vocab]`.
 
@@ -301,12 +301,12 @@ class Sampler:
             scores = scores.masked_fill(scores < scores.topk(params.top_k).values[-1], -math.inf)
         # The largest score is 0 before the division, so nothing overflows upwards; the floor keeps
         # 1/temperature finite in float32.
-        law = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
+        probs = ((scores - peak) / max(params.temperature, 1e-30)).softmax(0)
         if params.top_p < 1:
-            law = nucleus(law, params.top_p, params.top_k)
+            probs = nucleus(probs, params.top_p, params.top_k)
         if params.min_p > 0:
-            law = law.masked_fill(law < params.min_p * law.max(), 0.0)
-        return law / law.sum() if params.top_p < 1 or params.min_p > 0 else law
+            probs = probs.masked_fill(probs < params.min_p * probs.max(), 0.0)
+        return probs / probs.sum() if params.top_p < 1 or params.min_p > 0 else probs
 
 
 def _likeliest(scores: torch.Tensor, noise: Noise, position: int, scale: float) -> int:
@@ -341,21 +341,21 @@ def bad_word_ids(tokenizer: Any, words: Iterable[str]) -> list[list[int]]:
     return [list(ids) for ids in found if not any(ids[i:] in found for i in range(1, len(ids)))]
 
 
-def nucleus(law: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
-    """Zero all of `law` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`.
+def nucleus(probs: torch.Tensor, top_p: float, support: int = 0) -> torch.Tensor:
+    """Zero all of `probs` `[vocab]` but the fewest most probable tokens whose mass reaches `top_p`.
 
     At least one token stays. The result is not renormalised. Only as many tokens are sorted as
     needed; `support` says how many tokens have probability, or 0 where that is not known.
     """
-    size = min(support or 1024, len(law))
+    size = min(support or 1024, len(probs))
     while True:
-        top = law.topk(size)
+        top = probs.topk(size)
         mass = top.values.cumsum(0, dtype=torch.float64)
-        if size == len(law) or mass[-1] >= top_p:
+        if size == len(probs) or mass[-1] >= top_p:
             break
-        size = min(8 * size, len(law))
+        size = min(8 * size, len(probs))
     kept = top.indices[mass - top.values < top_p]
-    return torch.zeros_like(law).index_copy_(0, kept, law[kept])
+    return torch.zeros_like(probs).index_copy_(0, kept, probs[kept])
 
 
 def most_probable(logits: torch.Tensor, refuse: bool = True) -> list[int]:
@@ -380,12 +380,12 @@ def most_probable(logits: torch.Tensor, refuse: bool = True) -> list[int]:
     return tokens
 
 
-def draw(law: torch.Tensor, generator: torch.Generator) -> int:
-    """Return a token drawn from `law` `[vocab]`, which need not be normalised.
+def draw(probs: torch.Tensor, generator: torch.Generator) -> int:
+    """Return a token drawn from `probs` `[vocab]`, which need not be normalised.
 
-    Takes one uniform number from `generator`, which may be on another device than `law`.
+    Takes one uniform number from `generator`, which may be on another device than `probs`.
     """
-    mass = law.cumsum(0, dtype=torch.float64)
+    mass = probs.cumsum(0, dtype=torch.float64)
     return int(torch.searchsorted(mass, mass[-1:] * uniform(generator), right=True))
 
 
@@ -400,8 +400,8 @@ def logprobs(logits: torch.Tensor, token: int, k: int) -> tuple[float, dict[int,
     They are of the model's own distribution: the softmax of the raw `logits` `[vocab]`. Raises
     `QuickbeamError` for NaN or infinite logits.
     """
-    log_law = logits.float().log_softmax(0)
-    top, own = log_law.topk(min(k, len(log_law))), float(log_law[token])
+    log_probs = logits.float().log_softmax(0)
+    top, own = log_probs.topk(min(k, len(log_probs))), float(log_probs[token])
     _require_finite(not math.isnan(own))
     return own, dict(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 

@@ -17,7 +17,7 @@ class TokenTree:
     - `source`: the name of the source that proposed it.
     - `value`: the estimated probability that verification reaches and accepts it.
     - `probability`: the probability that its source gave the token.
-    - `law`: for a drawn node, the distribution `q` `[vocab]` that it was drawn from, before the
+    - `probs`: for a drawn node, the distribution `q` `[vocab]` that it was drawn from, before the
       tokens of earlier siblings are removed. For a deterministic proposal (n-grams, last logits) it
       is `None`: all probability is on its token.
     - `children`: for each node, its children by token, in the order of proposal. Siblings never
@@ -31,7 +31,7 @@ class TokenTree:
         self.source = ["root"]
         self.value = [1.0]
         self.probability = [1.0]
-        self.law: list[torch.Tensor | None] = [None]
+        self.probs: list[torch.Tensor | None] = [None]
         self.children: list[dict[int, int]] = [{}]  # by token, in the order of proposal
 
     def __len__(self) -> int:
@@ -43,7 +43,7 @@ class TokenTree:
         token: int,
         source: str,
         value: float = 0.0,
-        law: torch.Tensor | None = None,
+        probs: torch.Tensor | None = None,
         probability: float | None = None,
     ) -> int:
         """Append a node and return its index.
@@ -64,7 +64,7 @@ class TokenTree:
         if probability is None:
             probability = value / self.value[parent] if self.value[parent] else 0.0
         self.probability.append(probability)
-        self.law.append(law)
+        self.probs.append(probs)
         self.children.append({})
         self.children[parent][token] = node
         return node
@@ -78,7 +78,7 @@ class TokenTree:
                 self.token[node],
                 self.source[node],
                 self.value[node],
-                self.law[node],
+                self.probs[node],
                 self.probability[node],
             )
         return tree

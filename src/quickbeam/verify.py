@@ -65,14 +65,14 @@ def verify_equal(tree: TokenTree, emitted: Callable[[int], int]) -> Verdict:
 
 
 def verify_residual(
-    tree: TokenTree, law: Callable[[int], torch.Tensor], generator: torch.Generator
+    tree: TokenTree, probs: Callable[[int], torch.Tensor], generator: torch.Generator
 ) -> Verdict:
     """Accept one path by the residual rule.
 
     The emitted tokens have the target's distribution, whatever was drafted.
 
-    `law(node)` returns the target's distribution `[vocab]` over the token after `node`. It is
-    called for accepted nodes only, the root included. The draft distributions in `tree.law` are
+    `probs(node)` returns the target's distribution `[vocab]` over the token after `node`. It is
+    called for accepted nodes only, the root included. The draft distributions in `tree.probs` are
     `[vocab]` too and may be on another device.
 
     `generator` gives the uniform random numbers. A node without drawn children takes one number. A
@@ -81,8 +81,8 @@ def verify_residual(
     """
     path = [0]
     while True:
-        p = law(path[-1])
-        if all(tree.law[child] is None for child in tree.children[path[-1]].values()):
+        p = probs(path[-1])
+        if all(tree.probs[child] is None for child in tree.children[path[-1]].values()):
             token = draw(p, generator)
             if (accepted := tree.child(path[-1], token)) is None:
                 return Verdict(path, token)
@@ -118,8 +118,8 @@ def _first_accepted(
     residual, mass = p, float(p.sum(dtype=torch.float64))
     left = residual[tokens].tolist()
     for i, (token, child) in enumerate(children.items()):
-        law = tree.law[child]
-        q = None if law is None else _normalised(law.to(p).index_fill(0, tokens[:i], 0.0))
+        probs = tree.probs[child]
+        q = None if probs is None else _normalised(probs.to(p).index_fill(0, tokens[:i], 0.0))
         chance = 1.0 if q is None else float(q[token])
         # Only rounding can draw a token of probability 0. Treat it as a deterministic proposal.
         if not chance > 0:

@@ -145,7 +145,7 @@ def gap(
     if not params.greedy:
         assert params.seed is not None
         if params.filters:
-            scores = sampler.law(logits).double().log().numpy()
+            scores = sampler.probs(logits).double().log().numpy()
         else:  # log-probabilities up to a constant; none underflows
             scores = scores / max(params.temperature, 1e-30)
         noise, tokens = Noise(params.seed, 0, len(scores)), np.arange(len(scores))

@@ -37,7 +37,8 @@ class Context:
     - `generator`: the CPU generator that children are drawn with when drafts may not look at the
       noise.
     - `states`: what each source keeps of this sequence, by the source's name.
-    - `prices`: the marginal costs of nodes, where they are measured (see `TreePolicy.priced`).
+    - `marginal_cost`: the marginal costs of nodes, where they are measured (see
+      `TreePolicy.priced`).
     - `noise`: the noise that the answer is drawn with, where drafts may look at it (`noise.py`).
     - `filters`: the request's sampling parameters, where they rule out unlikely tokens.
     - `grammar`: the grammar that the answer has to follow, if there is one.
@@ -48,7 +49,7 @@ class Context:
     temperature: float = 0.0
     generator: torch.Generator = field(default_factory=torch.Generator)
     states: dict[str, Any] = field(default_factory=dict)
-    prices: Prices | None = None
+    marginal_cost: MarginalCost | None = None
     noise: Noise | None = None
     filters: SamplingParams | None = None
     grammar: Masks | None = None
@@ -92,7 +93,7 @@ class Context:
             state.extend(tokens)
 
 
-class Prices(ABC):
+class MarginalCost(ABC):
     """The marginal cost of nodes, in tokens (`engine/budget.py`).
 
     A node is worth its time if the tokens expected of it exceed its price. `trial`: whether to make
@@ -139,7 +140,7 @@ class SourceState:
         """Read newly committed tokens. Called once after the first token and then once a step."""
 
 
-class Laws(NamedTuple):
+class DraftProbs(NamedTuple):
     """Distributions over the next token, one row each, all over the same s tokens.
 
     - `values`: `[m, s]` float32. Each row sums to 1, or is zero where nothing is to be proposed.
@@ -305,7 +306,7 @@ class Drafter(Source):
         """
 
     @abstractmethod
-    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return, for each request, the distributions over the token after each of its nodes.
 
         They are at the request's `draft_temperature`, over the tokens that were scored. One batched
@@ -315,22 +316,22 @@ class Drafter(Source):
         """
 
 
-def law_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+def probs_of(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     """Return the distributions `[n, vocab]` float32 that a drafter's logits give at `temperature`.
 
     A row that is not finite becomes zeros.
     """
     scores = logits.float()
     # The largest logit is subtracted first, so that the division can't overflow upwards. The floor
-    # keeps 1/temperature finite in float32, as in `Sampler.law`.
+    # keeps 1/temperature finite in float32, as in `Sampler.probs`.
     if temperature != 1:
         scores = (scores - scores.amax(-1, keepdim=True)).div_(max(temperature, 1e-30))
-    law = scores.softmax(-1)
-    if law.device.type != "cpu":
-        return law.nan_to_num_(0.0)
-    first = law[:, 0].tolist()
+    probs = scores.softmax(-1)
+    if probs.device.type != "cpu":
+        return probs.nan_to_num_(0.0)
+    first = probs[:, 0].tolist()
     # One bad logit makes the softmax's sum NaN, and so the whole row: the first column shows it.
     if any(value != value for value in first):
         logger.warning("the drafter's logits are not finite (NaN): it proposes nothing there")
-        law.nan_to_num_(0.0)
-    return law
+        probs.nan_to_num_(0.0)
+    return probs

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, Laws, law_of
+from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.batch import Batch, Chain, Draft
@@ -122,7 +122,7 @@ class LMDrafter(Drafter):
                 self._read(state, last)
 
     @inference
-    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions `[len(nodes), vocab]` float32 on the drafter's device, by one pass.
 
         See `Drafter.answer`. Raises `ValueError` where a tree's first request doesn't begin with
@@ -146,19 +146,19 @@ class LMDrafter(Drafter):
                 state.place[node] = state.shadow.add(parent, request.tree.token[node], self.name)
             state.calls += 1
             batch.parts.append(Draft(state.cache, state.shadow, state.done))
-        laws = []
+        distributions = []
         for request, passed in zip(requests, self.model.forward(batch), strict=True):
             state = self._state(request)
             assert state.shadow is not None
             state.done = len(state.shadow)
-            laws.append(
-                Laws(
+            distributions.append(
+                DraftProbs(
                     self._law(
                         passed.logits[-len(request.nodes) :], request.context.draft_temperature
                     )
                 )
             )
-        return laws
+        return distributions
 
     def _state(self, request: DraftRequest) -> LMState:
         state: LMState = request.context.states[self.name]
@@ -190,9 +190,9 @@ class LMDrafter(Drafter):
             state.cache.commit(range(end - begin))
 
     def _law(self, logits: torch.Tensor, temperature: float) -> torch.Tensor:
-        law = law_of(logits[:, : self._shared], temperature)
+        probs = probs_of(logits[:, : self._shared], temperature)
         missing = self._vocab_size - self._shared
-        return F.pad(law, (0, missing)) if missing else law
+        return F.pad(probs, (0, missing)) if missing else probs
 
 
 def beginning(tree: TokenTree, tokens: Sequence[int]) -> list[int]:

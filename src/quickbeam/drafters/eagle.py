@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, Laws, law_of
+from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_native import NativeEagle
 from quickbeam.drafters.eagle_state import EagleState, Work
@@ -121,7 +121,7 @@ class EagleDrafter(Drafter):
         return min(state.waiting - early, len(state.ids) - 1 - state.cache.length)
 
     @inference
-    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions over the tokens that the head scored, on the target's device.
 
         This takes one pass, and one more where a tree's first request asks for nodes beside the
@@ -363,7 +363,7 @@ class EagleDrafter(Drafter):
         state.counted.seconds += perf_counter() - began
         return out
 
-    def _laws(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def _laws(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last.
 
         One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
@@ -383,7 +383,7 @@ class EagleDrafter(Drafter):
             return self.network.feature(_rows(state.out, places))
         return _rows(state.feature, places)
 
-    def _score_whole(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def _score_whole(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         began, network = perf_counter(), self.network
         features = [self._features(request, request.nodes) for request in requests]
         feature = features[0] if len(features) == 1 else torch.cat(features)
@@ -392,7 +392,7 @@ class EagleDrafter(Drafter):
         )
         tokens: Any = network.tokens if network.config.own_head else None
         found = [
-            Laws(law_of(part, request.context.draft_temperature), tokens, self.vocab_size)
+            DraftProbs(probs_of(part, request.context.draft_temperature), tokens, self.vocab_size)
             for request, part in zip(
                 requests,
                 logits.split_with_sizes([len(feature) for feature in features]),
@@ -405,26 +405,26 @@ class EagleDrafter(Drafter):
             used.seconds += (perf_counter() - began) / len(requests)
         return found
 
-    def _score_part(self, request: DraftRequest) -> Laws:
+    def _score_part(self, request: DraftRequest) -> DraftProbs:
         nodes = request.nodes
         if len(nodes) > 1 and nodes[0] == 0:  # the root was routed in a pass of its own
-            return Laws(
+            return DraftProbs(
                 torch.cat(
                     [self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]
                 )
             )
         return self._score_nodes(request, nodes)
 
-    def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> Laws:
+    def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> DraftProbs:
         began, state = perf_counter(), self._state(request)
         assert state.shortlist is not None
         logits, tokens = state.shortlist.score(
             self._features(request, nodes), state.routed[nodes[-1]]
         )
-        law = law_of(logits, request.context.draft_temperature)
+        probs = probs_of(logits, request.context.draft_temperature)
         state.counted.calls += 1
         state.counted.seconds += perf_counter() - began
-        return Laws(law, tokens, self.vocab_size)
+        return DraftProbs(probs, tokens, self.vocab_size)
 
 
 def _rows(of: torch.Tensor, places: Sequence[int]) -> torch.Tensor:

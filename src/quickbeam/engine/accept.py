@@ -15,7 +15,7 @@ from quickbeam.tree import TokenTree
 from quickbeam.verify import Verdict, verify_equal, verify_residual
 
 
-class Chance(NamedTuple):
+class Randomness(NamedTuple):
     """Where a sequence's randomness comes from.
 
     It is the `noise` of its places, or, if that is None, the `generator` for the residual rule.
@@ -25,20 +25,22 @@ class Chance(NamedTuple):
     generator: torch.Generator
 
 
-def first_token(sampler: Sampler, logits: torch.Tensor, chance: Chance, position: int) -> int:
+def first_token(
+    sampler: Sampler, logits: torch.Tensor, randomness: Randomness, position: int
+) -> int:
     """Return the token after a prompt, from raw logits `[vocab]`. Its place is `position`.
 
     Raises `QuickbeamError` for NaN logits and `DeadEnd` if no token may come next.
     """
     if sampler.params.greedy:
         return sampler.best(logits)
-    if chance.noise is not None:
-        return sampler.emitted(logits, chance.noise, position)
-    return draw(sampler.law(logits), chance.generator)
+    if randomness.noise is not None:
+        return sampler.emitted(logits, randomness.noise, position)
+    return draw(sampler.probs(logits), randomness.generator)
 
 
 def accept(
-    sampler: Sampler, tree: TokenTree, passed: Passed, chance: Chance, position: int
+    sampler: Sampler, tree: TokenTree, passed: Passed, randomness: Randomness, position: int
 ) -> Verdict:
     """Choose a path of the tree losslessly (`verify.py`).
 
@@ -56,7 +58,7 @@ def accept(
         return tree.tokens(node)
 
     try:
-        return _verdict(sampler, tree, passed, chance, position, below_root)
+        return _verdict(sampler, tree, passed, randomness, position, below_root)
     except DeadEnd:
         if not reached:
             raise
@@ -67,15 +69,17 @@ def _verdict(
     sampler: Sampler,
     tree: TokenTree,
     passed: Passed,
-    chance: Chance,
+    randomness: Randomness,
     position: int,
     below_root: Callable[[int], list[int]],
 ) -> Verdict:
-    logits, noise = passed.logits, chance.noise
+    logits, noise = passed.logits, randomness.noise
     if not sampler.params.greedy:
         if noise is None:
             return verify_residual(
-                tree, lambda node: sampler.law(logits[node], below_root(node)), chance.generator
+                tree,
+                lambda node: sampler.probs(logits[node], below_root(node)),
+                randomness.generator,
             )
         plain = not sampler.params.adjusts_logits and not sampler.params.filters
         if plain and logits.device.type == "cpu":

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from quickbeam.drafters.base import Prices
+from quickbeam.drafters.base import MarginalCost
 from quickbeam.engine.comparison import Comparison
 from quickbeam.engine.cost import WIDER, WIDTHS, CallCost, CostModel, interpolate
 
@@ -31,7 +31,7 @@ MOST_DEAR = 512  # the same where a pass reads weights from disk
 OVERHEAD = 0.001  # seconds of a step apart from passes and calls
 
 
-class NodePrices(Prices):
+class NodePrices(MarginalCost):
     """The marginal cost of a node, in tokens, by the size of its tree.
 
     It is the slope of the lower convex hull of pass times. Where the time of a pass rises in steps
@@ -211,7 +211,7 @@ class Plan(NamedTuple):
     """
 
     nodes: int
-    prices: Prices | None = None
+    prices: MarginalCost | None = None
     situation: int = 0
     measured: bool = False  # whether `Expected` chose `nodes`
 

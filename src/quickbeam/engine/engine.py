@@ -389,7 +389,9 @@ class Engine:
             sequence.end("length")
             return 0
         logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
-        token = first_token(sequence.request.sampler, logits, sequence.chance, len(sequence.ids))
+        token = first_token(
+            sequence.request.sampler, logits, sequence.randomness, len(sequence.ids)
+        )
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
         return 0
@@ -406,7 +408,7 @@ class Engine:
     ) -> int:
         """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
         path, token = accept(
-            sequence.request.sampler, tree, passed, sequence.chance, len(sequence.ids)
+            sequence.request.sampler, tree, passed, sequence.randomness, len(sequence.ids)
         )
         grown, plan, policy = growing.grown, growing.plan, sequence.policy
         assert grown is not None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from quickbeam.drafters.base import Drafter, DraftRequest, Laws
+from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
 from quickbeam.engine.budget import Budget, Load, Plan
 from quickbeam.engine.cost import CallCost
 from quickbeam.engine.sequence import SequenceState
@@ -115,7 +115,7 @@ class Grower:
                     trials.add(setting)  # one sequence of a setting is enough for a trial
                 plan = self._plan(sequence, trial) if drafts else Plan(1)
                 assert sequence.context is not None and sequence.cache is not None
-                sequence.context.prices = plan.prices
+                sequence.context.marginal_cost = plan.prices
                 remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
                 depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
                 growth = sequence.policy.grow(sequence.context, plan.nodes, depth)
@@ -202,13 +202,13 @@ class Grower:
         caught_up, unread = time.perf_counter(), sum(_unread(one.sequence) for one in first)
         if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
             self.budget.rate(priced[0].sequence.request.setting, self.load).worth_a_call()
-        laws = self._answer(drafter, asked)
+        distributions = self._answer(drafter, asked)
         answered_at = time.perf_counter()
-        for one, law in zip(asked, laws, strict=True):
+        for one, probs in zip(asked, distributions, strict=True):
             one.calls += 1
             one.seconds += (answered_at - began) / len(asked)
-            if law is not None:
-                self._send(one, law)
+            if probs is not None:
+                self._send(one, probs)
         if priced:
             cost = self.budget.call(priced[0].sequence.request.setting)
             cost.observe(len(asked), time.perf_counter() - caught_up, unread)
@@ -229,7 +229,7 @@ class Grower:
             # the call meets it again, and tells which sequence it is
             logger.info("a drafter can't catch up: %s", error)
 
-    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[Laws | None]:
+    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[DraftProbs | None]:
         """Return the distributions for all requests.
 
         If the call fails, it is repeated sequence by sequence, so that only the sequence that makes
@@ -240,15 +240,15 @@ class Grower:
             return list(drafter.answer(wishes))
         except Exception as error:
             if len(asked) > 1:
-                return [law for one in asked for law in self._answer(drafter, [one])]
+                return [probs for one in asked for probs in self._answer(drafter, [one])]
             fail(asked[0].sequence, error)
             asked[0].wish = None
             return [None]
 
-    def _send(self, one: Growing, laws: Laws | None) -> None:
+    def _send(self, one: Growing, distributions: DraftProbs | None) -> None:
         """Let a tree grow until its next request or its end."""
         try:
-            one.wish = one.growth.send(laws)
+            one.wish = one.growth.send(distributions)
         except StopIteration as end:
             one.wish, one.grown = None, end.value
         except Exception as error:
@@ -261,7 +261,9 @@ class Grower:
         priced = [
             one
             for one in growing
-            if one.plan.prices is not None and one.grown is not None and one.grown.truth is not None
+            if one.plan.prices is not None
+            and one.grown is not None
+            and one.grown.accepted_per_expected is not None
         ]
         if len(growing) < 2 or all(len(one.tree) < 2 for one in priced):
             return
@@ -269,7 +271,7 @@ class Grower:
             len(one.grown.tree) for one in growing if one.grown is not None and one not in priced
         )
         values = [
-            [value * (one.grown.truth or 0.0) for value in one.grown.tree.value[1:]]
+            [value * (one.grown.accepted_per_expected or 0.0) for value in one.grown.tree.value[1:]]
             for one in priced
             if one.grown is not None
         ]

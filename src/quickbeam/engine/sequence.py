@@ -13,7 +13,7 @@ import torch
 
 from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DrafterState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.engine.accept import Chance
+from quickbeam.engine.accept import Randomness
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
@@ -129,7 +129,7 @@ class SequenceState:
         self.generator.manual_seed((self.seed + choice * CHOICE) % 2**64)
         self.drafting.manual_seed((self.seed + choice * CHOICE ^ DRAFTING) % 2**64)
         coupled = not self.params.greedy and self.params.coupling == COUPLED
-        self.chance = Chance(
+        self.randomness = Randomness(
             Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None,
             self.generator,
         )
@@ -180,7 +180,11 @@ class SequenceState:
         self.cache = cache
         self.times.began = self.times.began or time.perf_counter()
         self.context = Context(
-            self.ids, self.logits, self.params.temperature, self.drafting, noise=self.chance.noise
+            self.ids,
+            self.logits,
+            self.params.temperature,
+            self.drafting,
+            noise=self.randomness.noise,
         )
         self.context.filters = self.params if self.params.filters else None
         self.context.grammar = self.request.sampler.grammar
@@ -199,8 +203,8 @@ class SequenceState:
             self.cache.release()
         self.cache = self.context = None
         self.chunks, self.edges = [], {}
-        if self.chance.noise is not None:
-            self.chance.noise.forget()
+        if self.randomness.noise is not None:
+            self.randomness.noise.forget()
         # a copy, since a slice would keep all logits of its pass in memory
         self.logits = torch.empty(0) if self.over else self.logits.clone()
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
 from typing import NamedTuple
 
-from quickbeam.drafters.base import Context, DraftRequest, Laws, Source
+from quickbeam.drafters.base import Context, DraftProbs, DraftRequest, Source
 from quickbeam.tree import TokenTree
 
 
@@ -19,18 +19,19 @@ class Grown(NamedTuple):
 
     - `learn(tree, path)` is called after verification. `tree` is the verified tree, which may be
       only the first nodes of the grown one. `path` is the accepted nodes, the root first.
-    - `truth`: accepted tokens for each token that `tree.value` leads one to expect. None if the
+    - `accepted_per_expected`: accepted tokens for each token that `tree.value` leads one to
+      expect. None if the
       values are no expectations.
     """
 
     tree: TokenTree
     learn: Callable[[TokenTree, Sequence[int]], None] = _nothing
-    truth: float | None = None
+    accepted_per_expected: float | None = None
 
 
 # The generator of a growing tree. It yields requests to the drafter. It is sent distributions, or
 # None where the call is not worth its time. It returns the tree.
-Growth = Generator[DraftRequest, Laws | None, Grown]
+Growth = Generator[DraftRequest, DraftProbs | None, Grown]
 
 
 class TreePolicy(ABC):
@@ -42,7 +43,8 @@ class TreePolicy(ABC):
     - `sources`: the sources of its candidates.
     - `nested`: whether the first m nodes of a tree are what a budget of m would have grown, or
       nearly. For drawn nodes, they have the same distribution.
-    - `priced`: whether it uses the marginal costs of `Context.prices` where they are given (unless
+    - `priced`: whether it uses the marginal costs of `Context.marginal_cost` where they are given
+      (unless
       it draws children). The budget is then only an upper bound.
     """
 
@@ -85,13 +87,13 @@ class NoDraft(Undrafted):
         return TokenTree(context.ids[-1])
 
 
-def grown(growth: Growth, answer: Callable[[list[DraftRequest]], list[Laws]]) -> Grown:
+def grown(growth: Growth, answer: Callable[[list[DraftRequest]], list[DraftProbs]]) -> Grown:
     """Run one growth to its end, with `answer` as the drafter's."""
-    laws: Laws | None = None
+    distributions: DraftProbs | None = None
     while True:
         try:
-            request = growth.send(laws)  # a generator has to be sent None first
+            request = growth.send(distributions)  # a generator has to be sent None first
         except StopIteration as end:
             result: Grown = end.value
             return result
-        (laws,) = answer([request])
+        (distributions,) = answer([request])

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
-from quickbeam.drafters.base import GRAMMAR, Context, DraftRequest, Laws, Prices
+from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest, MarginalCost
 from quickbeam.methods.acceptance import Chances, Printed
 from quickbeam.methods.drafted import DraftedPolicy
 from quickbeam.methods.perturbed import proposals
@@ -65,14 +65,14 @@ class Search:
         self._said: dict[tuple[int, int], tuple[int, float]] = {}
         self.expanded = {0: 0}  # by number: the candidate's node in the drafter's tree
         self._policy, self._context, self._size, self.floor = policy, context, size, 0.0
-        self._prices, self._truth = context.prices, truth
+        self._prices, self._truth = context.marginal_cost, truth
         self._seen = TokenTree(context.ids[-1])
         self._numbers = 1  # how many numbers are given out
         self.root = Candidate(-1.0, 0, 0, context.ids[-1], 0, "root")
 
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
-    ) -> Generator[DraftRequest, Laws | None, bool]:
+    ) -> Generator[DraftRequest, DraftProbs | None, bool]:
         """Ask the drafter once for the `width` likeliest tokens after each of `due`.
 
         `due` is the root at first, later any of `best`. `gain` is the number of tokens expected
@@ -88,18 +88,20 @@ class Search:
         bar = ROUNDING * worst / self._chances.LIFT
         # for each of `due`, what a child's probability must exceed for its path to get in
         least = [bar / one.cost for one in due]
-        laws = yield DraftRequest(self._context, seen, [place[one.number] for one in due], gain)
-        if laws is None:
+        distributions = yield DraftRequest(
+            self._context, seen, [place[one.number] for one in due], gain
+        )
+        if distributions is None:
             return False
         rows = proposals(
             self._context,
-            laws,
+            distributions,
             [one.depth for one in due],
             min(width or self._size, self._size),
             least,
         )
         for i, (one, row) in enumerate(zip(due, rows, strict=True)):
-            if (token := laws.forced.get(i)) is not None:
+            if (token := distributions.forced.get(i)) is not None:
                 self.force(one, token, worst)
             else:
                 self.take(one, row, worst)
@@ -194,7 +196,7 @@ class Search:
         return self._said.get((one.parent, one.token))
 
 
-def keep_worthwhile(search: Search, prices: Prices, truth: float) -> None:
+def keep_worthwhile(search: Search, prices: MarginalCost, truth: float) -> None:
     """Keep the likeliest paths, as long as each is expected to give more tokens than its node
     costs.
 

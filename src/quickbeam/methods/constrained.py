@@ -6,7 +6,8 @@ Sometimes the grammar fixes the text that comes next, though that text could be 
 several ways. This needs no extra step: llguidance's masks then allow the canonical tokens of the
 text and no others.
 
-Policies need to know little about this. The `Laws` they are sent have banned tokens removed, and
+Policies need to know little about this. The `DraftProbs` they are sent have banned tokens removed,
+and
 forced tokens in place of the drafter's. Forced tokens become children of probability 1 whose source
 is the grammar. No policy counts them when it learns how often its own children are accepted.
 """
@@ -18,7 +19,7 @@ from itertools import zip_longest
 
 import torch
 
-from quickbeam.drafters.base import GRAMMAR, Context, DraftRequest, Laws
+from quickbeam.drafters.base import GRAMMAR, Context, DraftProbs, DraftRequest
 from quickbeam.grammar.masks import Masks, Place
 from quickbeam.methods.base import Grown, Growth, TreePolicy
 from quickbeam.tree import TokenTree
@@ -31,19 +32,20 @@ USUAL = 5
 def constrained(growth: Growth, masks: Masks, budget: int, max_depth: int) -> Growth:
     """Wrap a growth so that its drafter keeps to a grammar.
 
-    If the tree's values do not rank its nodes (`Grown.truth` is None), the rest of the budget goes
+    If the tree's values do not rank its nodes (`Grown.accepted_per_expected` is None), the rest of
+    the budget goes
     to forced runs.
     """
     read = set[int]()  # nodes of its tree that the drafter was asked about
-    laws: Laws | None = None
+    distributions: DraftProbs | None = None
     while True:
         try:
-            request = growth.send(laws)
+            request = growth.send(distributions)
         except StopIteration as end:
             grown: Grown = end.value
             break
-        laws = yield from _answer(masks, request, read)
-    if grown.truth is None:
+        distributions = yield from _answer(masks, request, read)
+    if grown.accepted_per_expected is None:
         lay_runs(grown.tree, masks, budget, max_depth)
     return grown
 
@@ -75,7 +77,7 @@ def lay_runs(tree: TokenTree, masks: Masks, budget: int, max_depth: int) -> None
 
 def _answer(
     masks: Masks, request: DraftRequest, read: set[int]
-) -> Generator[DraftRequest, Laws | None, Laws | None]:
+) -> Generator[DraftRequest, DraftProbs | None, DraftProbs | None]:
     """Answer one request: the drafter's distributions within the grammar, or the forced tokens.
 
     The drafter must be asked about a parent before its children. A node whose next token is forced
@@ -92,23 +94,27 @@ def _answer(
     rows = [row for row, place in enumerate(places) if place is not None and place.left > 1]
     due = [request.nodes[row] for row in rows]
     calls = [*_unread(tree, due, read), due] if due else []
-    laws: Laws | None = None
+    distributions: DraftProbs | None = None
     for nodes in calls:
-        laws = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
-        if laws is None:
+        distributions = yield request._replace(nodes=nodes, gain=request.gain / len(calls))
+        if distributions is None:
             break
         read.update(nodes)
-    if laws is None:
+    if distributions is None:
         return (
             None
             if due and not forced
-            else Laws(torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced)
+            else DraftProbs(
+                torch.zeros(len(places), 1), torch.zeros(1, dtype=torch.long), 1, forced
+            )
         )
-    masked = _masked(laws, [place for place in places if place is not None and place.left > 1])
+    masked = _masked(
+        distributions, [place for place in places if place is not None and place.left > 1]
+    )
     values = masked.new_zeros(len(places), masked.shape[1]).index_copy_(
         0, torch.tensor(rows, device=masked.device), masked
     )
-    return laws._replace(values=values, forced=forced)
+    return distributions._replace(values=values, forced=forced)
 
 
 def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> list[list[int]]:
@@ -125,14 +131,14 @@ def _unread(tree: TokenTree, nodes: Sequence[int], read: Collection[int]) -> lis
     return [sorted({node for node in call if node is not None}) for call in zip_longest(*ways)]
 
 
-def _masked(laws: Laws, places: Sequence[Place]) -> torch.Tensor:
+def _masked(distributions: DraftProbs, places: Sequence[Place]) -> torch.Tensor:
     """Return distributions `[m, s]` without the tokens that are banned at these places,
     renormalised.
 
     A row is zero where all its tokens are banned.
     """
     banned = torch.stack([place.banned for place in places])
-    if laws.tokens is not None:
-        banned = banned[:, laws.tokens.cpu()]
-    values = laws.values.masked_fill(banned.to(laws.values.device), 0.0)
+    if distributions.tokens is not None:
+        banned = banned[:, distributions.tokens.cpu()]
+    values = distributions.values.masked_fill(banned.to(distributions.values.device), 0.0)
     return values / values.sum(-1, keepdim=True).clamp_(min=torch.finfo(values.dtype).tiny)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftRequest, Laws
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.methods.base import TreePolicy
 from quickbeam.methods.draws import Draws, drawn, ranked
 from quickbeam.methods.perturbed import proposals
@@ -35,20 +35,20 @@ class DraftedPolicy(TreePolicy):
         nodes: Sequence[int],
         count: int,
         least: Sequence[float] | None = None,
-    ) -> Generator[DraftRequest, Laws | None, list[Draws]]:
+    ) -> Generator[DraftRequest, DraftProbs | None, list[Draws]]:
         """Return the children that each of `nodes` may get.
 
         If children are drawn, there are any number of draws. Otherwise these are the `count`
         likeliest tokens. `least`: for each node, the probability down to which its tokens are
         wanted.
         """
-        laws = yield DraftRequest(context, tree, nodes)
-        assert laws is not None
+        distributions = yield DraftRequest(context, tree, nodes)
+        assert distributions is not None
         if context.draws and self.draws:
-            return drawn(laws, context.generator)
+            return drawn(distributions, context.generator)
         return ranked(
-            proposals(context, laws, [tree.depth[node] for node in nodes], count, least),
-            laws.forced,
+            proposals(context, distributions, [tree.depth[node] for node in nodes], count, least),
+            distributions.forced,
         )
 
     def add(self, tree: TokenTree, node: int, draws: Draws, i: int) -> int | None:
@@ -61,4 +61,6 @@ class DraftedPolicy(TreePolicy):
             return None
         token, probability = draw
         source = GRAMMAR if draws.forced else self.drafter.name
-        return tree.add(node, token, source, tree.value[node] * probability, draws.law, probability)
+        return tree.add(
+            node, token, source, tree.value[node] * probability, draws.probs, probability
+        )

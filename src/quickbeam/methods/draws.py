@@ -20,7 +20,7 @@ from itertools import accumulate
 
 import torch
 
-from quickbeam.drafters.base import Laws
+from quickbeam.drafters.base import DraftProbs
 from quickbeam.methods.wide import Row, Stream, distinct, peaks
 
 ROUND = 16  # how many draws are prepared at once
@@ -39,7 +39,7 @@ class Draws:
     - `tokens` and their `probabilities`: deterministic proposals, the most probable first. They are
       empty at first if tokens are drawn.
     - `stream`: the draws, each with its probability; repeats in it are skipped.
-    - `law`: makes the distribution `[vocab]` that the draws are from.
+    - `probs`: makes the distribution `[vocab]` that the draws are from.
     - `generator`: gives further draws.
     - `tops`: returns the largest probabilities of the distribution, largest first.
     - `forced`: whether a grammar allows only this one token.
@@ -50,7 +50,7 @@ class Draws:
         tokens: Sequence[int] = (),
         probabilities: Sequence[float] = (),
         stream: Stream | None = None,
-        law: Callable[[], torch.Tensor] | None = None,
+        probs: Callable[[], torch.Tensor] | None = None,
         generator: torch.Generator | None = None,
         tops: Callable[[], list[float]] = list,
         forced: bool = False,
@@ -58,17 +58,17 @@ class Draws:
         self.forced = forced
         self._tokens, self._probabilities = list(tokens), list(probabilities)
         self._stream: Stream = stream or iter(())
-        self._make_law, self._generator, self._tops = law, generator, tops
+        self._make_probs, self._generator, self._tops = probs, generator, tops
         # the mass left before each draw and after the last one, computed when asked for
         self._left: list[float] = []
 
     @cached_property
-    def law(self) -> torch.Tensor | None:
-        """The distribution `[vocab]` that the tokens are drawn from, as `TokenTree.law` holds it.
+    def probs(self) -> torch.Tensor | None:
+        """The distribution `[vocab]` that the tokens are drawn from, as `TokenTree.probs` holds it.
 
         `None` for deterministic proposals.
         """
-        return None if self._make_law is None else self._make_law()
+        return None if self._make_probs is None else self._make_probs()
 
     def worth(self, i: int) -> float:
         """Return the probability that slot i is reached once the node is; 0 if there is no such
@@ -124,9 +124,9 @@ class Draws:
     def _renew(self) -> bool:
         """Prepare further draws from what is left of the distribution. Returns whether tokens are
         drawn."""
-        if self._generator is None or self.law is None:
+        if self._generator is None or self.probs is None:
             return False
-        rest = self.law.clone()
+        rest = self.probs.clone()
         rest[self._tokens] = 0.0
         (self._stream,) = distinct(rest[None], ROUND, self._generator)
         return True
@@ -139,23 +139,23 @@ class Draws:
         )
 
 
-def drawn(laws: Laws, generator: torch.Generator) -> list[Draws]:
+def drawn(distributions: DraftProbs, generator: torch.Generator) -> list[Draws]:
     """Return draws from each distribution; more are made when asked for.
 
     A forced token is a deterministic proposal.
     """
-    tops = cache(lambda: peaks(laws.values, TOP))  # computed once, when first wanted
-    streams = laws.named(distinct(laws.values, ROUND, generator))
+    tops = cache(lambda: peaks(distributions.values, TOP))  # computed once, when first wanted
+    streams = distributions.named(distinct(distributions.values, ROUND, generator))
     found = [
         Draws(
             stream=stream,
-            law=partial(laws.dense, i),
+            probs=partial(distributions.dense, i),
             generator=generator,
             tops=lambda i=i: tops()[i],  # type: ignore[misc]
         )
         for i, stream in enumerate(streams)
     ]
-    for i, token in laws.forced.items():
+    for i, token in distributions.forced.items():
         found[i] = Draws([token], [1.0], forced=True)
     return found
 

@@ -8,7 +8,7 @@ from heapq import heappop, heappush, heapreplace
 from itertools import zip_longest
 from typing import NamedTuple
 
-from quickbeam.drafters.base import Context, Drafter, DraftRequest, Laws, Prices
+from quickbeam.drafters.base import Context, Drafter, DraftProbs, DraftRequest, MarginalCost
 from quickbeam.methods.acceptance import Chances, Likeliest, Measured
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.best_first import Search, keep_worthwhile, open_ends
@@ -53,7 +53,7 @@ class Slots:
         # nodes whose first slot was already revalued by their distribution
         self._seen: set[int] = set()
 
-    def fill(self) -> Generator[DraftRequest, Laws | None, TokenTree]:
+    def fill(self) -> Generator[DraftRequest, DraftProbs | None, TokenTree]:
         """Fill slots until the budget is used up."""
         self._open(0)
         while self._heap and len(self.tree) < self._budget:
@@ -75,7 +75,7 @@ class Slots:
         reached, first = self.tree.value[node], self._chances.slot(0, PEAK)
         heappush(self._heap, Slot(-reached * first, -reached, node, 0))
 
-    def _ask(self) -> Generator[DraftRequest, Laws | None, None]:
+    def _ask(self) -> Generator[DraftRequest, DraftProbs | None, None]:
         """Ask about the nodes whose first slots are among the best of the heap.
 
         As many slots are considered as there are nodes left to add.
@@ -195,7 +195,8 @@ class DySpec(DraftedPolicy):
       these. Calls end when no such path is left. Few of the likeliest paths are missed: those below
       a path that barely got in.
 
-    The paper's budget is a number of nodes. With `Context.prices` the search's tree also ends where
+    The paper's budget is a number of nodes. With `Context.marginal_cost` the search's tree also
+    ends where
     the next likeliest path is expected to give fewer tokens than the marginal cost of a node. No
     call is made for nodes that are expected to give fewer tokens than a call costs. `Promises`
     corrects these expectations.
@@ -217,15 +218,19 @@ class DySpec(DraftedPolicy):
             tree = yield from slots.fill()
             return Grown(tree, partial(self._learn_drawn, slots))
         search = self._search(context, budget - 1, max_depth)
-        if context.prices is not None:
-            return (yield from self._worthwhile(search, context.prices, budget - 1, max_depth))
+        if context.marginal_cost is not None:
+            return (
+                yield from self._worthwhile(search, context.marginal_cost, budget - 1, max_depth)
+            )
         due = [search.root]
         while due:
             yield from search.expand(due)
             due = open_ends(search, budget - 1, max_depth)
         return Grown(search.tree(), partial(self._learn, search))
 
-    def _worthwhile(self, search: Search, prices: Prices, size: int, max_depth: int) -> Growth:
+    def _worthwhile(
+        self, search: Search, prices: MarginalCost, size: int, max_depth: int
+    ) -> Growth:
         truth, asked = self.promises.truth, 0.0
         due, trial = [search.root], prices.trial
         keep_worthwhile(search, prices, truth)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 
-from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftRequest, Laws
+from quickbeam.drafters.base import GRAMMAR, Context, Drafter, DraftProbs, DraftRequest
 from quickbeam.drafters.ngram import Ngram, NgramIndex
 from quickbeam.methods.best_first import Candidate, Search
 from quickbeam.methods.dyspec import DySpec
@@ -94,8 +94,8 @@ class HybridSearch(Search):
         repeats: Repeats,
     ) -> None:
         super().__init__(policy, context, size, policy.likeliest, policy.promises.truth)
-        if context.prices is not None:
-            self.floor = context.prices.node(1) / self._truth
+        if context.marginal_cost is not None:
+            self.floor = context.marginal_cost.node(1) / self._truth
         # by the number of a continuation's candidate: tokens of repetition before it, and what the
         # drafter says of it
         self.lengths: dict[int, tuple[int, int]] = {}
@@ -119,7 +119,7 @@ class HybridSearch(Search):
 
     def expand(
         self, due: Sequence[Candidate], width: int | None = None, gain: float = float("inf")
-    ) -> Generator[DraftRequest, Laws | None, bool]:
+    ) -> Generator[DraftRequest, DraftProbs | None, bool]:
         if not (yield from super().expand(due, width, gain)):
             return False
         for one in [one for one in self.best if one.number not in self._matched]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from quickbeam.drafters.base import Context, Laws
+from quickbeam.drafters.base import Context, DraftProbs
 from quickbeam.methods.wide import Row, likeliest
 from quickbeam.noise import Array, Noise, Places, Wanted
 from quickbeam.params import SamplingParams
@@ -34,28 +34,32 @@ MARGIN = 0.5
 
 def proposals(
     context: Context,
-    laws: Laws,
+    distributions: DraftProbs,
     depths: Sequence[int],
     count: int,
     least: Sequence[float] | None = None,
 ) -> list[Row]:
     """Return the `count` likeliest children after nodes of these depths, the likeliest first.
 
-    They are chosen by `laws`, and by the noise of their places where there is any. `least`: for
+    They are chosen by `distributions`, and by the noise of their places where there is any.
+    `least`: for
     each node, what a child's probability must exceed for the child to count. A forced token has
     probability 1.
     """
     if context.noise is None:
-        found = likeliest(laws.values, count, least, laws.tokens)
+        found = likeliest(distributions.values, count, least, distributions.tokens)
     else:
-        values, tokens = laws.values.cpu(), None if laws.tokens is None else laws.tokens.cpu()
+        values, tokens = (
+            distributions.values.cpu(),
+            None if distributions.tokens is None else distributions.tokens.cpu(),
+        )
         unlikely = [0.0] * len(values)
         if context.filters is not None:
             unlikely = [MARGIN * ruled_out_below(q, context.filters) for q in values.numpy()]
         positions = [len(context.ids) + depth for depth in depths]
         places = Places(positions, unlikely, least or [0.0] * len(values))
         found = context.noise.perturb(values, tokens, places, Wanted(context.temperature, count))
-    for i, token in laws.forced.items():
+    for i, token in distributions.forced.items():
         found[i] = [token], [1.0]
     return found
 

@@ -31,7 +31,7 @@ Stream = Iterator[tuple[int, float]]  # tokens one by one, with their probabilit
 
 
 def likeliest_plain(
-    laws: torch.Tensor,
+    distributions: torch.Tensor,
     count: int,
     least: Sequence[float] | None = None,
     tokens: torch.Tensor | None = None,
@@ -42,10 +42,10 @@ def likeliest_plain(
     distribution, what a token's probability must exceed for the token to count. `tokens`: the token
     of each column `[s]` int64; None means that column i is token i.
     """
-    top = laws.topk(min(count, laws.shape[-1]))
+    top = distributions.topk(min(count, distributions.shape[-1]))
     rows = []
     for columns, values, floor in zip(
-        top.indices.tolist(), top.values.tolist(), least or [0.0] * len(laws), strict=True
+        top.indices.tolist(), top.values.tolist(), least or [0.0] * len(distributions), strict=True
     ):
         kept = sum(value > floor for value in values)
         rows.append((columns[:kept], values[:kept]))
@@ -59,7 +59,7 @@ def _named(rows: list[Row], tokens: torch.Tensor | None) -> list[Row]:
 
 
 def likeliest(
-    laws: torch.Tensor,
+    distributions: torch.Tensor,
     count: int,
     least: Sequence[float] | None = None,
     tokens: torch.Tensor | None = None,
@@ -68,31 +68,33 @@ def likeliest(
 
     `least` counts as rounded to float32. A row is read once: by the native kernels where they run.
     """
-    if laws.device.type != "cpu":
-        return likeliest_plain(laws, count, least, tokens)
-    floors = least or [0.0] * len(laws)
+    if distributions.device.type != "cpu":
+        return likeliest_plain(distributions, count, least, tokens)
+    floors = least or [0.0] * len(distributions)
     if (found := settled()) is None:
-        return _named(likeliest_by_sorting(laws, count, floors), tokens)
-    return ranked(found, laws, min(count, laws.shape[-1]), floors, tokens)
+        return _named(likeliest_by_sorting(distributions, count, floors), tokens)
+    return ranked(found, distributions, min(count, distributions.shape[-1]), floors, tokens)
 
 
-def likeliest_by_sorting(laws: torch.Tensor, count: int, least: Sequence[float]) -> list[Row]:
+def likeliest_by_sorting(
+    distributions: torch.Tensor, count: int, least: Sequence[float]
+) -> list[Row]:
     """Return the columns that `likeliest` finds, where the native kernels don't run.
 
     A row is read once for the values above a bar, and only those few are sorted. If `least` gives
     no bar that is high enough, the first of `BARS` that leaves `count` tokens is used.
     """
     rows = []
-    for law, floor in zip(laws.numpy(), least, strict=True):
+    for probs, floor in zip(distributions.numpy(), least, strict=True):
         if count == 1:
-            best = int(law.argmax())
-            rows.append(([best], [float(law[best])]) if law[best] > floor else ([], []))
+            best = int(probs.argmax())
+            rows.append(([best], [float(probs[best])]) if probs[best] > floor else ([], []))
             continue
         for bar in BARS:
-            spots = (law > max(bar, floor)).nonzero()[0]
+            spots = (probs > max(bar, floor)).nonzero()[0]
             if len(spots) >= count or bar <= floor:
                 break
-        found = law[spots]
+        found = probs[spots]
         if len(found) > MANY * count:
             kept = found >= np.partition(found, -count)[-count]
             spots, found = spots[kept], found[kept]
@@ -103,51 +105,57 @@ def likeliest_by_sorting(laws: torch.Tensor, count: int, least: Sequence[float])
     return rows
 
 
-def peaks(laws: torch.Tensor, count: int) -> list[list[float]]:
+def peaks(distributions: torch.Tensor, count: int) -> list[list[float]]:
     """Return about the `count` largest values of each of `[m, vocab]` distributions.
 
     Of values that share a chunk, only the largest counts.
     """
-    maxima = _maxima(laws, count)
-    return (laws if maxima is None else maxima).topk(min(count, laws.shape[-1])).values.tolist()
+    maxima = _maxima(distributions, count)
+    return (
+        (distributions if maxima is None else maxima)
+        .topk(min(count, distributions.shape[-1]))
+        .values.tolist()
+    )
 
 
-def _maxima(laws: torch.Tensor, count: int) -> torch.Tensor | None:
+def _maxima(distributions: torch.Tensor, count: int) -> torch.Tensor | None:
     """Return the largest value of each chunk, `[m, chunks]`.
 
     `None` if there are too few tokens for twice `count` chunks. A chunk takes every C-th token, C
     being the number of chunks, so that all maxima are found side by side. Tokens left over at the
     end are in no chunk.
     """
-    size, vocab = laws.shape
+    size, vocab = distributions.shape
     depth = min(CHUNK, vocab // (2 * count))
     if depth < 2:
         return None
     chunks = vocab // depth
-    return laws[:, : depth * chunks].reshape(size, depth, chunks).amax(1)
+    return distributions[:, : depth * chunks].reshape(size, depth, chunks).amax(1)
 
 
-def independent(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
+def independent(
+    distributions: torch.Tensor, count: int, generator: torch.Generator
+) -> list[Stream]:
     """Return `count` independent draws from each of `[m, vocab]` distributions.
 
     The distributions need not be normalised. Draws from one that is all zero have probability 0.
     The generator is on the CPU; the distributions may be elsewhere.
     """
-    mass = laws.cumsum(-1, dtype=torch.float64)
-    uniforms = torch.rand(len(laws), count, dtype=torch.float64, generator=generator).to(
-        laws.device
+    mass = distributions.cumsum(-1, dtype=torch.float64)
+    uniforms = torch.rand(len(distributions), count, dtype=torch.float64, generator=generator).to(
+        distributions.device
     )
     hits = torch.searchsorted(mass, uniforms * mass[:, -1:], right=True).clamp_(
-        max=laws.shape[-1] - 1
+        max=distributions.shape[-1] - 1
     )
     # tokens and values together: one transfer from the device
-    both = torch.stack((hits.double(), laws.gather(-1, hits).double())).tolist()
+    both = torch.stack((hits.double(), distributions.gather(-1, hits).double())).tolist()
     return [
         zip(map(int, tokens), values, strict=True) for tokens, values in zip(*both, strict=True)
     ]
 
 
-def distinct(laws: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
+def distinct(distributions: torch.Tensor, count: int, generator: torch.Generator) -> list[Stream]:
     """Return draws without replacement from each of `[m, vocab]` distributions, `count` at most.
 
     They are distributed as the distinct tokens of `independent`. If the distributions are not on a
@@ -159,19 +167,19 @@ def distinct(laws: torch.Tensor, count: int, generator: torch.Generator) -> list
     chunk give its token. The sums are float32: their rounding changes a token's probability as
     little as the rounding of the distribution itself does.
     """
-    size, vocab = laws.shape
-    if laws.device.type != "cpu" or vocab < 2 * CHUNK:
-        return independent(laws, count, generator)
-    sums = _sums(laws)
+    size, vocab = distributions.shape
+    if distributions.device.type != "cpu" or vocab < 2 * CHUNK:
+        return independent(distributions, count, generator)
+    sums = _sums(distributions)
     mass = sums.cumsum(-1, dtype=torch.float64)
     uniforms = torch.rand(size, count, dtype=torch.float64, generator=generator).tolist()
     return [
         _distinct(*row)
-        for row in zip(laws.numpy(), sums.numpy(), mass.numpy(), uniforms, strict=True)
+        for row in zip(distributions.numpy(), sums.numpy(), mass.numpy(), uniforms, strict=True)
     ]
 
 
-def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> Stream:
+def _distinct(probs: Array, sums: Array, mass: Array, uniforms: list[float]) -> Stream:
     """Yield what these uniform numbers draw from one distribution.
 
     `sums` are the sums of its chunks, `mass` their running sum.
@@ -188,7 +196,7 @@ def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> St
                 break
             goal += value
         chunk = min(int(mass.searchsorted(goal, "right")), last)
-        inside = law[chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
+        inside = probs[chunk * CHUNK : (chunk + 1) * CHUNK].tolist()
         before = float(mass[chunk]) - float(sums[chunk])
         running = [0.0, *accumulate(inside[:-1])]
         # the last token of a chunk has all that is left of the chunk
@@ -201,14 +209,17 @@ def _distinct(law: Array, sums: Array, mass: Array, uniforms: list[float]) -> St
             yield token, value
 
 
-def _sums(laws: torch.Tensor) -> torch.Tensor:
+def _sums(distributions: torch.Tensor) -> torch.Tensor:
     """Return the sum of each `CHUNK` consecutive tokens, `[m, chunks]`. The last chunk has the
     rest."""
-    size, vocab = laws.shape
+    size, vocab = distributions.shape
     whole = vocab // CHUNK * CHUNK
     if whole == vocab:
-        return laws.reshape(size, -1, CHUNK).sum(-1)
+        return distributions.reshape(size, -1, CHUNK).sum(-1)
     return torch.cat(
-        (laws[:, :whole].reshape(size, -1, CHUNK).sum(-1), laws[:, whole:].sum(-1, keepdim=True)),
+        (
+            distributions[:, :whole].reshape(size, -1, CHUNK).sum(-1),
+            distributions[:, whole:].sum(-1, keepdim=True),
+        ),
         -1,
     )

@@ -22,7 +22,8 @@ from quickbeam.sampling import Sampler
 from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree
 
-# While known tokens are left, the params are not greedy: `law` then decides, and not the likeliest
+# While known tokens are left, the params are not greedy: `probs` then decides, and not the
+# likeliest
 # token that a pass may report.
 MIXED = SamplingParams(temperature=1.0)
 
@@ -138,12 +139,12 @@ class _Voice(Sampler):
                 self._turn(self._talk)
         self.params = MIXED if self._talk.known else self._speakers[self._talk.answering].params
 
-    def law(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
+    def probs(self, logits: torch.Tensor, path: Sequence[int] = ()) -> torch.Tensor:
         if len(path) < len(known := self._talk.known):
-            law = torch.zeros(len(logits), device=logits.device)
-            law[known[len(path)]] = 1.0
-            return law
-        return self._speakers[self._talk.answering].law(logits)
+            probs = torch.zeros(len(logits), device=logits.device)
+            probs[known[len(path)]] = 1.0
+            return probs
+        return self._speakers[self._talk.answering].probs(logits)
 
 
 class _Template(Undrafted):

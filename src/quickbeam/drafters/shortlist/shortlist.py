@@ -301,8 +301,8 @@ def best(logits: torch.Tensor, count: int) -> torch.Tensor:
     `logits`: `[n, clusters]`. What they want is the sum of each row's probabilities. Among equals
     the first win. A score that is NaN has probability 0.
     """
-    law = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
-    wanted = law.nan_to_num(0.0).sum(0)
+    probs = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).softmax(-1)
+    wanted = probs.nan_to_num(0.0).sum(0)
     return wanted.argsort(descending=True, stable=True)[:count].sort().values
 
 
