@@ -11,10 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -27,7 +25,7 @@ import fake_llm
 from quickbeam import __version__, hub
 from quickbeam.cli.app import app
 from quickbeam.cli.common import progress_lines, statistics_line
-from quickbeam.cli.demo import EXAMPLES, OtherLoad
+from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar import Grammar
 from quickbeam.presets import PRESETS
@@ -337,23 +335,13 @@ def test_chat_goes_on_after_ctrl_c_and_after_a_context_that_is_full(run):
     ]
 
 
-def test_chat_couples_as_told(run):
-    for given, expected in (((), "coupled"), (("--coupling", "residual"), "residual")):
-        assert run("chat", *given, input="hello\n/exit\n").exit_code == 0
-        assert fake_llm.CALLS[-1][2].coupling == expected
-
-
-def test_demo_takes_weights_and_a_drafter(run):
-    given = ("--drafter", "small", "--weights", "int4", "--draft-weights", "int8")
-    assert run("demo", *given).exit_code == 0
-    loaded = fake_llm.CALLS[0][1][2]
-    assert [loaded[name] for name in ("drafter", "weights", "draft_weights")] == list(given[1::2])
-
-
 @pytest.mark.parametrize("command", ["chat", "demo"])
-def test_a_drafter_arrives(run, command):
-    assert run(command, "--method", "dyspec", "--drafter", "small", input="/exit\n").exit_code == 0
-    assert fake_llm.CALLS[0][1][2]["drafter"] == "small"
+def test_other_commands_take_the_same_options(run, command):
+    given = ("--drafter", "small", "--weights", "int4", "--draft-weights", "int8")
+    assert run(command, "--method", "dyspec", *given, input="/exit\n").exit_code == 0
+    (_, method, loaded) = fake_llm.CALLS[0][1]
+    assert method == "dyspec"
+    assert [loaded[name] for name in ("drafter", "weights", "draft_weights")] == list(given[1::2])
 
 
 def test_demo_sets_both_answers_side_by_side(run):
@@ -368,42 +356,11 @@ def test_demo_sets_both_answers_side_by_side(run):
     assert answered == [first] * 2 + [first] * 4 + [second] * 4  # the first 2 warm up
 
 
-@pytest.mark.parametrize("share", [0.05, 0.4])
+@pytest.mark.parametrize("share", [5.0, 40.0])
 def test_demo_says_when_the_machine_is_busy(run, monkeypatch, share):
-    monkeypatch.setattr("quickbeam.cli.demo.OtherLoad.share", lambda self: share)
+    monkeypatch.setattr(psutil, "cpu_percent", lambda seconds: share)
     result = run("demo")
-    assert ("The machine is busy: other programs used 40 %" in result.stdout) == (share > 0.1)
-
-
-def test_other_programs_load_is_seen_and_our_own_is_not(monkeypatch):
-    cores = namedtuple("scputimes", "user nice system idle iowait irq softirq steal guest")
-    own = namedtuple("pcputimes", "user system")
-
-    def now(every: tuple[float, ...], ours: tuple[float, float]) -> None:
-        process = SimpleNamespace(cpu_times=lambda: own(*ours))
-        monkeypatch.setattr(psutil, "cpu_times", lambda: cores(*every))
-        monkeypatch.setattr(psutil, "Process", lambda: process)
-
-    now((10, 0, 5, 100, 0, 0, 0, 0, 9), (8, 1))
-    load = OtherLoad()
-    now((20, 0, 7, 106, 2, 0, 0, 0, 99), (15, 2))  # of 20 s: 8 ours, 8 idle
-    assert load.share() == pytest.approx(0.2)
-
-
-@pytest.mark.parametrize(
-    ("options", "methods"),
-    [
-        ((), ("auto", "auto")),
-        (("--model", "other"), ("auto", "auto")),
-        (("--method", "chain"), ("chain", "chain")),
-    ],
-)
-def test_demo_takes_the_method_that_is_asked_for(run, options, methods):
-    result = run("demo", *options)
-    assert result.exit_code == 0, result.stderr
-    assert [result.stdout.count(f" {method} ") for method in dict.fromkeys(methods)] == [
-        methods.count(m) for m in dict.fromkeys(methods)
-    ]
+    assert ("The machine is busy: other programs used 40 %" in result.stdout) == (share > 10)
 
 
 def test_demo_says_when_the_tokens_differ():
@@ -554,7 +511,7 @@ def test_help_and_errors_do_not_wait_for_torch(tmp_path):
     )
     assert done.returncode == 0 and "--concurrency" in done.stdout
     said = done.stderr.split("\n\n")
-    for words, line in zip(EARLY.values(), said, strict=False):
+    for words, line in zip(EARLY.values(), said[: len(EARLY)], strict=True):
         assert words in line and "\n" not in line.strip()
 
 

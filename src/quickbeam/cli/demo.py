@@ -93,6 +93,9 @@ def demo(loading: Loading, given: Shown) -> None:
     """Answer two prompts plainly and speculatively, and show both answers with their speed."""
     if given.svg is not None:
         check_output("--svg", given.svg)
+    import psutil
+
+    busy = psutil.cpu_percent(0.3)  # by other programs: this one has not begun
     params, llm = SamplingParams(max_tokens=given.max_tokens), loading.load()
     out, plain = Console(highlight=False), {"file": io.StringIO(), "highlight": False}
     plain |= {"record": True, "force_terminal": True, "color_system": "truecolor"}
@@ -100,7 +103,7 @@ def demo(loading: Loading, given: Shown) -> None:
     methods = list(dict.fromkeys(("ar", loading.method)))
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")
-    load_of_others, seen = OtherLoad(), set[str]()
+    seen = set[str]()
     for title, prompt in EXAMPLES.items():
         # The faster of two rounds counts, because other programs may slow one of them down.
         rounds = [[answer(llm, one, prompt, params) for one in methods] for _ in range(2)]
@@ -116,9 +119,9 @@ def demo(loading: Loading, given: Shown) -> None:
         console.print(legend(seen), Text(WORDS, style="dim"), sep="\n")
     name = Path(loading.model or DEFAULT).name
     picture.print(Text(f"{name} on {place(llm.model.device)}, kernels: {llm.kernels}", style="dim"))
-    if (share := load_of_others.share()) > BUSY:
-        busy = f"The machine is busy: other programs used {100 * share:.0f} % of the processor"
-        out.print(Text(f"{busy}, so these speeds say little.", style="bold yellow"))
+    if busy > 100 * BUSY:
+        used = f"The machine is busy: other programs used {busy:.0f} % of the processor"
+        out.print(Text(f"{used}, so these speeds say little.", style="bold yellow"))
     if given.svg is not None:
         save("--svg", given.svg, svg(picture))
 
@@ -134,28 +137,6 @@ def answer(
         stream = llm.chat_stream(messages, params, method=method, observer=steps.append)
         completion = finish(stream)
     return Answer(completion, sources(len(completion.token_ids), steps))
-
-
-class OtherLoad:
-    """How busy other programs keep the processor from now on."""
-
-    def __init__(self) -> None:
-        self._begin = self._seconds()
-
-    def share(self) -> float:
-        """Return the share of all cores' time, from 0 to 1, that other programs used."""
-        whole, others = (now - then for now, then in zip(self._seconds(), self._begin, strict=True))
-        return max(0.0, others / whole) if whole > 0 else 0.0
-
-    @staticmethod
-    def _seconds() -> tuple[float, float]:
-        """Return the processor time of all cores, and what of it other programs used."""
-        import psutil
-
-        every, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        idle = every.idle + getattr(every, "iowait", 0.0)
-        whole = sum(every[:8])  # the guests' time that follows is part of the users'
-        return whole, whole - idle - own.user - own.system
 
 
 def sources(tokens: int, steps: list[StepRecord]) -> list[str | None]:
