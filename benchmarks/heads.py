@@ -51,13 +51,13 @@ def shortlist(weight: torch.Tensor, share: float) -> tuple[Head, Layout, int]:
 
 def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
     """Return a router's scores of the clusters, by the native kernels where they run."""
-    router, found = Router(RouterConfig(d, d, WIDTH, clusters)), kernels()
-    if found is None or d % 2:
+    router, native = Router(RouterConfig(d, d, WIDTH, clusters)), kernels()
+    if native is None or d % 2:
         fast = FastRouter(router, dtype, torch.device("cpu"))
         return lambda h: fast(h, h)
-    program = Program(found)
+    program = Program(native)
     sides = program.given("hidden", d), program.given("embedded", d)
-    NativeRouter(router, found).add(program, *sides, program.given("scores", clusters, True))
+    NativeRouter(router, native).add(program, *sides, program.given("scores", clusters, True))
 
     def run(h: torch.Tensor) -> torch.Tensor:
         n = len(h)
@@ -91,7 +91,7 @@ def measure(
     linear.weight = nn.Parameter(weight, requires_grad=False)
     full = native_linear([linear]) or linear
     drafter = native_linear([linear], rows_format(weight)) or full
-    found, sweep = [], torch.zeros(SWEEP)
+    rows_of_table, sweep = [], torch.zeros(SWEEP)
     for share in shares:
         short, layout, tokens = shortlist(weight, share)
         heads: dict[str, Head] = {
@@ -106,8 +106,8 @@ def measure(
             times = {name: sorted(run() for _ in range(repeats + 1)) for name, run in works.items()}
             one: dict[str, float] = {name: taken[repeats // 2] for name, taken in times.items()}
             one |= {"ratio": (one["head_ms"] + one["router_ms"]) / one["full_ms"]}
-            found.append({"vocab": vocab, "d": d, "rows": n, "tokens": tokens, **one})
-    return found
+            rows_of_table.append({"vocab": vocab, "d": d, "rows": n, "tokens": tokens, **one})
+    return rows_of_table
 
 
 def main() -> None:
@@ -120,10 +120,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     given = parser.parse_args()
     shares, rows = [x / 100 for x in numbers(given.shares)], [int(x) for x in numbers(given.rows)]
-    found = []
+    rows_of_table = []
     for name in given.shapes.split(","):
         shape = SHAPES.get(name) or tuple(map(int, name.split("x")))
-        found += [{"name": name, **one} for one in measure(*shape, rows, shares, given.repeats)]
+        rows_of_table += [
+            {"name": name, **one} for one in measure(*shape, rows, shares, given.repeats)
+        ]
     table = [
         {
             "head": f"{one['name']} {one['vocab']:,} x {one['d']:,}",
@@ -135,9 +137,9 @@ def main() -> None:
             "router": f"{one['router_ms']:.2f}",
             "both, of full": f"{one['ratio']:.2f}",
         }
-        for one in found
+        for one in rows_of_table
     ]
-    finish(given, table, heads=found)
+    finish(given, table, heads=rows_of_table)
 
 
 if __name__ == "__main__":

@@ -73,19 +73,19 @@ def main() -> None:
         for way, run in ways.items()
         for rows in widths
     }
-    found, memory = milliseconds(works, given.repeats), gigabytes_a_second()
+    times, memory = milliseconds(works, given.repeats), gigabytes_a_second()
     rows = []
     for way, context in ways:
         one: dict[str, object] = {"way": way, "context": context}
-        one |= {f"ms, {width} rows": f"{found[way, context, width]:.1f}" for width in widths}
+        one |= {f"ms, {width} rows": f"{times[way, context, width]:.1f}" for width in widths}
         if way == "ours":
-            rate = llm.model.weight_bytes / found[way, context, widths[0]] / 1e6
+            rate = llm.model.weight_bytes / times[way, context, widths[0]] / 1e6
             one |= {"GB/s": f"{rate:.1f}", "of memory": f"{rate / memory:.0%}"}
         rows.append(
             {"way": "", **one, "GB/s": one.get("GB/s", "-"), "of memory": one.get("of memory", "-")}
         )
     table: dict[str, dict[int, dict[int, float]]] = {}
-    for (way, context, width), ms in found.items():
+    for (way, context, width), ms in times.items():
         table.setdefault(way, {}).setdefault(context, {})[width] = ms
     if llm.model.streamed is not None:
         print(llm.model.streamed.in_words)

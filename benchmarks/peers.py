@@ -127,20 +127,20 @@ def main() -> None:
                 for clients in map(int, numbers(given.clients)):
                     began = time.perf_counter()
                     with ThreadPoolExecutor(clients) as pool:
-                        found = list(pool.map(lambda text: serving.ask(text, given), texts))
+                        own = list(pool.map(lambda text: serving.ask(text, given), texts))
                     seconds[clients, name] += time.perf_counter() - began
-                    answers[clients, name] += found
+                    answers[clients, name] += own
     rows, figures = [], dict[int, dict[str, Any]]()
     reference = [one.text for one in answers[next(iter(answers))]]
     for clients, name in sorted(answers, key=lambda key: key[0]):
-        found = answers[clients, name]
-        rate = sum(one.tokens for one in found) / seconds[clients, name]
-        same = sum(one.text == text for one, text in zip(found, reference, strict=True))
-        wait, kept = 1000 * median(one.first for one in found), f"{same} of {len(found)}"
+        own = answers[clients, name]
+        rate = sum(one.tokens for one in own) / seconds[clients, name]
+        same = sum(one.text == text for one, text in zip(own, reference, strict=True))
+        wait, kept = 1000 * median(one.first for one in own), f"{same} of {len(own)}"
         row = {"clients": clients, "server": name, "tokens/s": f"{rate:.1f}"}
         rows.append(row | {"first piece ms": f"{wait:.0f}", "same text": kept})
         one = {"tokens_per_second": rate, "p50_ttft_ms": wait, "same_text": same}
-        figures.setdefault(clients, {})[name] = one | {"prompts": len(found)}
+        figures.setdefault(clients, {})[name] = one | {"prompts": len(own)}
     finish(given, rows, concurrency=figures)
 
 

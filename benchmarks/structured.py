@@ -49,14 +49,14 @@ def measure(
                     asked = [{"role": "user", "content": task["prompt"]}]
                     answer = llm.chat(asked, own, **item.options())
                     first = answer.token_ids if first is None else first
-                    told, row = answer.statistics, sums[kind, item.name]
+                    statistics, row = answer.statistics, sums[kind, item.name]
                     if seed >= 0:
                         row["answers"] += 1
                         row["valid"] += fits(answer.text, task["schema"])
                         row["identical"] += answer.token_ids == first
-                        row["tokens"] += max(0, told.new_tokens - 1)
-                        row["steps"] += told.steps
-                        row["seconds"] += told.seconds
+                        row["tokens"] += max(0, statistics.new_tokens - 1)
+                        row["steps"] += statistics.steps
+                        row["seconds"] += statistics.seconds
     return {
         key: {
             **row,
@@ -76,7 +76,7 @@ def main() -> None:
     llm = load(given, items[0].method)
     lines = Path(__file__).with_name("schemas.jsonl").read_text(encoding="utf-8").splitlines()
     tasks = [json.loads(line) for line in lines][: given.limit]
-    found = measure(llm, tasks, items, given.answers, params_of(given))
+    cells = measure(llm, tasks, items, given.answers, params_of(given))
     rows = [
         {
             "answers": kind,
@@ -87,10 +87,10 @@ def main() -> None:
             "MAT": f"{one['mean_accepted_tokens'] or 0:.2f}",
             "tokens an answer": f"{one['tokens'] / one['answers'] + 1:.0f}",
         }
-        for (kind, name), one in found.items()
+        for (kind, name), one in cells.items()
     ]
     figures: dict[str, dict[str, Any]] = {}
-    for (kind, name), one in found.items():
+    for (kind, name), one in cells.items():
         figures.setdefault(kind, {})[name] = one
     finish(given, rows, model=llm.name, structured=figures)
 

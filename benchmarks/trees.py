@@ -75,29 +75,29 @@ def main() -> None:
     llm, rows, figures = load(given, names[0].partition("+")[0]), [], []
     asked = prompts(llm, given, max(budgets) + 2)
     for temperature in numbers(given.temperatures):
-        found: dict[tuple[str, int], list[list[float]]] = {
+        tokens_of: dict[tuple[str, int], list[list[float]]] = {
             (name, budget): [] for name in names for budget in budgets
         }
         for number, ids in enumerate(asked):
             seed = given.seed + number
             params = replace(params_of(given), temperature=temperature, seed=seed)
             seeds = [seed + (i + 1) * APART for i in range(given.draws if temperature else 1)]
-            for lists in found.values():
+            for lists in tokens_of.values():
                 lists.append([])
             for text in places(llm, ids, params, given.every):
-                for (name, budget), lists in found.items():
+                for (name, budget), lists in tokens_of.items():
                     steps = (
                         first_step(llm, text, name, budget, replace(params, seed=one))
                         for one in seeds
                     )
                     lists[-1].append(mean(steps))
-        count = sum(map(len, found[names[0], budgets[0]]))
+        count = sum(map(len, tokens_of[names[0], budgets[0]]))
         trees = []
         for name in names:
             row: dict[str, object] = {"temperature": f"{temperature:g}", "method": name}
             for budget in budgets:
-                first = found[names[0], budget]
-                tokens, gap, doubt = difference(found[name, budget], first)
+                first = tokens_of[names[0], budget]
+                tokens, gap, doubt = difference(tokens_of[name, budget], first)
                 beside = "" if name == names[0] else f" ({gap:+.3f} ± {doubt or 0:.3f})"
                 row[f"{budget} nodes"] = f"{tokens:.3f}{beside}"
                 one = {"tree": name, "budget": budget, "tokens": tokens}

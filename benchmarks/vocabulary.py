@@ -39,15 +39,15 @@ def items(
 def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> list[dict[str, Any]]:
     """Return the figures of each of `asked`, the first of which must be the full vocabulary."""
     rows = summaries(results)
-    told = {
+    statistics_of = {
         item.name: [trial.answers[item.name].statistics for trial in results.trials]
         for item in asked
     }
     mats = {
         name: ratio([(max(0, one.new_tokens - 1), one.steps) for one in statistics])
-        for name, statistics in told.items()
+        for name, statistics in statistics_of.items()
     }
-    (full, full_pulls), firsts, kept, found = mats[FULL], dict[Any, str](), {}, []
+    (full, full_pulls), firsts, kept, points_of_table = mats[FULL], dict[Any, str](), {}, []
     for item in asked:
         mat, pulls = mats[item.name]
         share = mat / full if full else 0.0
@@ -60,11 +60,11 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
         head = HeadUse()
         against = kept[first]
         both = zip(pulls, against[1], strict=True)
-        for one in told[item.name]:
+        for one in statistics_of[item.name]:
             head = head.plus(one.head) if one.head is not None else head
         scored = head.tokens / head.calls if head.calls else 0.0
         speed, plain = (rows[name]["tokens_per_second"] for name in (item.name, FULL))
-        found.append(
+        points_of_table.append(
             {
                 "vocab": item.vocab,
                 "asked": item.shortlist,
@@ -83,7 +83,7 @@ def points(results: Results, asked: Sequence[MethodItem], vocab_size: int) -> li
                 "identical": rows[item.name]["identical"],
             }
         )
-    return found
+    return points_of_table
 
 
 def text(value: float | None, form: str, doubt: float | None = None) -> str:
@@ -103,7 +103,7 @@ def main() -> None:
     sizes = [max(1, round(size * share / 100)) for share in numbers(given.shares)]
     asked = items(given.method, given.budget, given.vocabs.split(","), sizes)
     results = answers(llm, asked, given)
-    found = points(results, asked, size)
+    points_of_table = points(results, asked, size)
     rows = [
         {
             "vocabulary": one["vocab"],
@@ -117,9 +117,9 @@ def main() -> None:
             "over full": text(one["speedup"], ".2f"),
             "identical": f"{one['identical']} of {len(results.trials)}",
         }
-        for one in found
+        for one in points_of_table
     ]
-    finish(given, rows, model=llm.name, vocab_size=size, points=found)
+    finish(given, rows, model=llm.name, vocab_size=size, points=points_of_table)
 
 
 if __name__ == "__main__":

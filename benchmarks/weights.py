@@ -57,14 +57,14 @@ def speeds(llm: LLM, asked: list[list[int]], params: SamplingParams) -> dict[str
     llm.generate(asked[0], params, method=METHODS[1])  # what is measured at first use
     tokens, rates = {}, {}
     for method in METHODS:
-        found = []
+        answers = []
         for ids in asked:
             llm.reset()
-            found.append(llm.generate(ids, params, method=method))
-        told = [one.statistics for one in found]
-        seconds = sum(one.seconds for one in told)
-        rates[method] = sum(one.new_tokens - 1 for one in told) / seconds if seconds else 0.0
-        tokens[method] = [one.token_ids for one in found]
+            answers.append(llm.generate(ids, params, method=method))
+        statistics = [one.statistics for one in answers]
+        seconds = sum(one.seconds for one in statistics)
+        rates[method] = sum(one.new_tokens - 1 for one in statistics) / seconds if seconds else 0.0
+        tokens[method] = [one.token_ids for one in answers]
     same = sum(a == b for a, b in zip(*tokens.values(), strict=True))
     return {"tokens_per_second": rates, "identical": same, "prompts": len(asked)}
 

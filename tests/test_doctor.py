@@ -231,7 +231,7 @@ def test_the_gpu_and_what_it_means(monkeypatch):
 
 
 def test_a_check_that_fails_is_a_note():
-    says(doctor.look(lambda: 1 / 0), NOTE, "can't be told here (ZeroDivisionError: division")
+    says(doctor.look(lambda: 1 / 0), NOTE, "can't be checked here (ZeroDivisionError: division")
 
 
 def test_a_problem_is_exit_code_1_and_everything_is_shown(monkeypatch):
@@ -263,7 +263,7 @@ def test_this_machine_as_json():
     jsonschema.validate(record, SCHEMA)
     assert [finding["check"] for finding in record["findings"]] == NAMES
     assert record["can_run"] is (result.exit_code == 0)
-    unknown = [finding for finding in record["findings"] if "can't be told" in finding["text"]]
+    unknown = [finding for finding in record["findings"] if "can't be checked" in finding["text"]]
     # these need an install
     assert {finding["check"] for finding in unknown} <= {"packages", "extras"}
 
@@ -297,9 +297,9 @@ main()
     if "torch" in gone:
         assert (done.returncode, found["packages"]["status"]) == (1, PROBLEM)
         assert "missing: torch" in found["packages"]["text"]
-        assert "can't be told" in found["gpu"]["text"]
+        assert "can't be checked" in found["gpu"]["text"]
     else:
-        assert "can't be told" in found["memory"]["text"]
+        assert "can't be checked" in found["memory"]["text"]
 
 
 @pytest.mark.parametrize("gone", ["torch", "transformers", "rich"])

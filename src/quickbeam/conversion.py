@@ -95,20 +95,20 @@ def load(file: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def refuse_incomplete(found: Mapping[str, Any]) -> None:
+def refuse_incomplete(about: Mapping[str, Any]) -> None:
     """Raise `InvalidInput` naming the tensors that transformers had to make up.
 
-    The checkpoint lacks them, or has them in another shape. `found`: transformers' `missing_keys`
+    The checkpoint lacks them, or has them in another shape. `about`: transformers' `missing_keys`
     and `mismatched_keys`.
     """
-    if mismatched := sorted(found["mismatched_keys"]):
+    if mismatched := sorted(about["mismatched_keys"]):
         name, stored, expected = mismatched[0]
         more = f" (and {len(mismatched) - 1} more)" if len(mismatched) > 1 else ""
         raise InvalidInput(
             f"{name}{more} has shape {list(stored)}, expected {list(expected)} by "
             "config.json: they are of two models"
         )
-    if missing := sorted(found["missing_keys"]):
+    if missing := sorted(about["missing_keys"]):
         more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
         hint = (
             "; if its head is its embedding, write tie_word_embeddings: true into config.json"
@@ -166,16 +166,16 @@ def read_once(report: Callable[[float], None] = lambda done: None) -> Iterator[N
 
     def open_reader(path: Any, *arguments: Any) -> Any:
         nonlocal total
-        found = kept(str(path))
-        total = max(1, sum(tensor.n_bytes for tensor in found.tensors))
-        return found
+        file = kept(str(path))
+        total = max(1, sum(tensor.n_bytes for tensor in file.tensors))
+        return file
 
     def counted(data: Any, kind: Any) -> Any:
         nonlocal done
-        found = dequantize(data, kind)
+        weights = dequantize(data, kind)
         done += data.nbytes
         report(min(1.0, done / total))
-        return found
+        return weights
 
     kept = functools.lru_cache(maxsize=1)(Reader)
     mended = {"GGUFReader": open_reader, "get_tensor_name_map": functools.cache(names)}

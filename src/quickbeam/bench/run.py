@@ -105,11 +105,11 @@ def run(
                 break
             expected = answers[results.reference]
             for name in results.compared:
-                found = difference(expected.token_ids, answers[name].token_ids)
-                if found is not None:
-                    shared = expected.token_ids[: found["position"]]
-                    found["gap"] = gap(reference, ids, shared, seeded)
-                    results.differences.append({"method": name, **where, **found})
+                apart = difference(expected.token_ids, answers[name].token_ids)
+                if apart is not None:
+                    shared = expected.token_ids[: apart["position"]]
+                    apart["gap"] = gap(reference, ids, shared, seeded)
+                    results.differences.append({"method": name, **where, **apart})
             results.trials.append(Trial(question, answers))
             messages.append({"role": "assistant", "content": expected.text})
         results.complete = number == len(questions) - 1

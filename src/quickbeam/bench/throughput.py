@@ -55,8 +55,8 @@ class Asked:
         if stream.over:
             if stream.error is not None:
                 raise stream.error
-            told = stream.completion.statistics
-            self.steps, self.nodes = told.steps, told.nodes
+            statistics = stream.completion.statistics
+            self.steps, self.nodes = statistics.steps, statistics.nodes
 
     def equals(self, whole: list[int]) -> bool:
         """Whether the answer is `whole`, or its beginning where the client went away."""
@@ -212,13 +212,13 @@ def _percentile(seconds: Sequence[float], part: int) -> float | None:
 
 def by_load(runs: Sequence[Run]) -> dict[int, dict[str, dict[str, Any]]]:
     """Return the figures by load, then by method, with the speed over that of `ar` where it is."""
-    found: dict[int, dict[str, dict[str, Any]]] = {}
+    cells: dict[int, dict[str, dict[str, Any]]] = {}
     for load, name in dict.fromkeys((run.load, run.method) for run in runs):
         own = [run for run in runs if (run.load, run.method) == (load, name)]
-        one = found.setdefault(load, {})[name] = figures(own)
-        plain = found[load].get(REFERENCE, {}).get("tokens_per_second")
+        one = cells.setdefault(load, {})[name] = figures(own)
+        plain = cells[load].get(REFERENCE, {}).get("tokens_per_second")
         one["over_ar"] = one["tokens_per_second"] / plain if plain else None
-    return found
+    return cells
 
 
 def table(runs: Sequence[Run]) -> str:

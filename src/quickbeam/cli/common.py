@@ -55,10 +55,15 @@ def progress_bar(first: str, by_itself: bool = True) -> Iterator[cache.Progress]
         with progress_lines(first) as report:
             yield report
         return
-    what, how = TextColumn("{task.description}", markup=False), {"redirect_stdout": False}
-    how |= {"redirect_stderr": False, "transient": True, "auto_refresh": by_itself}
-    columns = SpinnerColumn(), what, BarColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console, **how) as bar:  # type: ignore[arg-type]
+    what = TextColumn("{task.description}", markup=False)
+    with Progress(
+        *(SpinnerColumn(), what, BarColumn(), TimeElapsedColumn()),
+        console=console,
+        transient=True,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        auto_refresh=by_itself,
+    ) as bar:
         task = bar.add_task(first, total=None)
 
         def report(stage: str, fraction: float | None) -> None:

@@ -97,9 +97,15 @@ def demo(loading: Loading, given: Shown) -> None:
 
     busy = psutil.cpu_percent(0.3)  # by other programs: this one has not begun
     params, llm = SamplingParams(max_tokens=given.max_tokens), loading.load()
-    out, plain = Console(highlight=False), {"file": io.StringIO(), "highlight": False}
-    plain |= {"record": True, "force_terminal": True, "color_system": "truecolor"}
-    picture = Console(width=WIDTH, **plain)  # type: ignore[arg-type]
+    out = Console(highlight=False)
+    picture = Console(
+        file=io.StringIO(),
+        record=True,
+        width=WIDTH,
+        force_terminal=True,
+        color_system="truecolor",
+        highlight=False,
+    )
     methods = list(dict.fromkeys(("ar", loading.method)))
     for name in methods:  # measures costs and fills caches: not counted
         answer(llm, name, EDIT, params, "warming up")

@@ -172,7 +172,7 @@ def look(check: Callable[[], Finding]) -> Finding:
         return check()
     except Exception as error:  # something that it needs is missing
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        return Finding(NOTE, f"can't be told here ({reason})")
+        return Finding(NOTE, f"can't be checked here ({reason})")
 
 
 def doctor(

@@ -94,14 +94,14 @@ def make_drafter(plan: Plan) -> bool:
         )
     training.check()
     with stages_bar(console, first) as bar:
-        told = training.written()
-        task = bar.add_task("text", total=tokens, completed=told, figures="")
+        reported = training.written()
+        task = bar.add_task("text", total=tokens, completed=reported, figures="")
 
         def wrote(count: int, rate: float) -> None:
-            nonlocal told
+            nonlocal reported
             bar.update(task, completed=count, figures=f"{rate:.0f} tokens/s")
-            if first and rate and count - told >= tokens / 20:
-                told = count
+            if first and rate and count - reported >= tokens / 20:
+                reported = count
                 left = timedelta(seconds=round((tokens - count) / rate))
                 bar.console.print(
                     f"text: {count:,} of {tokens:,} tokens, {rate:.0f} a second, {left} left"
