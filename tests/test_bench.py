@@ -4,6 +4,7 @@ timings stand in for models."""
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -248,26 +249,21 @@ def test_which_methods_a_seed_decides():
         assert [item.comparable(params) for item in items] == expected
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("coupling", ["coupled", "residual"])
-def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(
-    toy_folder, temperature, coupling
-):
+def test_methods_of_a_model_give_the_seeds_tokens_where_they_are_coupled(toy_folder):
     items = parse_methods("ar,pld,logitspec:8,dyspec:8,specinfer:8", drafter=toy_folder)
     given = {"model": toy_folder, "dtype": "float32", "device": "cpu", "drafter": toy_folder}
     runners, *_ = load_runners(items, given)
     texts = ("abc abc", "one two one two", "q")
     questions = [Question(i, "x", (text,)) for i, text in enumerate(texts)]
-    params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, coupling=coupling)
-    results = begin(items, params)
-    list(run(questions, runners, results))
-    compared = not temperature or coupling == "coupled"
-    told = [one["identical"] for one in summaries(results).values()]
-    assert told == [3 if compared else None] * 5 and results.differences == []
-    pairs = [
-        [one.answers[own].token_ids for own in ("ar", "specinfer:8")] for one in results.trials
-    ]
-    assert any(plain != own for plain, own in pairs) == (not compared)
+    for temperature, coupling in product((0.0, 0.6, 1.0), ("coupled", "residual")):
+        params = SamplingParams(max_tokens=24, temperature=temperature, seed=4, coupling=coupling)
+        results = begin(items, params)
+        list(run(questions, runners, results))
+        compared = not temperature or coupling == "coupled"
+        identical = [one["identical"] for one in summaries(results).values()]
+        assert identical == [3 if compared else None] * 5 and results.differences == []
+        pairs = [[one.answers[own].token_ids for own in runners] for one in results.trials]
+        assert any(ids[0] != ids[-1] for ids in pairs) == (not compared)
 
 
 def test_refused_prompt_is_left_out_for_all_methods_with_later_turns(caplog):

@@ -1,0 +1,197 @@
+"""From a `.gguf` file to a folder that transformers reads, made once in the cache.
+
+pytest tests/test_conversion.py
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quickbeam import LLM, SamplingParams, hub
+from quickbeam.cache import is_complete
+from quickbeam.conversion import Reader, convert, read_once
+from quickbeam.errors import InvalidInput, QuickbeamError
+
+ENDS = ("<|im_end|>", "<|endoftext|>")
+
+
+def write_gguf(path: Path) -> None:
+    """A llama of random weights and tied embeddings; its tokens are three specials, the byte
+    alphabet and runs of line ends."""
+    import gguf
+    import numpy as np
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    dim, hidden, heads = 32, 64, 2
+    specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokens = [*specials, *sorted(ByteLevel.alphabet()), "ĊĊ", "ĊĊĊ"]
+    writer = gguf.GGUFWriter(str(path), "llama")
+    writer.add_name("tiny")
+    for field, value in {
+        "context_length": 128,
+        "embedding_length": dim,
+        "block_count": 1,
+        "feed_forward_length": hidden,
+        "head_count": heads,
+        "head_count_kv": 1,
+        "layer_norm_rms_eps": 1e-5,
+        "rope_freq_base": 10000.0,
+        "rope_dimension_count": dim // heads,
+        "vocab_size": len(tokens),
+        "tokenizer_model": "gpt2",
+        "tokenizer_pre": "smollm",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "unk_token_id": 0,
+        "pad_token_id": 2,
+    }.items():
+        getattr(writer, f"add_{field}")(value)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+    writer.add_token_merges(["Ċ Ċ", "ĊĊ Ċ"])
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] + '<|im_end|>' }}{% endfor %}")
+    generator = np.random.default_rng(0)
+    shapes = {"token_embd": (len(tokens), dim), "output_norm": (dim,)}
+    block = {"attn_q": (dim, dim), "attn_k": (dim // heads, dim), "attn_v": (dim // heads, dim)}
+    block |= {"attn_output": (dim, dim), "ffn_gate": (hidden, dim), "ffn_up": (hidden, dim)}
+    block |= {"ffn_down": (dim, hidden), "attn_norm": (dim,), "ffn_norm": (dim,)}
+    shapes |= {f"blk.0.{part}": shape for part, shape in block.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", generator.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("QUICKBEAM_CACHE", str(tmp_path / "cache"))
+    write_gguf(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def test_a_plain_folder_is_made(file: Path, tmp_path: Path, capfd) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    convert(file, tmp_path / "model", ENDS)
+    assert capfd.readouterr() == ("", "")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    assert model.dtype == torch.bfloat16 and not hasattr(model.config, "quantization_config")
+    assert model.generation_config.eos_token_id == [2, 0]
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == "a<|im_end|>"
+    ids = tokenizer("a\n\n12\n\nb")["input_ids"]
+    # digits are split off first
+    assert tokenizer.convert_ids_to_tokens(ids) == ["a", "ĊĊ", "1", "2", "Ċ", "Ċ", "b"]
+    assert tokenizer.decode(ids) == "a\n\n12\n\nb"
+    dequantised = {"dtype": torch.bfloat16, "quantization_config": GgufConfig(dequantize=True)}
+    source = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", **dequantised)
+    with torch.no_grad():
+        given = torch.tensor([ids])
+        assert torch.equal(model(given).logits, source(given).logits)
+
+
+def test_a_file_answers_as_its_folder_does(file: Path, tmp_path: Path) -> None:
+    convert(file, tmp_path / "model", ENDS)
+    text, params = "a\n\n12\n\nb", SamplingParams(max_tokens=20, ignore_eos=True)
+    with LLM(str(file)) as ours, LLM(str(tmp_path / "model")) as folder:
+        assert ours.tokenizer(text)["input_ids"] == folder.tokenizer(text)["input_ids"]
+        plain = folder.generate(text, params, method="ar").token_ids
+        assert ours.generate(text, params).token_ids == plain
+
+
+def test_it_is_converted_once_and_again_when_it_changes(file: Path) -> None:
+    told = list[tuple[str, float | None]]()
+
+    def hear(stage: str, fraction: float | None) -> None:
+        told.append((stage, fraction))
+
+    folder = hub.converted(file, hear)
+    assert folder == Path(hub.resolve(str(file))) and is_complete(folder)
+    fractions = [fraction for _, fraction in told]
+    assert (
+        {stage for stage, _ in told} == {"converting tiny.gguf, once"}
+        and fractions == sorted(fractions)
+        and fractions[-1] > 0.9
+    )
+    told.clear()
+    assert hub.converted(file, hear) == folder and not told
+    os.utime(file, ns=(1, 1))
+    other = hub.converted(file, hear)
+    assert other != folder and told
+    assert not list(folder.parent.glob(".*.tmp"))
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path, file: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"no such file: .*none\.gguf"):
+        hub.resolve(str(tmp_path / "none.gguf"))
+    (tmp_path / "bad.gguf").write_bytes(
+        b"GGUF is not what follows, but it is long enough for a header"
+    )
+    with pytest.raises(InvalidInput, match=r"can't load .*bad\.gguf"):
+        hub.resolve(str(tmp_path / "bad.gguf"))
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(InvalidInput, match=r"can't load .*cut\.gguf"):
+        hub.resolve(str(cut))
+    assert list((tmp_path / "cache" / "gguf").glob("*/")) == []
+
+
+def test_a_full_disk_is_an_error_in_words(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("quickbeam.conversion.convert", full)
+    with pytest.raises(
+        QuickbeamError, match=r"can't keep tiny\.gguf .*No space left on device; .*QUICKBEAM_CACHE"
+    ):
+        hub.converted(file)
+
+
+def test_the_library_is_left_as_it_was(file: Path) -> None:
+    import gguf
+
+    before = gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize
+    with pytest.raises(RuntimeError), read_once():
+        assert gguf.GGUFReader is not before[0]
+        assert gguf.GGUFReader(file) is gguf.GGUFReader(str(file)), "it is read once"
+        raise RuntimeError
+    assert (gguf.GGUFReader, gguf.get_tensor_name_map, gguf.dequantize) == before
+    ours, theirs = Reader(file), gguf.GGUFReader(file)
+    contents = [
+        {name: field.contents() for name, field in one.fields.items() if name[:5] != "GGUF."}
+        for one in (ours, theirs)
+    ]
+    assert contents[0] == contents[1]
+    for mine, other in zip(ours.tensors, theirs.tensors, strict=True):
+        assert mine.name == other.name and (mine.data == other.data).all()
+
+
+@pytest.mark.slow
+def test_the_real_model_ends_its_answers(smollm2):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    question = [{"role": "user", "content": "What is the capital of France?"}]
+    assert tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True) == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging "
+        "Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    assert model.dtype == torch.bfloat16 and model.config.vocab_size == len(tokenizer) == 49152
+    given = tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**given, max_new_tokens=60, do_sample=False)[
+        0, given["input_ids"].shape[1] :
+    ]
+    assert "Paris" in tokenizer.decode(answer)
+    assert tokenizer.convert_ids_to_tokens(int(answer[-1])) == "<|im_end|>"
