@@ -28,7 +28,6 @@ LINES, FUNCTION_LINES = 400, 60
 # What does not hold yet; a line goes when its mend comes.
 UPWARD = set[str]()
 CIRCLES = {
-    "cli → cli.app",
     "drafters.shortlist.head → drafters.shortlist.kernels",
     "drafters.shortlist.head → drafters.shortlist.native",
 }
@@ -39,12 +38,10 @@ LONG_FILES = {
     "drafters/checkpoints.py",
     "engine/engine.py",
     "engine/budget.py",
-    "train/wanted.py",
     "models/model.py",
     "models/native/program.py",
 }
 LONG_FUNCTIONS = {
-    "params.__post_init__",
     "llm.__init__",
     "transformers.params.params_of",
     "transformers.loop.generate",
