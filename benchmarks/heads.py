@@ -19,7 +19,7 @@ from quickbeam.drafters.base import probs_of
 from quickbeam.drafters.shortlist.head import BlockHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
-from quickbeam.drafters.shortlist.router import FastRouter, Router, RouterConfig
+from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.models.linear import native_linear
 from quickbeam.models.native.library import kernels
 from quickbeam.models.native.operands import Rows
@@ -53,8 +53,8 @@ def router_of(d: int, clusters: int, dtype: torch.dtype) -> Head:
     """Return a router's scores of the clusters, by the native kernels where they run."""
     router, native = Router(RouterConfig(d, d, WIDTH, clusters)), kernels()
     if native is None or d % 2:
-        fast = FastRouter(router, dtype, torch.device("cpu"))
-        return lambda h: fast(h, h)
+        plain = router.to(dtype)
+        return lambda h: plain(h, h)
     program = Program(native)
     sides = program.given("hidden", d), program.given("embedded", d)
     NativeRouter(router, native).add(program, *sides, program.given("scores", clusters, True))

@@ -239,8 +239,8 @@ def test_rows_of_8_bits_are_those_of_the_reference(
     weight, h, layout, clusters = case
     expected = quantised.product(h, quantised.quantise(weight, INT8))
     blocks, rows = NativeBlocks(weight, layout, load(isa)), NativeRows(weight, load(isa))
-    found, tokens = blocks.find(torch.tensor(clusters, dtype=torch.int64))
-    logits = blocks.score(h, Prepared(found, tokens, None))
+    prepared = blocks.prepare(torch.tensor(clusters, dtype=torch.int64))
+    tokens, logits = prepared.tokens, blocks.score(h, prepared)
     scored = logits[0] > -torch.inf
     assert torch.equal(logits[:, scored], expected[:, tokens[scored]])
     ids = torch.tensor([other % layout.vocab for other in others], dtype=torch.int64)
@@ -252,7 +252,7 @@ def test_rows_of_8_bits_are_those_of_the_reference(
         assert torch.equal(rows.logits(h, 2), expected[:, ids[:2]])
         bias = torch.zeros(len(ids)).masked_fill_(ids % 3 == 0, -torch.inf)
         rows.write(0, ids)
-        both = blocks.score(h, Prepared(found, torch.cat([tokens, ids]), bias), rows)
+        both = blocks.score(h, Prepared(prepared.blocks, torch.cat([tokens, ids]), bias), rows)
         assert torch.equal(both[:, : len(tokens)][:, scored], logits[:, scored])
         assert torch.equal(both[:, len(tokens) :], expected[:, ids] + bias)
 
@@ -340,16 +340,16 @@ def test_a_head_and_a_context_take_the_kernels_by_themselves(
     )
     assert (
         isinstance(ContextTokens(weight.float()).rows, PlainRows)
-        and BlockHead(weight.float(), layout).backend == "packed"
+        and BlockHead(weight.float(), layout).backend == "plain"
     )
     assert (
         isinstance(ContextTokens(weight[:, :15]).rows, PlainRows)
-        and BlockHead(weight[:, :15], layout).backend == "packed"
+        and BlockHead(weight[:, :15], layout).backend == "plain"
     )
     native("eager")
     assert (
         isinstance(ContextTokens(weight).rows, PlainRows)
-        and BlockHead(weight, layout).backend == "packed"
+        and BlockHead(weight, layout).backend == "plain"
     )
 
 

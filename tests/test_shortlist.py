@@ -18,7 +18,7 @@ from cases import examples
 from quickbeam.drafters.shortlist.context import ContextTokens
 from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
-from quickbeam.drafters.shortlist.shortlist import Routed, Shortlist, best, best_on_cpu
+from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from test_shortlist_head import spread
 
@@ -74,12 +74,11 @@ def test_calls_below_the_deepest_that_is_routed_score_what_the_one_above_did() -
     root = shortlist.route(hidden[:1], embedded[:1], [0])
     first = shortlist.route(hidden, embedded, [1, 2], root)
     assert (
-        first is not root
-        and first.clusters.tolist() == shortlist.route(hidden, embedded, [1, 2]).clusters.tolist()
+        first is not root and first.tolist() == shortlist.route(hidden, embedded, [1, 2]).tolist()
     )
     assert shortlist.route(hidden, embedded, [2, 3], first) is first
     # nothing above: routed
-    assert len(shortlist.route(hidden, embedded, [2, 2]).clusters) == 4
+    assert len(shortlist.route(hidden, embedded, [2, 2])) == 4
 
 
 def test_a_share_of_everything_is_everything_and_one_without_a_cluster_is_refused() -> None:
@@ -166,6 +165,15 @@ def test_a_window_of_nothing_is_refused() -> None:
 # Routing
 
 
+def choose(scores: torch.Tensor, count: int) -> list[int]:
+    """The clusters of a call from the router's scores."""
+    clusters = scores.shape[1]
+    layout = Layout(torch.arange(clusters), 0, 1, clusters)
+    router = Router(RouterConfig(1, 1, 1, clusters))
+    shortlist = Shortlist(torch.zeros(clusters, 2), layout, router=router, chosen=count)
+    return shortlist.choose(scores).tolist()
+
+
 @examples(200, derandomize=True)
 @given(st.integers(1, 6), st.integers(1, 12), st.data())
 def test_the_clusters_are_those_that_the_nodes_want_most(
@@ -179,9 +187,9 @@ def test_the_clusters_are_those_that_the_nodes_want_most(
         for c in range(clusters)
     ]
     most = sum(sorted(worth, reverse=True)[:count])
-    for found in (best(logits, count), torch.from_numpy(best_on_cpu(logits.numpy(), count))):
-        assert found.dtype is torch.int64 and found.tolist() == sorted(set(found.tolist()))
-        assert len(found) == count and sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
+    found = choose(logits, count)
+    assert found == sorted(set(found)) and len(found) == count
+    assert sum(worth[c] for c in found) == pytest.approx(most, rel=1e-4)
 
 
 def test_among_equals_the_first_win_and_bad_scores_come_last() -> None:
@@ -196,29 +204,27 @@ def test_among_equals_the_first_win_and_bad_scores_come_last() -> None:
         ([0.0, -infinite, 1.0, -infinite, -infinite], 3, [0, 1, 2]),
     ):
         for rows in (1, 3):
-            logits = torch.tensor([row] * rows)
-            assert best(logits, count).tolist() == expected
-            assert best_on_cpu(logits.numpy(), count).tolist() == expected
+            assert choose(torch.tensor([row] * rows), count) == expected
     # a node whose scores are bad leaves the choice to the others
     logits = torch.tensor([[bad] * 4, [0.0, 3.0, 1.0, 2.0]])
-    assert best_on_cpu(logits.numpy(), 2).tolist() == best(logits, 2).tolist() == [1, 3]
+    assert choose(logits, 2) == [1, 3]
 
 
 def test_a_node_that_is_certain_leaves_room_to_one_that_is_not() -> None:
     logits = torch.full((2, 8), -9.0)
     logits[0, 6] = 9.0  # the first node wants one cluster
     logits[1, :4] = 1.0  # the second any of four
-    assert best_on_cpu(logits.numpy(), 5).tolist() == [0, 1, 2, 3, 6]
+    assert choose(logits, 5) == [0, 1, 2, 3, 6]
 
 
 def test_every_call_scores_as_many_clusters() -> None:
     shortlist = make("router")
     for n, seed in ((1, 0), (1, 1), (3, 2), (8, 3)):
         hidden, embedded = nodes(n, seed)
-        assert len(shortlist.route(hidden, embedded, [0] * n).clusters) == 4
+        assert len(shortlist.route(hidden, embedded, [0] * n)) == 4
         # nodes that agree, too
         hidden, embedded = hidden[:1].expand(5, -1), embedded[:1].expand(5, -1)
-        assert len(shortlist.route(hidden, embedded, [0] * 5).clusters) == 4
+        assert len(shortlist.route(hidden, embedded, [0] * 5)) == 4
     assert make("router", chosen=99).chosen == 11  # all there are
 
 
@@ -227,14 +233,14 @@ def test_routing_is_repeatable_and_leaves_chance_alone(device: str) -> None:
     shortlist = make("router", device)
     hidden, embedded = nodes(8, device=device)
     state = torch.get_rng_state()
-    first, second = (shortlist.route(hidden, embedded, [0] * 8).clusters for _ in range(2))
+    first, second = (shortlist.route(hidden, embedded, [0] * 8) for _ in range(2))
     assert torch.equal(first, second) and len(first) == 4
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_a_router_nothing_is_routed() -> None:
     for kind in ("frequency", "context"):
-        assert make(kind).route(*nodes(2), [0, 1]).clusters.tolist() == []
+        assert make(kind).route(*nodes(2), [0, 1]).tolist() == []
 
 
 # Scoring
@@ -270,7 +276,7 @@ def test_what_is_scored_is_what_is_held_and_counted(
 
 def test_padded_clusters_are_the_same_shortlist() -> None:
     state, (hidden, _) = make().begin(range(0, VOCAB, 7)), nodes(2)
-    bare, padded = Routed(torch.tensor([2, 10])), Routed(torch.tensor([2, 10, -1, -1]))
+    bare, padded = torch.tensor([2, 10]), torch.tensor([2, 10, -1, -1])
     assert torch.equal(
         spread(state.score(hidden, bare), VOCAB), spread(state.score(hidden, padded), VOCAB)
     )

@@ -61,15 +61,12 @@ def heads(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, Layout, list[int
     return torch.randn(vocab, d), torch.randn(n, d), layout, clusters
 
 
-@pytest.mark.parametrize("backend", ["plain", "packed"])
 @examples(60, derandomize=True)
 @given(heads())
-def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(
-    backend: str, case: tuple
-) -> None:
+def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(case: tuple) -> None:
     weight, h, layout, clusters = case
     before = weight.clone()
-    scores = BlockHead(weight, layout, backend=backend)(
+    scores = BlockHead(weight, layout, backend="plain")(
         h, torch.tensor(clusters, dtype=torch.int64)
     )
     torch.testing.assert_close(
@@ -81,57 +78,14 @@ def test_a_head_scores_the_frequent_block_and_the_chosen_clusters(
     assert torch.equal(weight, before)
 
 
-@pytest.mark.parametrize("packable", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_packed_blocks_hold_where_weights_can_be_packed_and_where_not(
-    dtype: torch.dtype, packable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packable:
-        monkeypatch.setattr(head, "pack_weight", lambda weight: None)
-    torch.manual_seed(0)
-    weight, h, layout = (
-        torch.randn(300, 48).to(dtype),
-        torch.randn(6, 48).to(dtype)[::2],
-        Layout(torch.randperm(300)[:290], 70, 32, 300),
-    )
-    packed = BlockHead(weight, layout, backend="packed")
-    for clusters in ([], [6], [0, 2, 5]):
-        scores = packed(h, torch.tensor(clusters, dtype=torch.int64))
-        assert scores.logits.dtype is dtype
-        torch.testing.assert_close(
-            spread(scores, 300), expected(weight, h, layout, clusters), rtol=0.02, atol=0.15
-        )
-
-
-def test_packing_that_works_for_some_blocks_only_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_padding_behind_the_clusters_counts_for_nothing() -> None:
     torch.manual_seed(0)
     weight, h, layout = (
         torch.randn(60, 8),
         torch.randn(2, 8),
         Layout(torch.randperm(60), 10, 20, 60),
     )
-    seen: list[int] = []
-    monkeypatch.setattr(
-        head,
-        "pack_weight",
-        lambda block: None if seen.append(len(block)) or len(seen) == 3 else block.clone(),
-    )
-    scores = BlockHead(weight, layout, backend="packed")(h, torch.tensor([1, 2]))
-    assert len(seen) == 3
-    torch.testing.assert_close(spread(scores, 60), expected(weight, h, layout, [1, 2]))
-
-
-@pytest.mark.parametrize("backend", ["plain", "packed"])
-def test_padding_behind_the_clusters_counts_for_nothing(backend: str) -> None:
-    torch.manual_seed(0)
-    weight, h, layout = (
-        torch.randn(60, 8),
-        torch.randn(2, 8),
-        Layout(torch.randperm(60), 10, 20, 60),
-    )
-    made = BlockHead(weight, layout, backend=backend)
+    made = BlockHead(weight, layout, backend="plain")
     bare, padded = made(h, torch.tensor([1])), made(h, torch.tensor([1, -1, -1]))
     assert torch.equal(spread(bare, 60), spread(padded, 60))
 
@@ -145,17 +99,13 @@ def test_a_head_is_made_for_so_many_clusters() -> None:
         made(weight[:1], torch.tensor([0, 1, 2]))
 
 
-def test_a_cpu_takes_packed_blocks_and_others_are_refused_by_name(
+def test_a_cpu_takes_the_plain_head_and_others_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     weight, layout = torch.randn(60, 8), Layout(torch.randperm(60), 10, 20, 60)
-    assert BlockHead(weight, layout).backend == "packed"
-    with pytest.raises(
-        InvalidInput, match=r"unknown backend 'fast'.*plain, packed, native, triton"
-    ):
+    assert BlockHead(weight, layout).backend == "plain"
+    with pytest.raises(InvalidInput, match=r"unknown backend 'fast'.*plain, native, triton"):
         BlockHead(weight, layout, backend="fast")
-    with pytest.raises(InvalidInput, match="'packed' needs a CPU"):
-        BlockHead(weight.to("meta"), layout, backend="packed")
     with pytest.raises(InvalidInput, match=r"\[60, d\]"):
         BlockHead(weight[:59], layout)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -179,7 +129,7 @@ def test_without_triton_cuda_falls_back_and_says_so(
 
 def test_triton_is_not_imported_where_it_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)  # an import would fail
-    for backend in ("plain", "packed", None):
+    for backend in ("plain", None):
         BlockHead(torch.randn(6, 8), Layout(torch.arange(6), 2, 2, 6), backend=backend)(
             torch.randn(1, 8), torch.tensor([1])
         )

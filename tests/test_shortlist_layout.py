@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from cases import examples
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import ABSENT, FREQUENT, Layout
-from quickbeam.drafters.shortlist.router import EPS, FastRouter, Router, RouterConfig
+from quickbeam.drafters.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.errors import InvalidInput
 
 VOCAB = 40
@@ -104,24 +104,6 @@ def test_a_router_scores_clusters_from_two_normed_inputs() -> None:
     torch.testing.assert_close(router(hidden, embedded), expected)
     torch.testing.assert_close(router(100 * hidden, embedded / 7), expected, rtol=1e-4, atol=1e-4)
     assert router.bfloat16()(hidden.bfloat16(), embedded.bfloat16()).dtype is torch.float32
-
-
-@pytest.mark.parametrize("packable", [True, False])
-def test_the_fast_router_gives_what_the_router_does(
-    packable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not packable:
-        monkeypatch.setattr("quickbeam.drafters.shortlist.router.pack_weight", lambda weight: None)
-    router, (hidden, embedded) = some_router(5), (torch.randn(3, 6), torch.randn(3, 4))
-    expected = router(hidden, embedded).detach()
-    torch.testing.assert_close(
-        FastRouter(router, torch.float32, hidden.device)(hidden, embedded), expected
-    )
-    rounded = FastRouter(router, torch.bfloat16, hidden.device)(
-        hidden.bfloat16(), embedded.bfloat16()
-    )
-    assert rounded.dtype is torch.float32
-    torch.testing.assert_close(rounded, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("wrong", [0, -1, 1.5, True, "8"])

@@ -25,7 +25,6 @@ from quickbeam.drafters.base import DraftProbs, DraftRequest
 from quickbeam.drafters.draft_model import LMDrafter
 from quickbeam.drafters.shortlist.artefact import Artefact
 from quickbeam.drafters.shortlist.layout import Layout
-from quickbeam.drafters.shortlist.overlap import WAYS, Overlap
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
 from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist, rows_of
 from quickbeam.errors import InvalidInput
@@ -243,34 +242,6 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -
     assert all(
         state.always(token) == (token in ranked or token in prompt) for token in range(VOCAB)
     )
-
-
-def test_overlap_changes_no_answer(pairs: dict[str, Pair]) -> None:
-    pair, params = (
-        pairs["ours"],
-        SamplingParams(max_tokens=20, temperature=0.8, seed=3, ignore_eos=True),
-    )
-    drafter, said = pair.drafter, []
-    shortlist, before = make_shortlist(drafter, pair.target, "router", 16), drafter.overlap
-    for way in WAYS:
-        if way == "stream":
-            with pytest.raises(InvalidInput, match="needs CUDA"):
-                Overlap(pair.target.device, way)
-            continue
-        drafter.overlap = Overlap(pair.target.device, way)
-        sequence = answer(
-            pair.target,
-            DRAFTED["greedy"](drafter),
-            params,
-            [4, 8, 15],
-            budget=7,
-            shortlist=shortlist,
-        )
-        said.append((sequence.output.token_ids, sequence.statistics.steps))
-    drafter.overlap = before
-    assert said[0] == said[1] and before.how == "none"
-    with pytest.raises(InvalidInput, match="unknown overlap 'often'; known: none"):
-        Overlap(pair.target.device, "often")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

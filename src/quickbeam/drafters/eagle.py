@@ -6,7 +6,6 @@ It computes them from the target's hidden states with the network of `eagle_mode
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -18,7 +17,6 @@ from quickbeam.drafters.eagle_model import EagleHead
 from quickbeam.drafters.eagle_native import NativeEagle
 from quickbeam.drafters.eagle_state import EagleState, Work
 from quickbeam.drafters.largest import largest
-from quickbeam.drafters.shortlist.overlap import Overlap
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
 from quickbeam.models.attention import Attend, Layer, Step, attend_plain, attend_sdpa
@@ -86,7 +84,6 @@ class EagleDrafter(Drafter):
         # SDPA is one operation instead of a dozen, each of which would find cold caches. Drafts
         # don't need the bit-identical results of `attend_grouped`.
         self._attend: Attend = attend_sdpa if fast else attend_plain
-        self.overlap = Overlap(model.device)
 
     def check_shortlist(self, shortlist: Shortlist | None) -> None:
         if shortlist is not None and self.network.config.own_head:
@@ -348,20 +345,10 @@ class EagleDrafter(Drafter):
         began = perf_counter()
         parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
         above = next(reversed(state.routed.values()), None)
-        route = partial(
-            state.shortlist.shared.route,
-            parents,
-            following,
-            list(work.asked.values()),
-            above,
-        )
-        routed = self.overlap.start(route, parents, following)
+        routed = state.shortlist.shared.route(parents, following, list(work.asked.values()), above)
+        state.routed.update(dict.fromkeys(work.asked, routed))
         state.counted.seconds += perf_counter() - began
-        out: torch.Tensor = self.network(hidden, embedded, step.new_positions, attend)
-        began = perf_counter()
-        state.routed.update(dict.fromkeys(work.asked, routed()))
-        state.counted.seconds += perf_counter() - began
-        return out
+        return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
 
     def _laws(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last.

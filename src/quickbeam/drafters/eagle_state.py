@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quickbeam.drafters.base import DEPTHS, DrafterState, HeadUse
-from quickbeam.drafters.shortlist.shortlist import Routed, ShortlistState
+from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.models.kv_cache import SequenceCache
 from quickbeam.tree import TokenTree
 
@@ -42,7 +42,7 @@ class EagleState(DrafterState):
         # a row for each requested node below the root: which of these are its ancestors or itself
         self.visible = torch.empty(0, 0, dtype=torch.bool)
         # by node: the clusters scored for its distribution, with a shortlist
-        self.routed: dict[int, Routed] = {}
+        self.routed: dict[int, torch.Tensor] = {}
 
     @property
     def waiting(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -45,10 +44,7 @@ class PlainRows:
 
     def logits(self, h: torch.Tensor, count: int) -> torch.Tensor:
         """Return the logits `[n, count]` of `h` `[n, d]` for the first `count` rows."""
-        # oneDNN makes a kernel for every new shape, which takes a millisecond. So the number of
-        # rows is rounded up to a multiple of `STEP`, and the surplus logits are cut off.
-        padded = min(len(self._rows), -(-count // STEP) * STEP)
-        return F.linear(h, self._rows[:padded])[:, :count]
+        return F.linear(h, self._rows[:count])
 
 
 class ContextTokens:
@@ -78,12 +74,12 @@ class ContextTokens:
         self.rebuilt = 0  # how often tokens were dropped
         self.version = 0  # changes whenever the kept tokens or their places change
         self._weight = weight.detach()
-        self._skip = np.zeros(len(weight), bool) if skip is None else skip.numpy()
+        self._skip = frozenset(() if skip is None else skip.nonzero()[:, 0].tolist())
         # by token: its row of the buffer; the least recently seen token first
         self._row: dict[int, int] = {}
-        found = kernels() if native_fits(self._weight) else None
+        library = kernels() if native_fits(self._weight) else None
         self.rows: NativeRows | PlainRows = (
-            PlainRows(self._weight) if found is None else NativeRows(self._weight, found, rows)
+            PlainRows(self._weight) if library is None else NativeRows(self._weight, library, rows)
         )
         self._tokens = torch.empty(0, dtype=torch.int64, device=weight.device)
 
@@ -96,7 +92,7 @@ class ContextTokens:
     @inference
     def extend(self, tokens: Sequence[int]) -> None:
         """Read more tokens, the newest last."""
-        recent = [token for token in dict.fromkeys(reversed(tokens)) if not self._skip[token]][
+        recent = [token for token in dict.fromkeys(reversed(tokens)) if token not in self._skip][
             : self.window
         ]
         known = len(self._row)

@@ -16,12 +16,11 @@ import torch.nn.functional as F
 
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.errors import InvalidInput
-from quickbeam.models.linear import pack_weight
 from quickbeam.models.native.library import kernels
 
 logger = logging.getLogger(__name__)
 
-BACKENDS = ("plain", "packed", "native", "triton")
+BACKENDS = ("plain", "native", "triton")
 
 
 class Scores(NamedTuple):
@@ -43,15 +42,12 @@ class BlockHead:
     of clusters in one call; None: all of them. `backend`:
 
     - "plain": gathers the rows, then makes one product. This is the reference.
-    - "packed": one product for each block. The weights are packed once where the CPU can do that
-      (`target.linear`); otherwise they are slices.
     - "native": one call of the native kernels (bfloat16 on a CPU), with logits in float32.
     - "triton": one kernel for all blocks (`kernels.py`), on CUDA or in Triton's interpreter. The
       number of columns is the same for any choice of clusters, and nothing waits for the device, so
       that a call can be captured in a CUDA graph.
 
-    With None, a CPU takes "native" where it is available and else "packed". CUDA takes "triton", or
-    "plain" where Triton is missing.
+    With None, a CPU takes "native" and CUDA takes "triton" where they are available, else "plain".
 
     Raises `InvalidInput` for a backend that the device can't run, and for a weight that doesn't fit
     the layout.
@@ -104,20 +100,15 @@ def _choose(backend: str | None, device: str, native: bool = False) -> str:
             logger.info("the drafter's head gathers rows: install triton for the fused kernel")
         if native:
             return "native"
-        return "packed" if device == "cpu" else "triton" if device == "cuda" and triton else "plain"
+        return "triton" if device == "cuda" and triton else "plain"
     if backend not in BACKENDS:
         raise InvalidInput(
             f"unknown backend {backend!r} of the drafter's head; known: {', '.join(BACKENDS)}"
         )
-    if backend == "packed" and device != "cpu":
-        raise InvalidInput(
-            f"backend 'packed' needs a CPU, the head is on {device}: use 'plain' "
-            "or, on CUDA, 'triton'"
-        )
     if backend == "native" and not native:
         raise InvalidInput(
             "backend 'native' needs bfloat16 on a CPU and native kernels (quickbeam "
-            "--version names them): use 'packed'"
+            "--version names them): use 'plain'"
         )
     if backend == "triton":
         if not triton:
@@ -125,10 +116,7 @@ def _choose(backend: str | None, device: str, native: bool = False) -> str:
                 "backend 'triton' needs the package triton: install it, or use 'plain'"
             )
         if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise InvalidInput(
-                f"backend 'triton' needs CUDA, the head is on {device}: use 'plain' "
-                "or, on a CPU, 'packed'"
-            )
+            raise InvalidInput(f"backend 'triton' needs CUDA, the head is on {device}: use 'plain'")
     return backend
 
 
@@ -137,44 +125,6 @@ def _plain(weight: torch.Tensor, layout: Layout, most: int) -> Run:
         chosen = [layout.tokens(cluster) for cluster in clusters.tolist() if cluster >= 0]
         tokens = torch.cat([layout.order[: layout.frequent], *chosen]).to(weight.device)
         return Scores(F.linear(h, weight[tokens]), tokens)
-
-    return run
-
-
-def _packed(weight: torch.Tensor, layout: Layout, most: int) -> Run:
-    """Return a head with one block for each cluster and, as the last block, the frequent tokens."""
-    tokens = [layout.tokens(cluster) for cluster in range(layout.clusters)] + [
-        layout.order[: layout.frequent]
-    ]
-    blocks: list[torch.Tensor] = []
-    for ids in tokens:
-        packed = pack_weight(weight[ids]) if len(ids) else weight[:0]
-        if packed is None:
-            break
-        blocks.append(packed)
-    packable = len(blocks) == len(tokens)
-    linear = torch.ops.mkldnn._linear_pointwise.default if packable else None
-    if not packable:
-        *clusters, frequent = [len(ids) for ids in tokens]
-        first, *rest = torch.split(weight[layout.order], [frequent, *clusters])
-        blocks = [*rest, first]
-
-    def product(h: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-        if linear is not None:
-            out: torch.Tensor = linear(h, block, None, "none", [], "")
-            return out
-        return F.linear(h, block)
-
-    def run(h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        chosen = [cluster for cluster in clusters.tolist() if cluster >= 0]
-        if layout.frequent:
-            chosen.insert(0, layout.clusters)
-        if not chosen:
-            return Scores(h[:, :0], layout.order[:0])
-        return Scores(
-            torch.cat([product(h, blocks[i]) for i in chosen], -1),
-            torch.cat([tokens[i] for i in chosen]),
-        )
 
     return run
 
@@ -188,14 +138,13 @@ def _triton(weight: torch.Tensor, layout: Layout, most: int) -> Run:
 def _native(weight: torch.Tensor, layout: Layout, most: int) -> Run:
     from quickbeam.drafters.shortlist.native import NativeBlocks
 
-    found = kernels()
-    assert found is not None
-    return NativeBlocks(weight, layout, found)
+    library = kernels()
+    assert library is not None
+    return NativeBlocks(weight, layout, library)
 
 
 _MAKERS: dict[str, Callable[[torch.Tensor, Layout, int], Run]] = {
     "plain": _plain,
-    "packed": _packed,
     "native": _native,
     "triton": _triton,
 }

@@ -84,18 +84,18 @@ class NativeBlocks:
             *(layout.tokens(cluster) for cluster in range(layout.clusters)),
         ]
         sizes = [-(-len(part) // BLOCK) * BLOCK for part in parts]
-        tokens = torch.full((sum(sizes),), -1, dtype=torch.int64)
-        at = 0
-        for part, size in zip(parts, sizes, strict=True):
-            tokens[at : at + len(part)] = part
-            at += size
-        rows = weight.detach()[tokens.clamp(min=0)]
+        padded = [
+            F.pad(part, (0, size - len(part)), value=-1)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+        tokens = torch.cat(padded)
         bias = torch.zeros(len(tokens)).masked_fill_(tokens < 0, -torch.inf)
-        self._packed = packer.pack([rows], bias)
-        # [blocks, 16], in numpy, whose small operations cost a fifth of torch's
-        self._tokens = tokens.clamp_(min=0).view(-1, BLOCK).numpy()
-        self._count = np.array(sizes, dtype=np.int64) // BLOCK  # by part: how many blocks
-        self._first = self._count.cumsum() - self._count
+        tokens.clamp_(min=0)
+        self._packed = packer.pack([weight.detach()[tokens]], bias)
+        self._tokens = tokens.view(-1, BLOCK)
+        # by part: its blocks of 16 outputs
+        counts = [size // BLOCK for size in sizes]
+        self._blocks = torch.split(torch.arange(len(self._tokens)), counts)
         self._alone, self._beside = Program(kernels), Program(kernels)
         for program in (self._alone, self._beside):
             h, logits = program.given("h", self._packed.inputs), program.given("logits", 0, True)
@@ -103,30 +103,19 @@ class NativeBlocks:
         # a placeholder: `score` points the operation at the context's rows
         one = packer.pack([weight[:1]], torch.zeros(1))
         self._beside.linear(one, h, logits)
-        nothing = torch.empty(0, dtype=torch.int64)
-        self._without_clusters = self._blocks_of(nothing)
 
-    def find(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """Return the blocks of the frequent tokens and of `clusters`, and the tokens of their
-        outputs.
+    def prepare(self, clusters: torch.Tensor) -> Prepared:
+        """Return what a call needs that scores the frequent tokens and `clusters`, `[k]` int64.
 
-        The tokens are `[s]` int64. Clusters below 0 are padding and have no block.
+        Clusters below 0 are padding and have no block.
         """
-        return self._blocks_of(clusters) if len(clusters) else self._without_clusters
-
-    def _blocks_of(self, clusters: torch.Tensor) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        """Return the blocks of the frequent tokens and of `clusters`, and the tokens of their
-        columns."""
-        chosen = clusters.numpy()
-        parts = np.concatenate([[0], chosen[chosen >= 0] + 1])
-        count = self._count[parts]
-        before = count.cumsum() - count  # how many blocks the parts before each have
-        blocks = np.repeat(self._first[parts] - before, count) + np.arange(count.sum())
-        return blocks, torch.from_numpy(self._tokens[blocks].reshape(-1))
+        parts = [0, *(cluster + 1 for cluster in clusters.tolist() if cluster >= 0)]
+        blocks = torch.cat([self._blocks[part] for part in parts])
+        return Prepared(blocks.numpy(), self._tokens[blocks].flatten(), None)
 
     def __call__(self, h: torch.Tensor, clusters: torch.Tensor) -> Scores:
-        blocks, tokens = self.find(clusters)
-        return Scores(self.score(h, Prepared(blocks, tokens, None)), tokens)
+        prepared = self.prepare(clusters)
+        return Scores(self.score(h, prepared), prepared.tokens)
 
     def score(
         self, h: torch.Tensor, prepared: Prepared, rows: NativeRows | None = None
@@ -135,9 +124,8 @@ class NativeBlocks:
 
         `h`: `[n, d]` bfloat16. `rows`: where the context's rows are, if it has any.
         """
-        # `shape` tells a tensor's length sooner than `len`, which asks for overrides first
-        rows_of_h, width = h.shape[0], prepared.tokens.shape[0]
-        columns, logits = len(prepared.blocks) * BLOCK, torch.empty(rows_of_h, width)
+        width = len(prepared.tokens)
+        columns, logits = len(prepared.blocks) * BLOCK, torch.empty(len(h), width)
         if width:
             program = self._beside if prepared.bias is not None else self._alone
             program.set(0, target_stride=width)
@@ -145,13 +133,13 @@ class NativeBlocks:
                 places = {"weight": rows.address, "bias": prepared.bias.data_ptr()}
                 program.set(
                     1,
-                    outputs=prepared.bias.shape[0],
+                    outputs=len(prepared.bias),
                     target_stride=width,
                     target_offset=columns,
                     **places,
                 )
             program.run(
-                plain_rows(rows_of_h),
+                plain_rows(len(h)),
                 {"h": h.contiguous(), "logits": logits},
                 blocks=prepared.blocks,
             )

@@ -5,7 +5,6 @@ It runs before the drafter's layer has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 import torch
@@ -13,7 +12,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.linear import pack_weight
 
 EPS = 1e-6
 
@@ -43,7 +41,8 @@ class Router(nn.Module):
     """A two-layer MLP that gives each cluster a score.
 
     It reads what goes into the drafter's layer: the hidden state of the row before, and the
-    embedding of the token. Each of these is RMS-normed, without weights.
+    embedding of the token. Each of these is RMS-normed, without weights. `forward` is the plain
+    product; `NativeRouter` is the same in the native kernels.
     """
 
     def __init__(self, config: RouterConfig) -> None:
@@ -65,52 +64,3 @@ def normed(hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
     """Return both inputs concatenated, each divided by its root mean square, in float32."""
     parts = [F.rms_norm(part.float(), (part.shape[-1],), eps=EPS) for part in (hidden, embedded)]
     return torch.cat(parts, -1)
-
-
-class FastRouter:
-    """What a `Router` computes, for inference alone.
-
-    Its weights are copied, as `dtype` on `device`, and packed where the CPU can do that
-    (`target.linear`). It runs once a call of the drafter, each time on cold caches, so its speed
-    depends on the number of operations.
-    """
-
-    def __init__(self, router: Router, dtype: torch.dtype, device: torch.device) -> None:
-        self.config = router.config
-        self._up = _product(router.up, dtype, device, "swish", F.silu)
-        self._down = _product(router.down, dtype, device, "none", None)
-        self._dtype = dtype
-
-    def __call__(self, hidden: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        """Return the scores `[n, clusters]` as float32 logits.
-
-        `hidden`: `[n, hidden_size]`. `embedded`: `[n, embed_size]`.
-        """
-        if self.config.hidden_size == self.config.embed_size:
-            both = torch.stack([hidden, embedded], -2)
-            x = F.rms_norm(both, both.shape[-1:], eps=EPS).flatten(-2)
-        else:
-            x = normed(hidden, embedded)
-        return self._down(self._up(x.to(self._dtype))).float()
-
-
-def _product(
-    linear: nn.Linear,
-    dtype: torch.dtype,
-    device: torch.device,
-    after: str,
-    plain: Callable[[torch.Tensor], torch.Tensor] | None,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function that applies a linear layer and an activation.
-
-    `after` is oneDNN's name of the activation, `plain` the same as a function, or None for none.
-    """
-    weight, bias = (
-        tensor.detach().to(device, dtype, copy=True) for tensor in (linear.weight, linear.bias)
-    )
-    packed = pack_weight(weight)
-    if packed is not None:
-        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, after, [], "")
-    return lambda x: (
-        F.linear(x, weight, bias) if plain is None else plain(F.linear(x, weight, bias))
-    )
