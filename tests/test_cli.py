@@ -28,6 +28,7 @@ from quickbeam.cli.common import progress_lines, statistics_line
 from quickbeam.cli.demo import EXAMPLES
 from quickbeam.engine.result import Completion, Statistics
 from quickbeam.grammar import Grammar
+from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 
 
@@ -66,23 +67,11 @@ def test_generate_streams_text_and_then_statistics(run):
     (kind, (model, method, options), _), (call, messages, params) = fake_llm.CALLS
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
-    expected = {
-        "dtype": "bfloat16",
-        "trust_remote_code": False,
-        "kv_memory": None,
-        "weights": "bfloat16",
-        "draft_weights": "bfloat16",
-    }
-    assert options == expected | dict.fromkeys(
-        ("device", "budget", "drafter", "vocab", "shortlist", "exact", "memory")
+    expected = {"trust_remote_code": False} | dict.fromkeys(
+        ("device", "budget", "drafter", "vocab", "shortlist", "exact", "memory", "kv_memory")
     )
-    assert (call, messages) == ("chat", [("user", "hello")])
-    assert (params.max_tokens, params.temperature, params.seed, params.coupling) == (
-        256,
-        0.0,
-        None,
-        "coupled",
-    )
+    assert options == expected | dict.fromkeys(("dtype", "weights", "draft_weights"), "bfloat16")
+    assert (call, messages, params) == ("chat", [("user", "hello")], SamplingParams())
 
 
 def test_verbose_says_how_an_answer_was_made(run):
@@ -108,71 +97,46 @@ def test_an_answer_that_was_cut_says_so():
 
 
 def test_every_option_arrives(run):
-    sampling = (
-        "--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1 "
-        "--repetition-penalty 1.1 --presence-penalty 0.2 --logit-bias 3=-2.5 --logit-bias 9=-inf"
-    )
-    sampling += (
-        " --frequency-penalty 0.3 --stop END --stop . --stop-token-id 3 --stop-token-id 4 "
-        "--ignore-eos --logprobs 2 --seed 5"
-    )
-    sampling += " --coupling residual"
-    loading = (
-        "--model folder --method dyspec --budget 12 --drafter small --vocab router "
-        "--shortlist 99 --no-exact"
-    )
-    loading += (
-        " --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB --weights int4 "
-        "--draft-weights int8 --memory 3GB"
-    )
-    result = run(
-        "generate", "hello", "--system", "Be brief.", "--json", *sampling.split(), *loading.split()
-    )
+    sampling = """--max-tokens 7 --temperature 0.5 --top-p 0.9 --top-k 40 --min-p 0.1
+        --repetition-penalty 1.1 --presence-penalty 0.2 --frequency-penalty 0.3
+        --logit-bias 3=-2.5 --logit-bias 9=-inf --stop END --stop . --stop-token-id 3
+        --stop-token-id 4 --ignore-eos --logprobs 2 --seed 5 --min-tokens 1 --bad-word no
+        --include-stop-str-in-output --no-skip-special-tokens --coupling residual"""
+    loading = """--model folder --method dyspec --budget 12 --drafter small --vocab router
+        --shortlist 99 --no-exact --dtype float32 --device cpu --trust-remote-code --kv-memory 1GB
+        --weights int4 --draft-weights int8 --memory 3GB"""
+    given = ("--system", "Be brief.", "--json", *sampling.split(), *loading.split())
+    result = run("generate", "hello", *given)
     assert result.exit_code == 0, result.stderr
     (_, (model, method, options), _), (_, messages, params) = fake_llm.CALLS
     assert (model, method) == ("folder", "dyspec")
-    drafter = {"drafter": "small", "vocab": "router", "shortlist": 99}
     assert options.pop("progress") is not None
-    assert (
-        options
-        == {
-            "dtype": "float32",
-            "device": "cpu",
-            "budget": 12,
-            "exact": False,
-            "trust_remote_code": True,
-            "kv_memory": "1GB",
-            "weights": "int4",
-            "draft_weights": "int8",
-            "memory": "3GB",
-        }
-        | drafter
-    )
+    expected = {"drafter": "small", "vocab": "router", "shortlist": 99, "budget": 12}
+    expected |= {"dtype": "float32", "device": "cpu", "exact": False, "trust_remote_code": True}
+    expected |= {"weights": "int4", "draft_weights": "int8", "memory": "3GB", "kv_memory": "1GB"}
+    assert options == expected
     assert messages == [("system", "Be brief."), ("user", "hello")]
-    assert vars(params) == {
-        "max_tokens": 7,
-        "temperature": 0.5,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.1,
-        "repetition_penalty": 1.1,
-        "presence_penalty": 0.2,
-        "frequency_penalty": 0.3,
-        "logit_bias": {3: -2.5, 9: -math.inf},
-        "stop": ("END", "."),
-        "stop_token_ids": (3, 4),
-        "ignore_eos": True,
-        "logprobs": 2,
-        "prompt_logprobs": None,
-        "seed": 5,
-        "n": 1,
-        "min_tokens": 0,
-        "bad_words": (),
-        "skip_special_tokens": True,
-        "include_stop_str_in_output": False,
-        "coupling": "residual",
-        "grammar": None,
-    }
+    assert params == SamplingParams(
+        max_tokens=7,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=40,
+        min_p=0.1,
+        repetition_penalty=1.1,
+        presence_penalty=0.2,
+        frequency_penalty=0.3,
+        logit_bias={3: -2.5, 9: -math.inf},
+        stop=("END", "."),
+        stop_token_ids=(3, 4),
+        ignore_eos=True,
+        logprobs=2,
+        seed=5,
+        min_tokens=1,
+        bad_words=("no",),
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        coupling="residual",
+    )
 
 
 def test_a_grammar_arrives(run, tmp_path):
