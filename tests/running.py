@@ -16,7 +16,7 @@ from quickbeam import LLM, SamplingParams
 from quickbeam.engine.engine import Engine
 from quickbeam.serve.app import create_app
 from quickbeam.serve.runner import Job, Runner
-from quickbeam.serve.server import listen
+from quickbeam.serve.server import config, listen
 from quickbeam.serve.settings import ServeSettings
 
 LONG = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -106,11 +106,7 @@ def idle(runner: Runner) -> bool:
 def serving(runner: Runner) -> Iterator[tuple[str, asyncio.AbstractEventLoop]]:
     """Its address, and its event loop, in a thread of its own."""
     listener = listen("127.0.0.1", 0)
-    server = uvicorn.Server(
-        uvicorn.Config(
-            create_app(runner), log_config=None, access_log=False, timeout_graceful_shutdown=5
-        )
-    )
+    server = uvicorn.Server(config(runner))
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=lambda: loop.run_until_complete(server.serve([listener])))
     thread.start()

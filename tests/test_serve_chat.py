@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.serve import chat
+from quickbeam.serve.endpoints import answer
 from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
@@ -599,7 +600,7 @@ def test_a_stream_that_is_left_gives_everything_back(runner, llm):
         asked = ChatRequest.model_validate(
             body(temperature=0, max_tokens=400, ignore_eos=True, stream=True, n=2)
         )
-        stream = await chat.stream(runner, asked)
+        stream = (await chat.begin(runner, asked)).chunks()
         for _ in range(4):
             await anext(stream)
         assert runner.gate.inside == 2
@@ -698,7 +699,7 @@ def test_bad_grammars_are_refused_with_the_reason(runner):
 
 def test_answers_without_http(runner):
     async def go():
-        return await chat.answer(runner, ChatRequest.model_validate(body(temperature=0)))
+        return await answer(runner, PATH, body(temperature=0))
 
     found = asyncio.run(go())
     assert found["choices"] == good(ask(runner, PATH, body(temperature=0)))["choices"]

@@ -19,8 +19,8 @@ from tokenizers import AddedToken
 from cases import examples
 from quickbeam import LLM, SamplingParams, __version__
 from quickbeam.engine.result import Logprob
-from quickbeam.serve import completions
 from quickbeam.serve.convert import INFILL
+from quickbeam.serve.endpoints import answer
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
@@ -352,9 +352,7 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
 
 
 def test_answers_without_http(runner):
-    found = asyncio.run(
-        completions.answer(runner, CompletionRequest.model_validate(body(temperature=0)))
-    )
+    found = asyncio.run(answer(runner, PATH, body(temperature=0)))
     assert found["choices"] == good(ask(runner, PATH, body(temperature=0)))["choices"]
 
 

@@ -19,6 +19,7 @@ from cases import examples
 from quickbeam import LLM, QuickbeamError, SamplingParams
 from quickbeam.engine.result import Logprob
 from quickbeam.serve import responses
+from quickbeam.serve.endpoints import answer
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts
 from quickbeam.serve.runner import Runner
@@ -302,9 +303,7 @@ def test_formats_make_grammars():
 
 
 def test_answers_without_http(runner):
-    found = asyncio.run(
-        responses.answer(runner, ResponsesRequest.model_validate(body(temperature=0)))
-    )
+    found = asyncio.run(answer(runner, PATH, body(temperature=0)))
     assert text_of(found) == text_of(good(ask(runner, PATH, body(temperature=0))))
 
 

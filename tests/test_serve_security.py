@@ -5,15 +5,29 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import logging
 import socket
+import threading
+import time
+from typing import Annotated, Any
 
 import pytest
 
+pytest.importorskip("fastapi")
+
+from fastapi import Request
+from pydantic import AfterValidator, ValidationError
+
 from quickbeam import LLM
-from quickbeam.serve import security
+from quickbeam.serve import bodies, security
+from quickbeam.serve.endpoints import ENDPOINTS
+from quickbeam.serve.errors import Refused
+from quickbeam.serve.schemas import CompletionRequest
 from quickbeam.serve.settings import ServeSettings
-from running import served
+from running import served, serving
+from serving import ScriptedRunner
+from serving import ask as serving_ask
 
 SECRET = "the cat that nobody may know of"
 
@@ -151,6 +165,7 @@ def test_a_large_body_is_refused_unread(llm):
         assert (
             one.status_code == 413
             and "1000 bytes" in one.json()["error"]["message"]
+            and one.json()["error"]["code"] == "body_too_large"
             and one.headers["connection"] == "close"
         )
 
@@ -167,9 +182,84 @@ def test_reading_stops_at_the_limit():
     async def receive():
         return messages.pop()
 
-    with pytest.raises(security.TooLarge) as error:
-        asyncio.run(security.BodyLimit(app, 1000)({"type": "http", "headers": []}, receive, None))
-    assert error.value.status_code == 413 and seen == [400, 400] and len(messages) == 7
+    limit = security.BodyLimit(app, 1000, 60)
+    with pytest.raises(Refused) as error:
+        asyncio.run(limit({"type": "http", "headers": []}, receive, None))
+    assert error.value.problem.status == 413 and seen == [400, 400] and len(messages) == 7
+
+
+def exchange(address: str, *pieces: bytes) -> bytes:
+    """What a server sends until it closes the connection, to a client that sends pieces slowly."""
+    host, port = address.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        for piece in pieces:
+            connection.sendall(piece)
+            time.sleep(0.05)
+        return b"".join(iter(lambda: connection.recv(4096), b""))
+
+
+def test_clients_that_send_half_a_request_are_left(llm):
+    """Of the head, of a second head and of the body; whoever waits for an answer may."""
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    runner = ScriptedRunner(ServeSettings(read_timeout=0.5, keep_alive=0.2), llm)
+    runner.script, runner.piece, runner.pause = "one two", 7, 1.5
+    with serving(runner) as (address, _):
+        assert exchange(address) == exchange(address, head) == b""
+        assert exchange(address, *[head[i : i + 20] for i in range(0, len(head), 20)]) == b""
+        found = exchange(address, head + b"Content-Length: 100\r\n\r\n", b'{"prompt": ')
+        assert b" 408 " in found and b"request_timeout" in found
+        assert b" 200 " in exchange(address, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\nGET ")
+        body = b'{"prompt": "x"}'
+        whole = head + b"Connection: close\r\nContent-Length: 15\r\n\r\n" + body
+        assert b"one two" in exchange(address, whole)
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize"]
+)
+def test_bodies_that_any_page_may_send_are_not_read(llm, path):
+    """A form and a body without a type are sent to any address without asking its server."""
+    body = json.dumps({"prompt": "x", "messages": [{"role": "user", "content": "x"}], "input": "x"})
+    types = (
+        {},
+        *(
+            {"Content-Type": kind}
+            for kind in ("text/plain", "application/x-www-form-urlencoded", "json", "")
+        ),
+    )
+    found = ask(llm, *(("POST", path, {"content": body, "headers": kind}) for kind in types))
+    for one in found:
+        assert one.status_code == 415 and one.json()["error"]["code"] == "unsupported_media_type"
+    for kind in ("application/json; charset=utf-8", "Application/JSON", "application/vnd.api+json"):
+        (one,) = ask(llm, ("POST", path, {"content": "{", "headers": {"Content-Type": kind}}))
+        assert one.status_code == 400 and "not JSON" in one.json()["error"]["message"]
+
+
+def test_pages_of_other_origins_may_not_ask(llm):
+    own = completion(Origin="http://localhost", Host="localhost")
+    others = [
+        "https://a.example",
+        "null",
+        "http://localhost:81",
+        "http://localhost.a.example",
+        "http://[",
+        "",
+    ]
+    first, *rest = ask(llm, own, *(completion(Origin=one, Host="localhost") for one in others))
+    assert first.status_code == 200
+    for one in rest:
+        assert one.status_code == 403 and one.json()["error"]["code"] == "unknown_origin"
+    asked = completion(Origin="https://a.example", Host="b.example")
+    wide = {"host": "0.0.0.0"}
+    assert [one.status_code for one in ask(llm, asked, **wide)] == [403]
+    same = completion(Origin="https://b.example", Host="b.example")  # behind a proxy for TLS
+    assert [one.status_code for one in ask(llm, same, **wide)] == [200]
+    for origins in (("https://a.example",), ("*",)):
+        assert [one.status_code for one in ask(llm, asked, cors_origins=origins, **wide)] == [200]
+    read = ("GET", "/v1/models", {"headers": {"Origin": "https://a.example"}})
+    assert [one.status_code for one in ask(llm, read)] == [200]
+    keyed = completion(Origin="https://a.example", Authorization="Bearer key")
+    assert [one.status_code for one in ask(llm, keyed, api_keys=("key",))] == [200]
 
 
 def test_web_pages_of_others_may_not_ask_unless_told(llm):
@@ -209,8 +299,9 @@ def test_names_of_others_do_not_lead_here(llm):
         "localhost.evil.example",
         "",
     ]
-    codes = [one.status_code for one in ask(llm, *map(with_host, names))]
-    assert codes == [200] * 4 + [400] * 4
+    found = ask(llm, *map(with_host, names))
+    assert [one.status_code for one in found] == [200] * 4 + [400] * 4
+    assert all(one.json()["error"]["code"] == "unknown_host" for one in found[4:])
     assert [
         one.status_code
         for one in ask(llm, with_host("proxy.example"), allowed_hosts=("proxy.example",))
@@ -258,6 +349,153 @@ def test_prompts_are_not_logged_unless_told(llm, caplog):
     assert SECRET not in caplog.text
     ask(llm, completion(SECRET), log_prompts=True)
     assert SECRET in caplog.text
+
+
+def test_what_a_request_says_makes_no_line_of_the_log(llm, caplog):
+    """Neither an error's message, which may quote it, nor a grammar that a warning quotes."""
+    caplog.set_level(logging.INFO)
+    scripted = ScriptedRunner(ServeSettings(), llm)
+    evil = f"\x1b[31m{SECRET}\n2026-01-01 WARNING all is well"
+    scripted.end = ValueError(evil)
+    for stream in (False, True):
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/responses", {"input": "x"})):
+            serving_ask(scripted, path, {**body, "stream": stream})
+    assert caplog.text.count("a request failed with ValueError") == 4
+    assert SECRET not in caplog.text and "test_serve" not in caplog.text
+    schema = {"type": "string", "format": evil}
+    fields = {"prompt": "x", "max_tokens": 1, "guided_json": schema, "temperature": 0}
+    ask(llm, ("POST", "/v1/completions", {"json": fields}))
+    assert all(
+        "\x1b" not in one.getMessage() and evil not in one.getMessage() for one in caplog.records
+    )
+    assert not [
+        one for one in caplog.records if SECRET in one.getMessage() and one.levelno > logging.INFO
+    ]
+
+
+HUGE = 100_000
+FROZE = {  # by path: what made an error for every item
+    "prompts": ("/v1/completions", {"prompt": [{}] * HUGE}),
+    "lists of prompts": ("/v1/completions", {"prompt": [[{}]] * HUGE}),
+    "ids": ("/v1/completions", {"prompt": [1] * HUGE + ["x"] * HUGE}),
+    "stops": ("/v1/completions", {"prompt": "x", "stop": [1] * HUGE}),
+    "stop ids": ("/v1/completions", {"prompt": "x", "stop_token_ids": ["x"] * HUGE}),
+    "bad words": ("/v1/completions", {"prompt": "x", "bad_words": [1] * HUGE}),
+    "seeds": ("/v1/completions", {"prompt": "x", "seeds": ["x"] * HUGE}),
+    "biases": (
+        "/v1/completions",
+        {"prompt": "x", "logit_bias": {str(i): "x" for i in range(HUGE)}},
+    ),
+    "notes": ("/v1/completions", {"prompt": "x", "metadata": {str(i): 1 for i in range(HUGE)}}),
+    "unknown": ("/v1/completions", {"prompt": "x", **{f"x{i}": 1 for i in range(HUGE)}}),
+    "choices": ("/v1/completions", {"prompt": "x", "guided_choice": [1] * HUGE}),
+    "messages": ("/v1/chat/completions", {"messages": [{}] * HUGE}),
+    "roles": ("/v1/chat/completions", {"messages": [{"role": "user", "content": 3}] * HUGE}),
+    "parts": ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{}] * HUGE}]}),
+    "calls": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "assistant", "tool_calls": [{}] * HUGE}]},
+    ),
+    "tools": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "tools": [{}] * HUGE},
+    ),
+    "modalities": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "x"}], "modalities": [1] * HUGE},
+    ),
+    "items": ("/v1/responses", {"input": [{}] * HUGE}),
+    "texts": ("/v1/responses", {"input": [{"role": "user", "content": [{}] * HUGE}]}),
+    "flat tools": ("/v1/responses", {"input": "x", "tools": [{}] * HUGE}),
+    "includes": ("/v1/responses", {"input": "x", "include": [1] * HUGE}),
+    "callers": (
+        "/v1/responses",
+        {"input": "x", "tools": [{"type": "function", "name": "f", "allowed_callers": [1] * HUGE}]},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FROZE)
+def test_what_is_wrong_a_hundred_thousand_times_is_found_once(name):
+    path, body = FROZE[name]
+    kind = ENDPOINTS[path].kind
+    with pytest.raises(ValidationError) as error:
+        kind.model_validate(body)
+    assert error.value.error_count() < 12
+    with pytest.raises(Refused) as refusal:
+        bodies.check(body, kind)
+    assert refusal.value.problem.param and len(str(refusal.value)) < 300
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ["x"] * 257},
+        {"stop": ["x" * 8193]},
+        {"bad_words": [f"{i}" for i in range(257)]},
+        {"bad_words": ["x" * 5000, "y" * 5000]},
+        {"stop_token_ids": [1] * 4097},
+        {"metadata": {str(i): "x" for i in range(65)}},
+        {"prompt": ["x"] * 4097},
+        {"guided_choice": ["x"] * 4097},
+    ],
+)
+def test_lists_have_an_end(fields):
+    with pytest.raises(Refused, match="the most that there may be") as error:
+        bodies.check({"prompt": "x", **fields}, CompletionRequest)
+    assert error.value.problem.param in fields
+
+
+def test_large_bodies_are_read_beside_the_event_loop():
+    threads = list[int]()
+
+    def note(value):
+        threads.append(threading.get_ident())
+        return value
+
+    async def read(size: int) -> None:
+        async def receive():
+            return {"type": "http.request", "body": b'"' + b"x" * size + b'"'}
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        await bodies.read(Request(scope, receive), Annotated[Any, AfterValidator(note)])
+
+    asyncio.run(read(100))
+    asyncio.run(read(bodies.LARGE))
+    assert [one == threading.get_ident() for one in threads] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 1e308}, "temperature"),
+        ({"temperature": -1e308}, "temperature"),
+        ({"repetition_penalty": 1e-300}, "repetition_penalty"),
+        ({"frequency_penalty": 1e308}, "frequency_penalty"),
+        ({"logit_bias": {"1": 1e308}}, "logit_bias"),
+        ({"top_p": 1e-320}, None),
+        ({"min_p": 5e-324}, None),
+        ({"temperature": 5e-324}, None),
+        ({"seed": int("9" * 4000)}, "seed"),
+        ({"seeds": [int("9" * 4000)]}, "seeds[0]"),
+        ({"n": int("9" * 4000)}, "n"),
+        ({"max_tokens": int("9" * 4000)}, "max_tokens"),
+        ({"prompt": [int("9" * 4000)]}, "prompt"),
+        ({"top_k": int("9" * 4000)}, None),
+        ({"model": "x" * 100_000}, "model"),
+        ({"speculation": {"method": "x" * 100_000}}, "speculation.method"),
+        ({"response_format": {"type": "x" * 100_000}}, "response_format"),
+        ({"regex": "(" * 100_000}, "regex"),
+        ({"x" * 100_000: 1}, None),
+    ],
+)
+def test_extremes_are_answered_or_refused_in_few_words(llm, fields, param):
+    body = {"prompt": "hello", "max_tokens": 2, "seed": 1, **fields}
+    body = {name: value for name, value in body.items() if name != "seed" or "seeds" not in fields}
+    (found,) = ask(llm, ("POST", "/v1/completions", {"json": body}))
+    assert found.status_code in (200, 400, 404) and len(found.content) < 2500
+    if found.status_code != 200:
+        assert found.json()["error"]["param"] == param
 
 
 def test_nothing_is_read_or_fetched_for_a_request(llm, monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ This module knows nothing of logits: `sampling.py` turns these parameters into a
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
@@ -88,7 +89,8 @@ class SamplingParams:
         for name, (good, accepted) in RULES.items():
             if not good(getattr(self, name), self):
                 what = accepted.format(self)
-                raise InvalidInput(f"{name}={getattr(self, name)!r}: must be {what}")
+                given = reprlib.repr(getattr(self, name))  # short, whatever it is
+                raise InvalidInput(f"{name}={given}: must be {what}")
 
     @property
     def greedy(self) -> bool:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from quickbeam.automaton import Automaton
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.noise import CHUNK, LIKELY, Chooser, Noise
 from quickbeam.params import SamplingParams
@@ -62,8 +64,7 @@ class Bans:
     These are the ids that would end the answer among its first `min_tokens` tokens, and the last
     tokens of bad words whose other tokens stand at the end of the output.
 
-    Only output counts: a bad word that begins in the prompt is not noticed. For each node, only the
-    words that its last token may continue are compared.
+    Only output counts: a bad word that begins in the prompt is not noticed.
     """
 
     def __init__(
@@ -71,20 +72,18 @@ class Bans:
     ) -> None:
         self._min_tokens, self._ends = min_tokens, list(ends)
         self._always = [word[0] for word in bad if len(word) == 1]
-        # by a word's last token but one: all its tokens but the last, and the last
-        self._words: dict[int, list[tuple[list[int], int]]] = {}
-        for *start, last in bad:
-            if start:
-                self._words.setdefault(start[-1], []).append((start, last))
-        self._reach = max((len(word) - 1 for word in bad), default=0)
+        longer = [word for word in bad if len(word) > 1]
+        self._starts, self._last = (
+            Automaton([word[:-1] for word in longer]),
+            [w[-1] for w in longer],
+        )
         self._length = 0  # tokens of output
-        # the last tokens of the output, as many as the longest bad word needs
-        self._end: list[int] = []
+        self._state = 0  # of the automaton, after the output
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Record tokens that became output."""
         self._length += len(tokens)
-        self._end = self._with(tokens)
+        self._state = self._after(tokens)
 
     def after(self, path: Sequence[int]) -> list[int]:
         """Return the banned ids for the token that follows output and `path`, in no particular
@@ -94,13 +93,10 @@ class Bans:
             if self._length + len(path) < self._min_tokens
             else self._always
         )
-        text = self._with(path)
-        words = self._words.get(text[-1], []) if text else []
-        return [*banned, *(last for start, last in words if text[-len(start) :] == start)]
+        return [*banned, *(self._last[i] for i in self._starts.ends(self._after(path)))]
 
-    def _with(self, tokens: Sequence[int]) -> list[int]:
-        text = [*self._end, *tokens]
-        return text[max(0, len(text) - self._reach) :]
+    def _after(self, path: Sequence[int]) -> int:
+        return reduce(self._starts.read, path, self._state)
 
 
 class Sampler:

@@ -6,23 +6,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from quickbeam.batch.requests import CHAT, COMPLETIONS, RESPONSES
 from quickbeam.batch.run import Answer, Reply
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.serve import chat, completions, responses
+from quickbeam.serve import endpoints
 from quickbeam.serve.errors import problem
-from quickbeam.serve.items import ResponsesRequest
-from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.schemas import CompletionRequest
 from quickbeam.serve.settings import ServeSettings
 
-ENDPOINTS: dict[str, tuple[Any, Any]] = {
-    CHAT: (chat.answer, ChatRequest),
-    COMPLETIONS: (completions.answer, CompletionRequest),
-    RESPONSES: (responses.answer, ResponsesRequest),
-}
 NEVER = 10**9  # seconds
 
 
@@ -43,13 +34,12 @@ class Answering:
 
         Raises `QuickbeamError` if the engine can't answer any more.
         """
-        give, kind = ENDPOINTS[url]
         try:
-            return Reply(200, await give(self._runner, kind.model_validate(body)))
+            return Reply(200, await endpoints.answer(self._runner, url, body))
         except Exception as error:
             if (ailment := self._runner.ailment) is not None:
                 raise QuickbeamError(f"no more answers: {ailment}") from error
-            told = problem(error, body)
+            told = problem(error)
             return Reply(told.status, told.body)
 
     async def close(self) -> None:

@@ -40,7 +40,9 @@ def stderr() -> Console:
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Write to stderr. A disk that is full or a reader that has left ends nothing."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
+from quickbeam.automaton import Automaton
 from quickbeam.params import SamplingParams
 
 INCOMPLETE = "\ufffd"  # what decoders show for bytes that are not (yet) a character
@@ -141,6 +142,7 @@ class Output:
         self._detokenizer = Detokenizer(tokenizer, params.skip_special_tokens)
         self.ends = frozenset([*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)])
         self._stop = tuple(params.stop)
+        self._stops, self._state = Automaton(self._stop), 0
         self._include_stop = params.include_stop_str_in_output
         self._min_tokens, self._max_tokens = params.min_tokens, params.max_tokens
         self._taken = 0  # how many characters `take` has returned
@@ -197,10 +199,12 @@ class Output:
         stay in the text.
         """
         text = self.text
-        start, self._taken = (
-            self._taken,
-            len(text) - (self._held(text) if self.finish_reason is None else 0),
-        )
+        held = 0
+        if self._stop and not self._include_stop:
+            with self._reading:
+                text = self._text
+                held = self._stops.depth(self._state) if self.finish_reason is None else 0
+        start, self._taken = self._taken, len(text) - held
         return text[start : self._taken]
 
     def _add(self, piece: str) -> bool:
@@ -209,29 +213,15 @@ class Output:
         The earliest stop string counts; of two that begin at the same place, the shorter one.
         """
         # another thread may look at the text at any time, so it never holds what is cut off
-        before, text = len(self._text), self._text + piece
-        found = [
-            (start, len(stop))
-            for stop in self._stop
-            if len(self.token_ids) > self._min_tokens
-            and (start := text.find(stop, max(0, before - len(stop) + 1))) >= 0
-        ]
-        if found:
+        text = self._text + piece
+        found = list[tuple[int, int]]()
+        for end, character in enumerate(piece if self._stop else "", len(self._text) + 1):
+            self._state = self._stops.read(self._state, character)
+            lengths = (len(self._stop[number]) for number in self._stops.ends(self._state))
+            found += [(end - length, length) for length in lengths]
+        if stopped := bool(found) and len(self.token_ids) > self._min_tokens:
             start, length = min(found)
             text = text[: start + length if self._include_stop else start]
+            self._state = 0
         self._text = text
-        return bool(found)
-
-    def _held(self, text: str) -> int:
-        """Return the length of the longest end of `text` that a stop string could still cut."""
-        if self._include_stop:
-            return 0
-        return max(
-            (
-                n
-                for stop in self._stop
-                for n in range(1, min(len(stop), len(text) + 1))
-                if text.endswith(stop[:n])
-            ),
-            default=0,
-        )
+        return stopped

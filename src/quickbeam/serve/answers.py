@@ -7,14 +7,12 @@ import json
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from sse_starlette import EventSourceResponse, ServerSentEvent
 from typing_extensions import Self
 
 from quickbeam.aio import AsyncStream
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.serve.errors import Interrupted, problem
-from quickbeam.serve.runner import Runner
 
 DONE = {"data": "[DONE]"}
 
@@ -142,29 +140,14 @@ class Counts(NamedTuple):
     steps: int
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, str]]:
+async def done_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, str]]:
+    """Yield chunks as server-sent events, and then `[DONE]`.
+
+    If an error ends the chunks, its error object is sent in place of the rest.
+    """
     try:
         async for chunk in chunks:
             yield {"data": json.dumps(chunk)}
     except Exception as error:
         yield {"data": json.dumps(problem(error).body)}
     yield DONE
-
-
-def event_stream(runner: Runner, chunks: AsyncIterator[dict[str, Any]]) -> EventSourceResponse:
-    """Return the response that streams `chunks` and then `[DONE]`.
-
-    If an error ends the chunks, its error object is sent in place of the rest. While there is
-    nothing to send, comments keep the connection open.
-    """
-    return sse(runner, _events(chunks))
-
-
-def sse(runner: Runner, events: AsyncIterator[dict[str, str]]) -> EventSourceResponse:
-    """Return the response that streams server-sent events."""
-    return EventSourceResponse(
-        events,
-        sep="\n",
-        ping=runner.settings.keep_alive,
-        ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
-    )

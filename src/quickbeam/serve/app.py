@@ -8,17 +8,13 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.middleware.cors import CORSMiddleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from quickbeam import __version__
-from quickbeam.serve import chat, completions, errors, responses, tokens
-from quickbeam.serve.disconnect import Gone
+from quickbeam.serve import endpoints, errors, tokens
 from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
-from quickbeam.serve.security import OPEN, BodyLimit, Keys
-
-LOOPBACK = ("localhost", "127.0.0.1", "[::1]")  # names of this machine in a Host header
+from quickbeam.serve.security import LOOPBACK, OPEN, BodyLimit, Keys, Origins
 
 
 def create_app(runner: Runner) -> FastAPI:
@@ -38,10 +34,8 @@ def create_app(runner: Runner) -> FastAPI:
     )
     app.state.runner = runner
     errors.install(app)
-    # the client has left, so nobody reads this response
-    app.add_exception_handler(Gone, lambda request, error: Response(status_code=499))
-    for module in (chat, completions, responses, tokens):
-        app.include_router(module.router)
+    endpoints.install(app)
+    app.include_router(tokens.router)
     app.add_api_route("/", index, include_in_schema=False)
     app.add_api_route("/health", health)
     app.add_api_route("/metrics", metrics)
@@ -53,7 +47,7 @@ def protect(app: FastAPI, runner: Runner) -> None:
     """Add the middlewares that the settings ask for. A request passes the last one added first."""
     settings = runner.settings
     app.add_middleware(answer_head)
-    app.add_middleware(BodyLimit, limit=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=settings.max_body_bytes, seconds=settings.read_timeout)
     if settings.api_keys:
         app.add_middleware(
             Keys,
@@ -67,13 +61,13 @@ def protect(app: FastAPI, runner: Runner) -> None:
             allow_methods=["*"],
             allow_headers=["*"],
         )
-    if settings.loopback and not settings.api_keys:
-        hosts = [
-            *LOOPBACK,
-            f"[{settings.host}]" if ":" in settings.host else settings.host,
-            *settings.allowed_hosts,
-        ]
-        app.add_middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)
+    if not settings.api_keys:  # a web page can't know a key
+        hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
+        app.add_middleware(
+            Origins,
+            hosts=hosts if settings.loopback else None,
+            origins=settings.cors_origins,
+        )
 
 
 def answer_head(app: ASGIApp) -> ASGIApp:

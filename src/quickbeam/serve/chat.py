@@ -1,4 +1,4 @@
-"""The endpoint `/v1/chat/completions`. `answer` and `stream` can be called without HTTP, too."""
+"""The endpoint `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -7,52 +7,19 @@ import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
-from quickbeam.serve import tools
-from quickbeam.serve.answers import Answers, event_stream
-from quickbeam.serve.convert import Wanted, begin, encode_conversation, size_of
-from quickbeam.serve.disconnect import unless_gone
+from quickbeam.serve import convert, tools
+from quickbeam.serve.answers import Answers
+from quickbeam.serve.convert import Wanted, encode_conversation, size_of
 from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
 from quickbeam.serve.messages import ChatRequest
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling, CallReader
 
-router = APIRouter()
 
-
-@router.post("/v1/chat/completions", response_model=None)
-async def create(request: ChatRequest, http: Request) -> Response:
-    """Answer a conversation, with one object or as a stream of chunks."""
-    runner: Runner = http.app.state.runner
-    if request.stream:
-        return event_stream(runner, await unless_gone(http, stream(runner, request)))
-    return JSONResponse(await unless_gone(http, answer(runner, request)))
-
-
-async def answer(runner: Runner, request: ChatRequest) -> dict[str, Any]:
-    """Return the response object.
-
-    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
-    that is turned away, and the error that ended an answer.
-    """
-    chat = await _begin(runner, request)
-    with chat.answers:
-        return await chat.whole()
-
-
-async def stream(runner: Runner, request: ChatRequest) -> AsyncIterator[dict[str, Any]]:
-    """Wait until the engine has begun, and return the chunks.
-
-    Until then it raises what `answer` raises. Later errors are raised while the chunks are read.
-    """
-    return (await _begin(runner, request)).chunks()
-
-
-async def _begin(runner: Runner, request: ChatRequest) -> Chat:
+async def begin(runner: Runner, request: ChatRequest) -> Chat:
+    """Have the engine begin with a request, and return its reply."""
     llm = runner.llm
     calling = tools.calling(
         request.tools, request.tool_choice, request.parallel_tool_calls, llm.tokenizer
@@ -63,7 +30,7 @@ async def _begin(runner: Runner, request: ChatRequest) -> Chat:
         grammar=calling and calling.grammar,
         keep_special=calling is not None and calling.keeps_special,
     )
-    answers = await begin(
+    answers = await convert.begin(
         runner,
         request,
         lambda: [encode_conversation(llm, request, calling and calling.tools)],

@@ -1,4 +1,4 @@
-"""The endpoint `/v1/completions`. `answer` and `stream` can be called without HTTP, too."""
+"""The endpoint `/v1/completions`."""
 
 from __future__ import annotations
 
@@ -8,56 +8,24 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
-from quickbeam.serve.answers import Answers, event_stream
-from quickbeam.serve.convert import Wanted, begin, encode_infill
-from quickbeam.serve.disconnect import unless_gone
+from quickbeam.serve import convert
+from quickbeam.serve.answers import Answers
+from quickbeam.serve.convert import Wanted, encode_infill
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
 LENGTH = 16  # default length of an answer in tokens, as in OpenAI's API
 
-router = APIRouter()
 
-
-@router.post("/v1/completions", response_model=None)
-async def create(request: CompletionRequest, http: Request) -> Response:
-    """Continue a text, or several, with one object or as a stream of chunks."""
-    runner: Runner = http.app.state.runner
-    if request.stream:
-        return event_stream(runner, await unless_gone(http, stream(runner, request)))
-    return JSONResponse(await unless_gone(http, answer(runner, request)))
-
-
-async def answer(runner: Runner, request: CompletionRequest) -> dict[str, Any]:
-    """Return the response object.
-
-    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
-    that is turned away, and the error that ended an answer.
-    """
-    made = await _begin(runner, request)
-    with made.answers:
-        return await made.whole()
-
-
-async def stream(runner: Runner, request: CompletionRequest) -> AsyncIterator[dict[str, Any]]:
-    """Wait until the engine has begun, and return the chunks.
-
-    Until then it raises what `answer` raises. Later errors are raised while the chunks are read.
-    """
-    return (await _begin(runner, request)).chunks()
-
-
-async def _begin(runner: Runner, request: CompletionRequest) -> Texts:
+async def begin(runner: Runner, request: CompletionRequest) -> Texts:
+    """Have the engine begin with a request, and return its reply."""
     llm, prompts = runner.llm, request.prompts
     tokens = None if any(isinstance(one, str) for one in prompts) else sum(map(len, prompts))
-    answers = await begin(
+    answers = await convert.begin(
         runner,
         request,
         lambda: [_encode(llm, one, request.suffix) for one in prompts],

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 import reprlib
+import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -28,6 +28,7 @@ TYPES = {
     429: "rate_limit_error",
     503: "service_unavailable_error",
 }
+MOST = 1000  # characters of a message; a part of the request that is quoted may be long
 _log = logging.getLogger(__name__)
 
 
@@ -45,35 +46,41 @@ class Problem(NamedTuple):
     def body(self) -> dict[str, Any]:
         """OpenAI's error object."""
         message = self.message.encode(errors="replace").decode()
-        return {
-            "error": {"message": message, "type": self.type, "param": self.param, "code": self.code}
-        }
+        if len(message) > MOST:
+            message = f"{message[: MOST // 2]} … {message[-MOST // 2 :]}"
+        # a name that the client made up is not repeated if it is no text, or a long one
+        param = self.param and self.param.encode(errors="ignore").decode()
+        if param != self.param or len(param or "") > MOST:
+            param = None
+        return {"error": {"message": message, "type": self.type, "param": param, "code": self.code}}
 
 
 class Refused(InvalidInput):
     """A request that can't be served, with the fields of OpenAI's error object."""
 
     def __init__(
-        self, message: str, param: str | None = None, code: str | None = None, status: int = 400
+        self,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.problem = Problem(status, message, INVALID, param, code)
+        self.problem = Problem(status, message, INVALID, param, code, dict(headers or {}))
 
 
 class Interrupted(QuickbeamError):
     """An answer that the server cut short."""
 
 
-def problem(error: BaseException, body: Any = None) -> Problem:
+def problem(error: BaseException) -> Problem:
     """Return what a client is told of an error, whatever its kind.
 
-    `body` is the request's body, which tells the names of its fields. An unknown kind of error is
-    logged.
+    An unknown kind of error is logged, without its message, which may quote a prompt.
     """
     if isinstance(error, Refused):
         return error.problem
-    if isinstance(error, ValidationError | RequestValidationError):
-        return _invalid(error.errors(), getattr(error, "body", body))
     if isinstance(error, InvalidInput):
         return Problem(400, str(error))
     if isinstance(error, HTTPException):
@@ -94,7 +101,8 @@ def problem(error: BaseException, body: Any = None) -> Problem:
         )
     if isinstance(error, QuickbeamError):
         return Problem(500, str(error), FAILED)
-    _log.error("a request failed", exc_info=error)
+    where = "".join(traceback.format_tb(error.__traceback__))
+    _log.error("a request failed with %s at:\n%s", type(error).__name__, where)
     return Problem(
         500,
         "the server failed to answer this request; its log says why",
@@ -103,9 +111,9 @@ def problem(error: BaseException, body: Any = None) -> Problem:
     )
 
 
-def response(error: BaseException, body: Any = None) -> JSONResponse:
+def response(error: BaseException) -> JSONResponse:
     """Return the HTTP response to an error."""
-    found = problem(error, body)
+    found = problem(error)
     return JSONResponse(found.body, found.status, headers=found.headers)
 
 
@@ -115,36 +123,37 @@ def install(app: FastAPI) -> None:
     async def handle(_: Request, error: Exception) -> JSONResponse:
         return response(error)
 
-    for kind in (RequestValidationError, ValidationError, QuickbeamError, HTTPException, Exception):
+    for kind in (QuickbeamError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
 
 
-def _invalid(errors: Sequence[Any], body: Any) -> Problem:
+def invalid(error: ValidationError, body: Any) -> Refused:
     """Return the most helpful of the errors that a body was refused for.
 
     This is the one with the longest path. For a field with several types, it is the error of the
     type that matched furthest.
     """
-    if not errors:
-        return Problem(400, "the request is not valid")
-    found = [(_path(error, body), error) for error in errors]
-    telling = ("unsupported", "too_short")
-    path, error = max(found, key=lambda one: (len(one[0]), one[1]["type"] in telling))
-    name = (error.get("ctx") or {}).get("param") or _name(path)
-    message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "extra_forbidden":
-        message = "not supported by this server: leave it out"
-    elif error["type"] == "too_short":
+    errors = [(_path(one, body), one) for one in error.errors(include_url=False)]
+    telling = ("unsupported", "too_short", "too_long")
+    path, first = max(
+        errors,
+        key=lambda one: (
+            one[1]["type"] == "too_long",
+            len(one[0]),
+            one[1]["type"] in telling,
+        ),
+    )
+    name = (first.get("ctx") or {}).get("param") or _name(path)
+    message = first["msg"].removeprefix("Value error, ")
+    if first["type"] == "too_short":
         message = "empty: give at least one"
-    elif error["type"] == "json_invalid":
-        return Problem(
-            400, f"the body is not JSON: {(error.get('ctx') or {}).get('error', message)}"
-        )
-    elif error["type"] not in ("unsupported", "missing") and not isinstance(
-        error.get("input"), dict | list
+    elif first["type"] == "too_long":
+        message = f"more than {first['ctx']['max_length']}, the most that there may be"
+    elif first["type"] not in ("unsupported", "missing") and not isinstance(
+        first.get("input"), dict | list
     ):
-        message += f", not {reprlib.repr(error.get('input'))}"
-    return Problem(400, f"{name}: {message}" if name else message, INVALID, name or None)
+        message += f", not {reprlib.repr(first.get('input'))}"
+    return Refused(f"{name}: {message}" if name else message, name or None)
 
 
 def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
@@ -153,8 +162,6 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
     This is the error's location without the type names that pydantic inserts.
     """
     parts, value, path = list(error["loc"]), body, list[str | int]()
-    if parts and parts[0] == "body":
-        del parts[0]
     for i, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (
             isinstance(value, list) and isinstance(part, int) and part < len(value)
@@ -163,6 +170,8 @@ def _path(error: Mapping[str, Any], body: Any) -> list[str | int]:
             value = value[part]
         elif i == len(parts) - 1 and error["type"] == "missing":
             path.append(part)
+    if (unknown := (error.get("ctx") or {}).get("unknown")) is not None:
+        path.append(unknown)
     return path
 
 

@@ -28,6 +28,9 @@ from quickbeam.serve.messages import (
 )
 from quickbeam.serve.schemas import (
     NAME,
+    PAIRS,
+    PARTS,
+    TEXTS,
     AskedGrammar,
     Body,
     JsonObject,
@@ -57,7 +60,8 @@ ItemText = Annotated[InputText | OutputText, Field(discriminator="type")]
 ItemContent = (
     str
     | Annotated[
-        list[Annotated[ItemText, text_part("input_text", "output_text")]], Field(min_length=1)
+        list[Annotated[ItemText, text_part("input_text", "output_text")]],
+        Field(min_length=1, max_length=PARTS, fail_fast=True),
     ]
 )
 
@@ -119,7 +123,9 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
+    allowed_callers: (
+        Annotated[list[Literal["direct"]], Field(max_length=PAIRS, fail_fast=True)] | None
+    ) = None
     defer_loading: Literal[False] | None = None
 
 
@@ -154,18 +160,22 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Request):
     """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
-    input: str | Annotated[list[AnyItem], Field(min_length=1)]
+    input: str | Annotated[list[AnyItem], Field(min_length=1, max_length=PARTS, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=TEXTS, fail_fast=True)] | None = None
     tool_choice: ToolMode | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     # encrypted reasoning is accepted without effect, as there is no reasoning
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = (
-        None
-    )
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(max_length=PAIRS, fail_fast=True),
+        ]
+        | None
+    ) = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None

@@ -1,4 +1,4 @@
-"""The endpoint `/v1/responses`. `answer` and `stream` can be called without HTTP, too.
+"""The endpoint `/v1/responses`.
 
 It is stateless: each request holds its whole conversation, and nothing is stored.
 """
@@ -11,53 +11,20 @@ import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
-
 from quickbeam.engine.result import Completion, Logprob
-from quickbeam.serve import tools
-from quickbeam.serve.answers import Answers, sse
-from quickbeam.serve.convert import Wanted, begin, encode_conversation, size_of
-from quickbeam.serve.disconnect import unless_gone
+from quickbeam.serve import convert, tools
+from quickbeam.serve.answers import Answers
+from quickbeam.serve.convert import Wanted, encode_conversation, size_of
 from quickbeam.serve.errors import problem
 from quickbeam.serve.items import LOGPROBS, ResponsesRequest
 from quickbeam.serve.logprobs import TokenTexts, chat_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.tools import Call, Calling
 
-router = APIRouter()
 Event = dict[str, Any]  # has a "type"
 
 
-@router.post("/v1/responses", response_model=None)
-async def create(request: ResponsesRequest, http: Request) -> Response:
-    """Answer a conversation, with one object or as a stream of the Responses API's events."""
-    runner: Runner = http.app.state.runner
-    if request.stream:
-        return sse(runner, _named(await unless_gone(http, stream(runner, request))))
-    return JSONResponse(await unless_gone(http, answer(runner, request)))
-
-
-async def answer(runner: Runner, request: ResponsesRequest) -> dict[str, Any]:
-    """Return the response object.
-
-    Raises `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable` for one
-    that is turned away, and the error that ended an answer.
-    """
-    made = await _begin(runner, request)
-    with made.answers:
-        return await made.whole()
-
-
-async def stream(runner: Runner, request: ResponsesRequest) -> AsyncIterator[Event]:
-    """Wait until the engine has begun, and return the events.
-
-    Until then it raises what `answer` raises. Later errors are raised while the events are read.
-    """
-    return (await _begin(runner, request)).events()
-
-
-async def _named(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
+async def named_events(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
     """Yield the events with numbers, in the form of server-sent events.
 
     If an error is raised, it becomes the last event.
@@ -78,13 +45,14 @@ async def _named(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, str]]:
         yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
 
 
-async def _begin(runner: Runner, request: ResponsesRequest) -> Made:
+async def begin(runner: Runner, request: ResponsesRequest) -> Made:
+    """Have the engine begin with a request, and return its reply."""
     llm, conversation = runner.llm, request.to_conversation()
     calling = tools.calling(
         request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer
     )
     told = request.top_logprobs is not None or LOGPROBS in (request.include or [])
-    answers = await begin(
+    answers = await convert.begin(
         runner,
         request,
         lambda: [encode_conversation(llm, conversation, calling and calling.tools)],
@@ -122,7 +90,7 @@ class Made:
             pass
         return self._response(completion)
 
-    async def events(self) -> AsyncIterator[Event]:
+    async def chunks(self) -> AsyncIterator[Event]:
         """Yield the events as the answer arrives."""
         with self.answers as answers:
             for kind in ("response.created", "response.in_progress"):

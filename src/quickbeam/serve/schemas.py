@@ -4,6 +4,9 @@ Each field either works, or its value is refused by name. Nothing is silently ig
 answers hold beside their text and calls, in which clients write themselves. This module checks
 types and shapes; `SamplingParams` checks the bounds of sampling parameters. `null` means the same
 as leaving a field out.
+
+Every list is bounded, and checking stops at the first thing that is wrong: a request of a few
+megabytes may hold a million of them.
 """
 
 from __future__ import annotations
@@ -11,7 +14,15 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -19,14 +30,22 @@ from quickbeam.engine.budget import MOST_DEAR
 
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
+# the most items of lists
+TEXTS = 256  # stop strings and bad words
+LETTERS = 8192  # characters of all of them
+PAIRS = 64
+PARTS = 4096  # messages, their parts, prompts and choices
+TOKENS = 2**20
 
 
-def refuse(what: str, param: str | None = None) -> PydanticCustomError:
+def refuse(what: str, param: str | None = None, unknown: str | None = None) -> PydanticCustomError:
     """Return the error for a value that is well formed but can't be served.
 
-    `param` names the field, if it is not the one that is being read.
+    `param` names the field, if it is not the one that is being read. `unknown` is a field of the
+    value that is read.
     """
-    return PydanticCustomError("unsupported", "{what}", {"what": what, "param": param})
+    context = {"what": what, "param": param, "unknown": unknown}
+    return PydanticCustomError("unsupported", "{what}", context)
 
 
 def text_part(*kinds: str) -> BeforeValidator:
@@ -60,7 +79,13 @@ class Body(BaseModel):
     def _without_nulls(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        return {name: value for name, value in body.items() if value is not None}
+        given = {name: value for name, value in body.items() if value is not None}
+        if cls.model_config["extra"] == "forbid":
+            known = {field.alias or name for name, field in cls.model_fields.items()}
+            unknown = next((name for name in given if name not in known), None)
+            if unknown is not None:
+                raise refuse("not supported by this server: leave it out", unknown=unknown)
+        return given
 
 
 class Returned(Body):
@@ -78,27 +103,52 @@ class Root(Body):
 
     model: str | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _is_json(cls, body: Any) -> Any:
+    def _is_json(cls, body: Any, check: ModelWrapValidatorHandler[Self]) -> Self:
         """Refuse what Python reads although JSON does not have it.
 
         This is NaN, infinite numbers, halves of surrogate pairs, and nesting that is too deep.
         """
         if not isinstance(body, dict):
-            raise refuse("the body must be a JSON object, sent as application/json")
+            raise refuse("the body must be a JSON object")
+        request = check(body)
         for name, value in body.items():
-            param = name if name in cls.model_fields else None
             try:
-                json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode()
+                json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                why = "holds half of a surrogate pair, which is no character"
-                raise refuse(why, param) from None
+                raise refuse("holds half of a surrogate pair, which is no character", name) from None
             except RecursionError:
-                raise refuse("nested too deep", param) from None
+                raise refuse("nested too deep", name) from None
             except (ValueError, TypeError) as error:
-                raise refuse(f"not JSON: {error}", param) from None
-        return body
+                raise refuse(f"not JSON: {error}", name) from None
+        return request
+
+
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > PAIRS:
+        raise refuse(f"more than {PAIRS} entries, the most that there may be")
+    return value
+
+
+def _biases(value: Any) -> Any:
+    """Check `logit_bias` here, because pydantic would go on after the first error."""
+    for name, bias in value.items() if isinstance(value, dict) else ():
+        if not (name.isascii() and name.isdigit() and len(name) < 10):
+            raise refuse(f"{name[:40]!r} is not a token id", "logit_bias")
+        if isinstance(bias, bool) or not isinstance(bias, int | float):
+            raise refuse(f"the bias of token {name} is not a number", "logit_bias")
+    return value
+
+
+def _short(value: Any) -> Any:
+    if sum(map(len, value)) > LETTERS:
+        raise refuse(f"more than {LETTERS} characters in all, the most that there may be")
+    return value
+
+
+Texts = Annotated[list[str], Field(max_length=TEXTS, fail_fast=True), AfterValidator(_short)]
+Pairs = Annotated[dict[str, str], BeforeValidator(_few)]
 
 
 class Speculation(Body):
@@ -108,7 +158,10 @@ class Speculation(Body):
     budget: Annotated[int, Field(ge=0, le=MOST_DEAR)] | None = None
 
 
-Choice = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)]
+Choice = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    Field(min_length=1, max_length=PARTS, fail_fast=True),
+]
 
 
 # kinds of grammars by vLLM's names
@@ -159,13 +212,13 @@ class Request(Root):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | Texts | None = None
+    stop_token_ids: Annotated[list[int], Field(max_length=PARTS, fail_fast=True)] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     regex: str | None = None
@@ -178,7 +231,7 @@ class Request(Root):
     speculation: Speculation | None = None
     # notes of the caller, without effect; nothing is stored
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Pairs | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: Literal["in_memory"] | None = None
@@ -269,15 +322,26 @@ class GenerationRequest(Request):
 MOST_OF_PROMPTS = 20
 
 
+Ids = Annotated[list[int], Field(max_length=TOKENS, fail_fast=True)]
+Prompts = Annotated[list[str], Field(min_length=1, max_length=PARTS, fail_fast=True)]
+IdPrompts = Annotated[list[Ids], Field(min_length=1, max_length=PARTS, fail_fast=True)]
+
+
 class CompletionRequest(GenerationRequest):
-    prompt: str | Annotated[list[str] | list[int] | list[list[int]], Field(min_length=1)]
+    prompt: str | Prompts | Annotated[Ids, Field(min_length=1)] | IdPrompts
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPTS)] | None = None
     best_of: int | None = None
     suffix: str | None = None
     # one for each prompt
-    seeds: list[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
+    seeds: (
+        Annotated[
+            list[Annotated[int, Field(ge=-(2**63), lt=2**64)]],
+            Field(max_length=PARTS, fail_fast=True),
+        ]
+        | None
+    ) = None
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -298,6 +362,12 @@ class CompletionRequest(GenerationRequest):
                 raise refuse("given with seed: give one of them", "seeds")
         if self.suffix and not all(isinstance(one, str) for one in self.prompts):
             raise refuse("needs a prompt of text: give no token ids, or no suffix", "suffix")
+        if self.suffix and self.echo and self.logprobs is not None:
+            raise refuse(
+                "an echo with logprobs is of the prompt's tokens, which hold the suffix and marks "
+                "around it: leave out one of suffix, echo and logprobs",
+                "suffix",
+            )
         if self.best_of not in (None, self.n or 1):
             raise refuse(
                 "no more answers are drawn than are given: leave it out, or give the value of n",
@@ -325,4 +395,4 @@ class TokenizeText(Root):
 
 
 class Detokenize(Root):
-    tokens: list[int]
+    tokens: Ids

@@ -1,26 +1,75 @@
-"""Access to the server: ASGI middlewares for API keys and for the size of bodies."""
+"""Access to the server: ASGI middlewares for hosts, origins, API keys and bodies."""
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import Collection, Sequence
+from fnmatch import fnmatchcase
 from hashlib import sha256
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from quickbeam.serve.errors import Refused, response
+
 OPEN = ("/", "/health")  # paths that need no key
+LOOPBACK = ("localhost", "127.0.0.1", "::1")  # names of this machine
+READING = ("GET", "HEAD", "OPTIONS")  # methods that change nothing
+CLOSE = {"Connection": "close"}
 
 
-def refusal(
-    status: int, message: str, kind: str, code: str | None, headers: dict[str, str]
-) -> JSONResponse:
-    """Return an error response in the form that OpenAI's clients expect."""
-    return JSONResponse(
-        {"error": {"message": message, "type": kind, "param": None, "code": code}}, status, headers
-    )
+class Origins:
+    """Refuses web pages of others where no key keeps them out.
+
+    A page may send a request to any address that its browser reaches. `hosts` are the names that
+    the server may be asked by, or patterns of them (None: any), because a page's own name may be
+    made to point to this machine. `origins` are those of pages that may ask, beside the server's
+    own.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str] | None, origins: Collection[str]
+    ) -> None:
+        self._app, self._hosts, self._origins = app, hosts, origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refusal(scope)) is not None:
+            await response(error)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Refused | None:
+        headers = Headers(scope=scope)
+        host, origin = headers.get("host", "").lower(), headers.get("origin")
+        if self._hosts is not None:
+            name = _split(host)[0]
+            if not any(fnmatchcase(name, one.lower()) for one in self._hosts):
+                return Refused(
+                    f"this server is not asked by the name {name[:100]!r}: use localhost, or have "
+                    "it started with --allowed-host",
+                    code="unknown_host",
+                )
+        if origin is None or scope["method"] in READING or "*" in self._origins:
+            return None
+        if origin not in self._origins and _split(origin)[1] != host:
+            return Refused(
+                f"web pages of {origin[:100]!r} may not ask: have the server started with "
+                "--cors-origin",
+                code="unknown_origin",
+                status=403,
+            )
+        return None
+
+
+def _split(address: str) -> tuple[str, str]:
+    """Return the host's name in a Host header or a URL, and the name with its port."""
+    try:
+        parts = urlsplit(address if "//" in address else f"//{address}")
+        return parts.hostname or "", parts.netloc.lower()
+    except ValueError:
+        return "", ""
 
 
 class Keys:
@@ -39,18 +88,14 @@ class Keys:
             and scope["path"] not in self._open
             and not self._known(Headers(scope=scope).get("authorization", ""))
         ):
-            message = (
-                "a key is needed, as Authorization: Bearer KEY, and this one is not known "
-                "or missing"
+            error = Refused(
+                "a key is needed, as Authorization: Bearer KEY, and this one is not known or "
+                "missing",
+                code="invalid_api_key",
+                status=401,
+                headers={"WWW-Authenticate": "Bearer"},
             )
-            answer = refusal(
-                401,
-                message,
-                "invalid_request_error",
-                "invalid_api_key",
-                {"WWW-Authenticate": "Bearer"},
-            )
-            await answer(scope, receive, send)
+            await response(error)(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
@@ -65,47 +110,53 @@ class Keys:
         return any(matches) and scheme.lower() == "bearer"
 
 
-class TooLarge(HTTPException):
-    """A request body beyond the limit (HTTP 413)."""
-
-    def __init__(self, limit: int) -> None:
-        message = f"the request's body is larger than {limit} bytes, this server's limit"
-        super().__init__(413, message, {"Connection": "close"})
-
-
 class BodyLimit:
-    """Refuses bodies of more than `limit` bytes.
+    """Refuses bodies of more than `limit` bytes, and those that take longer than `seconds`.
 
     It checks the Content-Length header first. It also counts the bytes that are read, because the
     header may be missing or wrong.
     """
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app, self._limit = app, limit
+    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
+        self._app, self._limit, self._seconds = app, limit, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")
-        if length.isdecimal() and int(length) > self._limit:
-            error = TooLarge(self._limit)
-            await refusal(
-                413,
-                error.detail,
-                "invalid_request_error",
-                "body_too_large",
-                {"Connection": "close"},
-            )(scope, receive, send)
+        if length.isdecimal() and (len(length) > 18 or int(length) > self._limit):
+            await response(self._too_large())(scope, receive, send)
             return
-        seen = 0
+        seen, complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._seconds
 
         async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, complete
+            if complete:  # what comes next is that the client leaves
+                return await receive()
+            left = deadline - asyncio.get_running_loop().time()
+            try:
+                message = await asyncio.wait_for(receive(), max(left, 0.001))
+            except asyncio.TimeoutError:
+                raise Refused(
+                    f"the request's body took longer than {self._seconds:g} seconds to arrive",
+                    code="request_timeout",
+                    status=408,
+                    headers=CLOSE,
+                ) from None
             seen += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
             if seen > self._limit:
-                raise TooLarge(self._limit)
+                raise self._too_large()
             return message
 
         await self._app(scope, counted, send)
+
+    def _too_large(self) -> Refused:
+        return Refused(
+            f"the request's body is larger than {self._limit} bytes, this server's limit",
+            code="body_too_large",
+            status=413,
+            headers=CLOSE,
+        )

@@ -45,6 +45,8 @@ class ServeSettings:
         default=8_000_000, metadata={"option": "--max-body", "metavar": "SIZE"}
     )
     """Largest request, as in 8MB; larger ones get a 413."""
+    read_timeout: float = field(default=20, metadata={"metavar": "SECONDS"})
+    """How long a client may take to send a request; then it gets a 408."""
     queue_timeout: float = field(default=60, metadata={"metavar": "SECONDS"})
     """How long a request may wait; then it gets a 503."""
     drain_timeout: float = field(default=30, metadata={"metavar": "SECONDS"})
@@ -67,7 +69,7 @@ class ServeSettings:
                 raise InvalidInput(f"{name}={getattr(self, name)}: must be at least 1")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise InvalidInput(f"max_prompt_tokens={self.max_prompt_tokens}: must be at least 1")
-        for name in ("queue_timeout", "keep_alive", "heartbeat_limit"):
+        for name in ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
                 raise InvalidInput(
                     f"{name}={getattr(self, name)}: must be a number of seconds above 0"

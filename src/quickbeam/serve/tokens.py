@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
 
 from quickbeam import __version__
 from quickbeam.errors import InvalidInput
+from quickbeam.serve.bodies import read
 from quickbeam.serve.convert import check_model, encode_conversation, field_of
+from quickbeam.serve.endpoints import guarded
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import TokenizeChat
 from quickbeam.serve.runner import Runner
@@ -61,9 +64,14 @@ def version() -> dict[str, str]:
 
 
 @router.post("/tokenize")
-async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[str, Any]:
+async def tokenize(http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
+    return await guarded(_tokenized(http))
+
+
+async def _tokenized(http: Request) -> Response:
     runner: Runner = http.app.state.runner
+    request: TokenizeText | TokenizeChat = await read(http, TokenizeText | TokenizeChat)
     check_model(runner, request.model)
     try:
         ids = await asyncio.to_thread(_tokens, runner, request)
@@ -72,12 +80,8 @@ async def tokenize(request: TokenizeText | TokenizeChat, http: Request) -> dict[
     except InvalidInput as error:
         raise Refused(str(error), field_of(str(error), type(request).model_fields)) from error
     texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-    return {
-        "count": len(ids),
-        "max_model_len": runner.llm.room(0),
-        "tokens": ids,
-        "token_strs": texts,
-    }
+    found = {"count": len(ids), "max_model_len": runner.llm.room(0)}
+    return JSONResponse({**found, "tokens": ids, "token_strs": texts})
 
 
 def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
@@ -94,9 +98,14 @@ def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
 
 
 @router.post("/detokenize")
-async def detokenize(request: Detokenize, http: Request) -> dict[str, str]:
+async def detokenize(http: Request) -> Response:
     """Return the text of tokens, special ones included."""
+    return await guarded(_detokenized(http))
+
+
+async def _detokenized(http: Request) -> Response:
     runner: Runner = http.app.state.runner
+    request = await read(http, Detokenize)
     check_model(runner, request.model)
     size = runner.llm.model.vocab_size
     if outside := [token for token in request.tokens if not 0 <= token < size]:
@@ -104,4 +113,6 @@ async def detokenize(request: Detokenize, http: Request) -> dict[str, str]:
             f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}",
             "tokens",
         )
-    return {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}
+    return JSONResponse(
+        {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}
+    )
