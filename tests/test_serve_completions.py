@@ -348,6 +348,8 @@ def test_a_suffix_is_filled_up_to(toy_folder, marks):
         assert shown == texts and found[0]["text"] == asked["prompt"][0] + "x + 1"
         ids = llm.tokenizer.convert_tokens_to_ids(list(marks))
         assert [token for token in scripted.jobs[0].prompt if token in ids] == ids
+        # the prompt's tokens are not those of the text in front
+        refused(ask(scripted, PATH, {**asked, "logprobs": 1}), "suffix")
         asyncio.run(scripted.close())
 
 

@@ -117,7 +117,9 @@ class Root(Body):
             try:
                 json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
             except UnicodeEncodeError:
-                raise refuse("holds half of a surrogate pair, which is no character", name) from None
+                raise refuse(
+                    "holds half of a surrogate pair, which is no character", name
+                ) from None
             except RecursionError:
                 raise refuse("nested too deep", name) from None
             except (ValueError, TypeError) as error:

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -134,7 +135,8 @@ def run(
     """
     listener = listen(runner.settings.host, runner.settings.port)
     if not asyncio.run(serve(Server(runner), listener, lambda: prepare(load, warm), ready)):
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stderr.flush()
         os._exit(0)  # a thread is still loading the model, and it can't be stopped
 
 
