@@ -24,8 +24,8 @@ def test_every_word_is_found_where_it_ends(words, text):
         found = automaton.ends(state)
         assert sorted(found) == [i for i, word in enumerate(words) if seen.endswith(word)]
         assert [len(words[i]) for i in found] == sorted(len(words[i]) for i in found)[::-1]
-        begun = [n for word in words for n in range(len(word) + 1) if seen.endswith(word[:n])]
-        assert automaton.depth(state) == max(begun, default=0)
+        begun = [n for word in words for n in range(len(word)) if seen.endswith(word[:n])]
+        assert automaton.begun(state) == max(begun, default=0)
 
 
 class Letters:

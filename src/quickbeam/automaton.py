@@ -16,7 +16,7 @@ class Automaton:
 
     def __init__(self, words: Iterable[Sequence[Hashable]]) -> None:
         self._next: list[dict[Hashable, int]] = [{}]
-        self._depth = [0]
+        depth = [0]
         self._words: list[list[int]] = [[]]  # by state: the words that are exactly it, by number
         for number, word in enumerate(words):
             state = 0
@@ -24,17 +24,19 @@ class Automaton:
                 if symbol not in self._next[state]:
                     self._next[state][symbol] = len(self._next)
                     self._next.append({})
-                    self._depth.append(self._depth[state] + 1)
+                    depth.append(depth[state] + 1)
                     self._words.append([])
                 state = self._next[state][symbol]
             self._words[state].append(number)
         # by state: the longest shorter end that a word begins with, and the longest that is a word
         self._shorter, self._ending = [0] * len(self._next), [0] * len(self._next)
+        self._begun = [0] * len(self._next)
         queue = deque(self._next[0].values())
         while queue:
             state = queue.popleft()
             shorter = self._shorter[state]
             self._ending[state] = shorter if self._words[shorter] else self._ending[shorter]
+            self._begun[state] = depth[state] if self._next[state] else self._begun[shorter]
             for symbol, longer in self._next[state].items():
                 self._shorter[longer] = self.read(shorter, symbol)
                 queue.append(longer)
@@ -47,9 +49,9 @@ class Automaton:
             state = self._shorter[state]
         return self._next[state][symbol]
 
-    def depth(self, state: int) -> int:
-        """Return the length of the longest end of the text that a word begins with."""
-        return self._depth[state]
+    def begun(self, state: int) -> int:
+        """Return the length of the longest end of the text with which a longer word begins."""
+        return self._begun[state]
 
     def ends(self, state: int) -> list[int]:
         """Return the numbers of the words that end here, longest first."""

@@ -203,7 +203,7 @@ class Output:
         if self._stop and not self._include_stop:
             with self._reading:
                 text = self._text
-                held = self._stops.depth(self._state) if self.finish_reason is None else 0
+                held = self._stops.begun(self._state) if self.finish_reason is None else 0
         start, self._taken = self._taken, len(text) - held
         return text[start : self._taken]
 

@@ -84,7 +84,10 @@ class Body(BaseModel):
             known = {field.alias or name for name, field in cls.model_fields.items()}
             unknown = next((name for name in given if name not in known), None)
             if unknown is not None:
-                raise refuse("not supported by this server: leave it out", unknown=unknown)
+                raise refuse(
+                    "not supported by this server: leave it out",
+                    unknown=unknown if unknown.isprintable() else "",
+                )
         return given
 
 
