@@ -196,6 +196,34 @@ def test_an_echo_has_the_logprobs_of_its_prompt(runner, llm, stream, length):
             assert all(at == len(ids) for at, _ in spelled[len(ids) :])
 
 
+@pytest.mark.parametrize("length", [0, 5])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_once_for_all_its_answers(llm, stream, length):
+    """And not by each of them, which would read it as often."""
+    runner, read = Runner(ServeSettings(), llm), []
+
+    async def begin(jobs, ticket):
+        read.extend(job for job in jobs if job.params.prompt_logprobs is not None)
+        return await Runner.begin(runner, jobs, ticket)
+
+    runner.begin = begin
+    asked = body(prompt=PROMPTS, n=4, echo=True, logprobs=1, seed=1, max_tokens=length)
+    response = ask(runner, PATH, {**asked, "stream": stream})
+    found = [one["choices"][0] for one in chunks(response)] if stream else good(response)["choices"]
+    assert len(read) == len(PROMPTS) and {one["index"] for one in found} == set(range(8))
+    for index in range(8):
+        first = next(one for one in found if one["index"] == index)
+        scores = first["logprobs"]["token_logprobs"]
+        right = llm.generate(read[index // 4].prompt, SCORE).prompt_logprobs
+        assert scores[: len(right)] == [one and one.logprob for one in right]
+    asyncio.run(runner.close())
+
+
+def test_a_response_holds_so_many_logprobs(runner):
+    asked = body(n=100, logprobs=100, max_tokens=400)
+    assert "ask for a stream" in refused(ask(runner, PATH, asked), "logprobs")
+
+
 def test_offsets_skip_what_the_echo_does_not_show():
     """A token that begins every text, and a space that a tokenizer puts in front."""
 
@@ -417,6 +445,27 @@ def test_tokens_there_and_back(runner, llm):
 
 
 TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        (PATH, {"prompt": ["x", "x" * 100_000]}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 100_000}]},
+            "messages",
+        ),
+        ("/v1/responses", {"input": "x" * 100_000}, "input"),
+        ("/tokenize", {"prompt": "x" * 100_000}, "prompt"),
+        ("/tokenize", {"messages": [{"role": "user", "content": "x" * 100_000}]}, "messages"),
+    ],
+)
+def test_a_text_that_no_tokens_could_fit_is_not_tokenised(runner, path, fields, param):
+    """It could be the whole body, and take half a minute."""
+    response = ask(runner, path, fields)
+    assert "100" in refused(response, param) and "can't fit" in response.text
+    assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
 def test_version(runner):

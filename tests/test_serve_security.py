@@ -436,6 +436,7 @@ def test_what_is_wrong_a_hundred_thousand_times_is_found_once(name):
         {"bad_words": ["x" * 5000, "y" * 5000]},
         {"stop_token_ids": [1] * 4097},
         {"metadata": {str(i): "x" for i in range(65)}},
+        {"logit_bias": {str(i): 1 for i in range(16_385)}},
         {"prompt": ["x"] * 4097},
         {"guided_choice": ["x"] * 4097},
     ],

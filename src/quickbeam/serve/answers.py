@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,8 @@ from quickbeam.aio import AsyncStream
 from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.serve.errors import Interrupted, problem
+from quickbeam.serve.runner import Runner
+from quickbeam.serve.schemas import GenerationRequest, StreamOptions
 
 DONE = {"data": "[DONE]"}
 
@@ -27,8 +31,8 @@ class Part(NamedTuple):
 class Answers:
     """The answers to one request while they are computed, `n` to each of the `prompts`.
 
-    The answers to the first prompt come first. `prompts` holds token ids, `seeds` one seed for each
-    prompt. Leaving the `with` block ends the answers.
+    The answers to the first prompt come first. Answers without text may share a stream. `prompts`
+    holds token ids, `seeds` one seed for each prompt. Leaving the `with` block ends the answers.
     """
 
     def __init__(
@@ -57,11 +61,10 @@ class Answers:
         short.
         """
         parts = asyncio.Queue[Part | BaseException](maxsize=len(self.streams))
-        tasks = [
-            asyncio.ensure_future(self._follow(index, parts)) for index in range(len(self.streams))
-        ]
+        first = {id(one): i for i, one in reversed([*enumerate(self.streams)])}
+        tasks = [asyncio.ensure_future(self._follow(index, parts)) for index in first.values()]
         try:
-            running = len(tasks)
+            running = len(self.streams)
             while running:
                 part = await parts.get()
                 if isinstance(part, BaseException):
@@ -82,7 +85,9 @@ class Answers:
         except Exception as error:
             await parts.put(error)
         else:
-            await parts.put(Part(index, None))
+            for i, one in enumerate(self.streams):
+                if one is stream:
+                    await parts.put(Part(i, None))
 
     async def finished(self) -> list[Completion]:
         """Wait until all answers are complete, and return them. Raises as `parts` does."""
@@ -108,11 +113,7 @@ class Answers:
             "completion_tokens": counts.new,
             "total_tokens": counts.prompt + counts.new,
             "prompt_tokens_details": {"cached_tokens": counts.cached},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": counts.accepted,
-                "rejected_prediction_tokens": counts.rejected,
-                "reasoning_tokens": 0,
-            },
+            "completion_tokens_details": counts.details,
             "steps": counts.steps,
         }
 
@@ -138,6 +139,60 @@ class Counts(NamedTuple):
     accepted: int
     rejected: int
     steps: int
+
+    @property
+    def details(self) -> dict[str, int]:
+        """OpenAI's details of the new tokens."""
+        return {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": self.accepted,
+            "rejected_prediction_tokens": self.rejected,
+        }
+
+
+class Form:
+    """What responses and chunks of chats and completions have in common.
+
+    `prefix` begins the response's id, and `kind` is its `object`.
+    """
+
+    def __init__(
+        self, runner: Runner, request: GenerationRequest, answers: Answers, prefix: str, kind: str
+    ) -> None:
+        self._answers, self._request = answers, request
+        self._options = request.stream_options or StreamOptions()
+        self._head = {
+            "id": f"{prefix}-{secrets.token_hex(12)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": runner.name,
+            "system_fingerprint": runner.fingerprint,
+            "seed": answers.seeds[0] if len(set(answers.seeds)) == 1 else None,
+        }
+
+    def whole(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """Return the response object."""
+        return {**self._head, "choices": choices, "usage": self._answers.usage()}
+
+    def shows(self, delta: Delta) -> bool:
+        """Whether there is anything to send of a part, beside its text."""
+        ids = delta.token_ids and self._request.return_token_ids
+        return bool(delta.steps or delta.logprobs or ids)
+
+    def chunk(self, choice: dict[str, Any], delta: Delta | None = None) -> dict[str, Any]:
+        """Return the chunk with a choice; `delta` is what is new of its answer."""
+        chunk = {**self._head, "choices": [choice]}
+        if self._options.include_usage:
+            each = self._options.continuous_usage_stats
+            chunk["usage"] = self._answers.usage() if each else None
+        if delta is not None and delta.steps:
+            method = self._answers.streams[choice["index"]].completion.method
+            chunk["quickbeam"] = {"steps": delta.steps, "method": method}
+        return chunk
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the chunks that end a stream: the usage, if it is asked for."""
+        return [self.whole([])] if self._options.include_usage else []
 
 
 async def done_events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[dict[str, str]]:

@@ -3,49 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from quickbeam.engine.result import Completion, Logprob
+from quickbeam.engine.result import Completion
 from quickbeam.engine.stream import Delta
 from quickbeam.llm import LLM
 from quickbeam.serve import convert
-from quickbeam.serve.answers import Answers
+from quickbeam.serve.answers import Answers, Form, Part
 from quickbeam.serve.convert import Wanted, encode_infill
 from quickbeam.serve.logprobs import CompletionLogprobs, TokenTexts, prompt_logprobs
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
 LENGTH = 16  # default length of an answer in tokens, as in OpenAI's API
+NOTHING = Delta("", [], [], [])
 
 
 async def begin(runner: Runner, request: CompletionRequest) -> Texts:
     """Have the engine begin with a request, and return its reply."""
     llm, prompts = runner.llm, request.prompts
-    tokens = None if any(isinstance(one, str) for one in prompts) else sum(map(len, prompts))
+    ids = [one for one in prompts if not isinstance(one, str)]
     answers = await convert.begin(
         runner,
         request,
-        lambda: [_encode(llm, one, request.suffix) for one in prompts],
         Wanted(
+            lambda: [_encode(llm, one, request.suffix) for one in prompts],
+            sum(len(one) + len(request.suffix or "") for one in prompts),
             {"max_tokens": request.max_tokens},
-            LENGTH,
-            request.logprobs,
-            _prompt_logprobs(request),
+            tokens=sum(map(len, ids)) if ids else None,
+            prompts=len(prompts),
+            length=LENGTH,
+            logprobs=request.logprobs,
+            prompt_logprobs=_prompt_logprobs(request),
+            trace=bool(request.trace),
         ),
-        size=sum(len(one) + len(request.suffix or "") for one in prompts),
-        prompts=len(prompts),
-        tokens=tokens,
-        trace=bool(request.trace),
     )
-    return Texts(
-        runner,
-        request,
-        answers,
-        [_text(llm, one) for one in prompts] if request.echo else [""] * len(prompts),
-    )
+    echoes = [_text(llm, one) if request.echo else "" for one in prompts]
+    return Texts(runner, request, answers, echoes)
 
 
 def _prompt_logprobs(request: CompletionRequest) -> int | None:
@@ -78,6 +73,7 @@ class Texts:
         self, runner: Runner, request: CompletionRequest, answers: Answers, echoes: Sequence[str]
     ) -> None:
         self.request, self.answers = request, answers
+        self._form = Form(runner, request, answers, "cmpl", "text_completion")
         self._echoes = [echo for echo in echoes for _ in range(answers.n)]
         self._texts = TokenTexts(runner.llm.tokenizer)
         self._scored = bool(request.echo) and request.logprobs is not None
@@ -87,30 +83,19 @@ class Texts:
             else CompletionLogprobs(self._texts)
             for index, echo in enumerate(self._echoes)
         ]
-        self._head = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": runner.name,
-            "system_fingerprint": runner.fingerprint,
-            "seed": answers.seeds[0] if len(set(answers.seeds)) == 1 else None,
-        }
 
     async def whole(self) -> dict[str, Any]:
         """Wait until all answers are complete, and return the response object."""
         completions = await self.answers.finished()
         # in a thread, because log-probabilities of long prompts take time
-        choices = await asyncio.to_thread(self._choices, completions)
-        return {**self._head, "choices": choices, "usage": self.answers.usage()}
+        return self._form.whole(await asyncio.to_thread(self._choices, completions))
 
     def _choices(self, completions: Sequence[Completion]) -> list[dict[str, Any]]:
         return [
             self._choice(
                 index,
-                self._echoes[index] + one.text,
+                Delta(self._echoes[index] + one.text, one.token_ids, one.logprobs or [], []),
                 one.finish_reason,
-                one.logprobs or [],
-                one.token_ids,
                 first=True,
             )
             for index, one in enumerate(completions)
@@ -126,79 +111,60 @@ class Texts:
             first = [True] * len(answers)
             for index, echo in enumerate(self._echoes):
                 if echo and not self._scored:
-                    yield self._chunk(index, echo, first=True)
+                    yield self._form.chunk(
+                        self._choice(index, NOTHING._replace(text=echo), first=True)
+                    )
                     first[index] = False
-            async for index, delta in answers.parts():
+            async for index, delta in self._after_scores():
                 if self._scored and first[index]:  # the prompt is read by now
-                    echo = self._echoes[index]
-                    yield await asyncio.to_thread(self._chunk, index, echo, first=True)
+                    echoed = NOTHING._replace(text=self._echoes[index])
+                    choice = await asyncio.to_thread(self._choice, index, echoed, first=True)
+                    yield self._form.chunk(choice)
                     first[index] = False
                 if delta is None:
-                    yield self._chunk(index, reason=answers.streams[index].completion.finish_reason)
-                elif (
-                    delta.text
-                    or delta.steps
-                    or delta.logprobs
-                    or (delta.token_ids and self.request.return_token_ids)
-                ):
-                    yield self._part(index, delta, first[index])
+                    reason = answers.streams[index].completion.finish_reason
+                    yield self._form.chunk(self._choice(index, NOTHING, reason))
+                elif delta.text or self._form.shows(delta):
+                    yield self._form.chunk(self._choice(index, delta, first=first[index]), delta)
                     first[index] = False
-            if (options := self.request.stream_options) and options.include_usage:
-                yield {**self._head, "choices": [], "usage": answers.usage()}
+            for chunk in self._form.last():
+                yield chunk
 
-    def _part(self, index: int, delta: Delta, first: bool) -> dict[str, Any]:
-        chunk = self._chunk(index, delta.text, None, delta.logprobs, delta.token_ids, first)
-        if delta.steps:
-            chunk["quickbeam"] = {
-                "steps": delta.steps,
-                "method": self.answers.streams[index].completion.method,
-            }
-        return chunk
+    async def _after_scores(self) -> AsyncIterator[Part]:
+        """Yield the parts of all answers.
 
-    def _chunk(
-        self,
-        index: int,
-        text: str = "",
-        reason: str | None = None,
-        logprobs: Sequence[Logprob] = (),
-        token_ids: Sequence[int] = (),
-        first: bool = False,
-    ) -> dict[str, Any]:
-        chunk = {
-            **self._head,
-            "choices": [self._choice(index, text, reason, logprobs, token_ids, first)],
-        }
-        if (options := self.request.stream_options) and options.include_usage:
-            chunk["usage"] = self.answers.usage() if options.continuous_usage_stats else None
-        return chunk
+        If prompts are scored, those of a prompt come after the first part of its first answer,
+        which scores it.
+        """
+        n = self.answers.n
+        held = {prompt: list[Part]() for prompt in range(len(self._echoes) // n)}
+        async for part in self.answers.parts():
+            prompt = part.number // n
+            if not self._scored or part.number % n == 0 or prompt not in held:
+                yield part
+                for late in held.pop(prompt, []):
+                    yield late
+            else:
+                held[prompt].append(part)
 
     def _choice(
-        self,
-        index: int,
-        text: str,
-        reason: str | None,
-        logprobs: Sequence[Logprob],
-        token_ids: Sequence[int],
-        first: bool,
+        self, index: int, delta: Delta, reason: str | None = None, first: bool = False
     ) -> dict[str, Any]:
-        choice: dict[str, Any] = {
-            "index": index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": reason,
-        }
+        """Return what is new of an answer. The `first` part tells of its prompt, too."""
+        prompt, choice = self._prompt(index), dict[str, Any](index=index, text=delta.text)
+        choice |= {"logprobs": None, "finish_reason": reason}
         choice["seed"] = self.answers.seeds[index // self.answers.n]
-        prompt = self._prompt(index)
-        scores = self.answers.streams[index].completion.prompt_logprobs if first else None
+        scorer = self.answers.streams[index - index % self.answers.n]
+        scores = scorer.completion.prompt_logprobs if first else None
         if self.request.logprobs is not None:
             form = self._logprobs[index]
             echoed = form.add(prompt, scores) if scores and self._scored else {}
-            given = form.add(token_ids, logprobs)
+            given = form.add(delta.token_ids, delta.logprobs)
             choice["logprobs"] = {name: echoed.get(name, []) + given[name] for name in given}
         if self.request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(scores or [], self._texts)
         if self.request.return_token_ids:
-            choice["token_ids"] = list(token_ids)
+            choice["token_ids"] = list(delta.token_ids)
             if first:
                 choice["prompt_token_ids"] = prompt
         return choice

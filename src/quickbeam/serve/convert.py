@@ -12,6 +12,7 @@ import secrets
 import string
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from quickbeam.errors import InvalidInput
@@ -41,63 +42,53 @@ INFILL = (
     ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001 (DeepSeek-Coder)
 )
+MOST_LOGPROBS = 2**20  # of one response that is no stream; more would take a second to write
 SEED_BITS = 53  # every JSON reader keeps integers of this size exactly
 
 
 class Wanted(NamedTuple):
-    """What the fields of one API say about sampling, beside the fields that all APIs share.
+    """What the fields of one API ask for, beside the fields that all APIs share.
 
-    `lengths` holds the fields that may limit the answer's length, each with its value; the first
-    that is given counts. `length` is the limit if none is given; None means as many tokens as there
-    is room for. `logprobs` and `prompt_logprobs` are those of `SamplingParams`. `grammar` takes
-    precedence over the shared fields that give one. `keep_special` keeps special tokens in the
-    text.
+    - `encode`: returns the prompts' token ids; it runs in a thread.
+    - `size`: the prompts' length in characters, from which their place in the queue is estimated,
+      unless `tokens`, their number of tokens, is known.
+    - `prompts`: how many there are.
+    - `lengths`: the fields that may limit the answer's length, each with its value; the first that
+      is given counts. `length` is the limit if none is given; None means as many tokens as there is
+      room for.
+    - `logprobs`, `prompt_logprobs`: as in `SamplingParams`.
+    - `grammar`: takes precedence over the shared fields that give one.
+    - `keep_special`: special tokens stay in the text.
+    - `trace`: deltas carry steps.
     """
 
+    encode: Callable[[], list[list[int]]]
+    size: int
     lengths: dict[str, int | None]
+    tokens: int | None = None
+    prompts: int = 1
     length: int | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     grammar: Any = None
     keep_special: bool = False
+    trace: bool = False
 
 
-async def begin(
-    runner: Runner,
-    request: Request,
-    encode: Callable[[], list[list[int]]],
-    wanted: Wanted,
-    *,
-    size: int,
-    prompts: int = 1,
-    tokens: int | None = None,
-    trace: bool = False,
-) -> Answers:
+async def begin(runner: Runner, request: Request, wanted: Wanted) -> Answers:
     """Have the engine begin with a request, and return its answers.
 
-    The request first takes a place in the queue. Its size there is `tokens`, the number of prompt
-    tokens, where that is known; otherwise it is estimated from `size`, the prompts' length in
-    characters. Then `encode` runs in a thread and returns the prompts' token ids. `prompts` is the
-    number of prompts. With `trace`, deltas carry steps. Raises `InvalidInput` for a request that
-    can't be answered, `Busy` and `Unavailable`.
+    The request first takes a place in the queue; then its prompts are encoded. Raises
+    `InvalidInput` for a request that can't be answered, `Busy` and `Unavailable`.
     """
     try:
-        return await _begun(runner, request, encode, wanted, size, prompts, tokens, trace)
+        check_model(runner, request.model)
+        return await _begun(runner, request, wanted)
     except InvalidInput as error:
         raise _named(error, request, wanted) from error
 
 
-async def _begun(
-    runner: Runner,
-    request: Request,
-    encode: Callable[[], list[list[int]]],
-    wanted: Wanted,
-    size: int,
-    prompts: int,
-    tokens: int | None,
-    trace: bool,
-) -> Answers:
-    check_model(runner, request.model)
+async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
     asked = request.speculation or Speculation()
     if asked.method not in (None, *(methods := runner.llm.methods)):
         raise Refused(
@@ -105,28 +96,46 @@ async def _begun(
             "speculation.method",
         )
     params = sampling(request, wanted, runner.defaults)
-    with runner.enter(size, prompts * params.n, tokens) as ticket:
-        every = await asyncio.to_thread(_measured, runner.llm, encode, request, wanted)
+    with runner.enter(wanted.size, wanted.prompts * params.n, wanted.tokens) as ticket:
+        prompts, length = await asyncio.to_thread(_measured, runner.llm, request, wanted)
+        _check_logprobs(request, params, len(prompts), max(length))
         # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
         # see the same noise and get the same answer.
-        given: Sequence[int | None] = getattr(request, "seeds", None) or [params.seed] * len(every)
+        given: Sequence[int | None] = getattr(request, "seeds", None) or [params.seed] * len(
+            prompts
+        )
         seeds = [
             secrets.randbits(SEED_BITS) if seed is None and not params.greedy else seed
             for seed in given
         ]
+        one_scores = replace(params, prompt_logprobs=None) if params.max_tokens else params
         jobs = [
             Job(
                 ids,
-                replace(params, max_tokens=length, seed=seed),
+                replace(one_scores if choice else params, max_tokens=most, seed=seed),
                 choice,
                 asked.method,
                 asked.budget,
-                trace,
+                wanted.trace,
             )
-            for (ids, length), seed in zip(every, seeds, strict=True)
-            for choice in range(params.n)
+            for ids, most, seed in zip(prompts, length, seeds, strict=True)
+            # of a prompt that is only scored, all answers are the same
+            for choice in range(params.n if params.max_tokens else 1)
         ]
-        return Answers(await runner.begin(jobs, ticket), [ids for ids, _ in every], seeds)
+        streams = await runner.begin(jobs, ticket)
+        each = len(prompts) * params.n // len(streams)
+        return Answers([one for one in streams for _ in range(each)], prompts, seeds)
+
+
+def _check_logprobs(request: Request, params: SamplingParams, prompts: int, length: int) -> None:
+    """Raise `Refused` for more log-probabilities than one response can hold."""
+    each = 0 if params.logprobs is None else params.logprobs + 1
+    if not request.stream and each * prompts * params.n * length > MOST_LOGPROBS:
+        raise Refused(
+            f"{each} log-probabilities for each of up to {prompts * params.n * length} tokens: "
+            "ask for a stream, fewer answers, or shorter ones",
+            "top_logprobs" if "top_logprobs" in type(request).model_fields else "logprobs",
+        )
 
 
 def _named(error: InvalidInput, request: Request, wanted: Wanted) -> Refused:
@@ -173,7 +182,7 @@ def sampling(request: Request, wanted: Wanted, defaults: Mapping[str, Any]) -> S
     if given.get("top_k") == -1:  # vLLM's value for off
         given["top_k"] = 0
     if request.logit_bias:
-        given["logit_bias"] = {_token(name): bias for name, bias in request.logit_bias.items()}
+        given["logit_bias"] = {int(name): bias for name, bias in request.logit_bias.items()}
     if wanted.keep_special:
         given["skip_special_tokens"] = False
     if (grammar := wanted.grammar or _grammar(request)) is not None:
@@ -197,20 +206,20 @@ def _length(wanted: Wanted) -> tuple[str, int | None]:
     )
 
 
-def _measured(
-    llm: LLM, encode: Callable[[], list[list[int]]], request: Request, wanted: Wanted
-) -> list[tuple[list[int], int]]:
-    """Return each prompt's token ids with the number of tokens that its answer may have.
+def _measured(llm: LLM, request: Request, wanted: Wanted) -> tuple[list[list[int]], list[int]]:
+    """Return each prompt's token ids, and the number of tokens that its answer may have.
 
     Raises `Refused` for an empty prompt, before any other is answered, and for one that leaves too
     little room in the context.
     """
     name, asked = _length(wanted)
     method = request.speculation.method if request.speculation else None
-    found = []
-    for ids in encode():
+    prompt = field_of("", type(request).model_fields)
+    if wanted.tokens is None:
+        check_size(llm, wanted.size, prompt, wanted.prompts)
+    prompts, length = wanted.encode(), list[int]()
+    for ids in prompts:
         if not ids:
-            prompt = field_of("", type(request).model_fields)
             raise Refused("an empty prompt: give at least one token", prompt)
         room = llm.room(len(ids), method)
         if (1 if asked is None else asked) > room:
@@ -219,17 +228,31 @@ def _measured(
                 f"prompt has {len(ids)} "
                 f"and {name} asks for {'at least 1' if asked is None else asked}: shorten the "
                 f"prompt{' or ask for less' if asked else ''}",
-                name if asked and room > 0 else field_of("", type(request).model_fields),
+                name if asked and room > 0 else prompt,
                 "context_length_exceeded",
             )
-        found.append((ids, room if asked is None else asked))
-    return found
+        length.append(room if asked is None else asked)
+    return prompts, length
 
 
-def _token(name: str) -> int:
-    if not (name.isascii() and name.isdigit() and len(name) < 10):
-        raise Refused(f"logit_bias: {name[:40]!r} is not a token id", "logit_bias")
-    return int(name)
+def check_size(llm: LLM, size: int, param: str, prompts: int = 1) -> None:
+    """Raise `Refused` for texts that can't fit however they are tokenised, which would take long.
+
+    A token may stand for twice its characters, as a tokenizer may leave some out.
+    """
+    room = llm.room(0)
+    if size > 2 * room * _longest_token(llm.tokenizer) * prompts:
+        raise Refused(
+            f"This model's maximum context length is {room} tokens, and {size} characters can't "
+            "fit: shorten the prompt",
+            param,
+            "context_length_exceeded",
+        )
+
+
+@lru_cache(maxsize=4)
+def _longest_token(tokenizer: Any) -> int:
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def _grammar(request: Request) -> Grammar | None:

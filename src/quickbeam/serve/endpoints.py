@@ -88,7 +88,8 @@ async def respond(http: Request, endpoint: Endpoint) -> Response:
     runner: Runner = http.app.state.runner
     request = await bodies.read(http, endpoint.kind)
     if not request.stream:
-        return JSONResponse(await unless_gone(http, _whole(runner, endpoint, request)))
+        found = await unless_gone(http, _whole(runner, endpoint, request))
+        return await asyncio.to_thread(JSONResponse, found)
     # The engine has begun before the response does, so that a refusal has its own status.
     reply = await unless_gone(http, endpoint.begin(runner, request))
     return EventSourceResponse(

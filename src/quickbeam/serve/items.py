@@ -28,15 +28,14 @@ from quickbeam.serve.messages import (
 )
 from quickbeam.serve.schemas import (
     NAME,
-    PAIRS,
-    PARTS,
-    TEXTS,
     AskedGrammar,
     Body,
+    Few,
     JsonObject,
     Request,
     Returned,
     Schema,
+    Some,
     TextFormat,
     format_grammars,
     refuse,
@@ -44,6 +43,9 @@ from quickbeam.serve.schemas import (
 )
 
 LOGPROBS = "message.output_text.logprobs"
+
+
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 
 
 class InputText(Body):
@@ -57,13 +59,7 @@ class OutputText(Returned):
 
 
 ItemText = Annotated[InputText | OutputText, Field(discriminator="type")]
-ItemContent = (
-    str
-    | Annotated[
-        list[Annotated[ItemText, text_part("input_text", "output_text")]],
-        Field(min_length=1, max_length=PARTS, fail_fast=True),
-    ]
-)
+ItemContent = str | Some[Annotated[ItemText, text_part("input_text", "output_text")]]
 
 
 class Item(Body):
@@ -123,9 +119,7 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    allowed_callers: (
-        Annotated[list[Literal["direct"]], Field(max_length=PAIRS, fail_fast=True)] | None
-    ) = None
+    allowed_callers: Few[Literal["direct"]] | None = None
     defer_loading: Literal[False] | None = None
 
 
@@ -160,22 +154,16 @@ class ResponseStreamOptions(Body):
 class ResponsesRequest(Request):
     """The body of `/v1/responses`. Nothing is stored: each request holds the whole conversation."""
 
-    input: str | Annotated[list[AnyItem], Field(min_length=1, max_length=PARTS, fail_fast=True)]
+    input: str | Some[AnyItem]
     instructions: str | None = None
     max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=TEXTS, fail_fast=True)] | None = None
+    tools: Few[FunctionTool] | None = None
     tool_choice: ToolMode | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     # encrypted reasoning is accepted without effect, as there is no reasoning
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            Field(max_length=PAIRS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    include: Few[Include] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     stream_options: ResponseStreamOptions | None = None
     truncation: Literal["disabled"] | None = None

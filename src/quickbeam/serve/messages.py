@@ -9,14 +9,13 @@ from typing_extensions import Self
 
 from quickbeam.serve.schemas import (
     NAME,
-    PAIRS,
-    PARTS,
-    TEXTS,
     AskedGrammar,
     Body,
+    Few,
     GenerationRequest,
     Returned,
     Root,
+    Some,
     refuse,
     text_part,
 )
@@ -34,7 +33,6 @@ class Tool(Body):
     function: Function
 
 
-Tools = Annotated[list[Tool], Field(max_length=TEXTS, fail_fast=True)]
 ToolMode = Literal["none", "auto", "required"]
 
 
@@ -71,13 +69,7 @@ class TextPart(Body):
     text: str
 
 
-Content = (
-    str
-    | Annotated[
-        list[Annotated[TextPart, text_part("text")]],
-        Field(min_length=1, max_length=PARTS, fail_fast=True),
-    ]
-)
+Content = str | Some[Annotated[TextPart, text_part("text")]]
 
 
 class CalledFunction(Returned):
@@ -109,7 +101,7 @@ class AssistantMessage(Returned):
     role: Literal["assistant"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=TEXTS, fail_fast=True)] | None = None
+    tool_calls: Few[ToolCall] | None = None
     reasoning_content: str | None = Field(
         default=None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -140,8 +132,8 @@ Message = Annotated[
 class Conversation(Body):
     """What a chat template makes a prompt from."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=PARTS, fail_fast=True)]
-    tools: Tools | None = None
+    messages: Some[Message]
+    tools: Few[Tool] | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
     reasoning_effort: str | None = None
@@ -171,9 +163,7 @@ class ChatRequest(GenerationRequest, Conversation):
     top_logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     tool_choice: ToolMode | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=PAIRS, fail_fast=True)] | None = (
-        None
-    )
+    modalities: Few[Literal["text"]] | None = None
     prediction: Prediction | None = None
     verbosity: Literal["medium"] | None = None
 

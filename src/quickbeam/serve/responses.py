@@ -35,12 +35,12 @@ async def named_events(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, 
             yield {"event": event["type"], "data": json.dumps({**event, "sequence_number": number})}
             number += 1
     except Exception as error:
-        told = problem(error)
+        found = problem(error)
         event = {
             "type": "error",
-            "code": told.code or told.type,
-            "message": told.message,
-            "param": told.param,
+            "code": found.code or found.type,
+            "message": found.message,
+            "param": found.param,
         }
         yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
 
@@ -51,20 +51,20 @@ async def begin(runner: Runner, request: ResponsesRequest) -> Made:
     calling = tools.calling(
         request.chat_tools, request.choice, request.parallel_tool_calls, llm.tokenizer
     )
-    told = request.top_logprobs is not None or LOGPROBS in (request.include or [])
+    scored = request.top_logprobs is not None or LOGPROBS in (request.include or [])
     answers = await convert.begin(
         runner,
         request,
-        lambda: [encode_conversation(llm, conversation, calling and calling.tools)],
         Wanted(
+            lambda: [encode_conversation(llm, conversation, calling.shown)],
+            size_of(conversation.messages),
             {"max_output_tokens": request.max_output_tokens},
-            logprobs=(request.top_logprobs or 0) if told else None,
-            grammar=calling and calling.grammar,
-            keep_special=calling is not None and calling.keeps_special,
+            logprobs=(request.top_logprobs or 0) if scored else None,
+            grammar=calling.grammar,
+            keep_special=calling.keeps_special,
         ),
-        size=size_of(conversation.messages),
     )
-    return Made(runner, request, answers, calling, TokenTexts(llm.tokenizer) if told else None)
+    return Made(runner, request, answers, calling, TokenTexts(llm.tokenizer) if scored else None)
 
 
 class Made:
@@ -75,11 +75,11 @@ class Made:
         runner: Runner,
         request: ResponsesRequest,
         answers: Answers,
-        calling: Calling | None,
+        calling: Calling,
         texts: TokenTexts | None,
     ) -> None:
         self.answers, self._runner, self._request = answers, runner, request
-        self._reader = calling and calling.reader()
+        self._reader = calling.reader()
         self._items = Items(texts)
         self._id, self._created = f"resp_{secrets.token_hex(16)}", int(time.time())
 
@@ -110,9 +110,7 @@ class Made:
         self, text: str, logprobs: Sequence[Logprob], completion: Completion | None = None
     ) -> Iterator[Event]:
         """Yield the events of new text. `completion` is given if there will be no more text."""
-        reader, pieces = self._reader, list[str | Call]([text] if text else [])
-        if reader is not None:
-            pieces = [*reader.feed(text), *(reader.finish() if completion else [])]
+        pieces = [*self._reader.feed(text), *(self._reader.finish() if completion else [])]
         yield from self._items.add(pieces, logprobs)
         if completion is not None:
             yield from self._items.end(completion.finish_reason == "length")
@@ -162,11 +160,7 @@ class Made:
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
             "output_tokens": counts.new,
-            "output_tokens_details": {
-                "reasoning_tokens": 0,
-                "accepted_prediction_tokens": counts.accepted,
-                "rejected_prediction_tokens": counts.rejected,
-            },
+            "output_tokens_details": counts.details,
             "total_tokens": counts.prompt + counts.new,
             "steps": counts.steps,
         }

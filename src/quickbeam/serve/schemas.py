@@ -12,7 +12,7 @@ megabytes may hold a million of them.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,12 +30,14 @@ from quickbeam.engine.budget import MOST_DEAR
 
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
-# the most items of lists
-TEXTS = 256  # stop strings and bad words
-LETTERS = 8192  # characters of all of them
-PAIRS = 64
-PARTS = 4096  # messages, their parts, prompts and choices
-TOKENS = 2**20
+T = TypeVar("T")
+Few = Annotated[list[T], Field(max_length=256, fail_fast=True)]
+Many = Annotated[list[T], Field(max_length=4096, fail_fast=True)]
+Some = Annotated[list[T], Field(min_length=1, max_length=4096, fail_fast=True)]
+Ids = Annotated[list[int], Field(max_length=2**20, fail_fast=True)]
+BIASES = 16_384
+PAIRS = 64  # the most entries of an object
+LETTERS = 8192  # the most characters of all stop strings, and of all bad words
 
 
 def refuse(what: str, param: str | None = None, unknown: str | None = None) -> PydanticCustomError:
@@ -138,6 +140,8 @@ def _few(value: Any) -> Any:
 
 def _biases(value: Any) -> Any:
     """Check `logit_bias` here, because pydantic would go on after the first error."""
+    if isinstance(value, dict) and len(value) > BIASES:
+        raise refuse(f"more than {BIASES} entries, the most that there may be")
     for name, bias in value.items() if isinstance(value, dict) else ():
         if not (name.isascii() and name.isdigit() and len(name) < 10):
             raise refuse(f"{name[:40]!r} is not a token id", "logit_bias")
@@ -152,7 +156,7 @@ def _short(value: Any) -> Any:
     return value
 
 
-Texts = Annotated[list[str], Field(max_length=TEXTS, fail_fast=True), AfterValidator(_short)]
+Texts = Annotated[Few[str], AfterValidator(_short)]
 Pairs = Annotated[dict[str, str], BeforeValidator(_few)]
 
 
@@ -163,12 +167,7 @@ class Speculation(Body):
     budget: Annotated[int, Field(ge=0, le=MOST_DEAR)] | None = None
 
 
-Choice = Annotated[
-    list[Annotated[str, Field(min_length=1)]],
-    Field(min_length=1, max_length=PARTS, fail_fast=True),
-]
-
-
+Choice = Some[Annotated[str, Field(min_length=1)]]
 # kinds of grammars by vLLM's names
 VLLM_KINDS = {
     "json": "json_schema",
@@ -220,7 +219,7 @@ class Request(Root):
     logit_bias: Annotated[dict[str, float], BeforeValidator(_biases)] | None = None
     seed: int | None = None
     stop: str | Texts | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=PARTS, fail_fast=True)] | None = None
+    stop_token_ids: Many[int] | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     bad_words: Texts | None = None
@@ -327,26 +326,15 @@ class GenerationRequest(Request):
 MOST_OF_PROMPTS = 20
 
 
-Ids = Annotated[list[int], Field(max_length=TOKENS, fail_fast=True)]
-Prompts = Annotated[list[str], Field(min_length=1, max_length=PARTS, fail_fast=True)]
-IdPrompts = Annotated[list[Ids], Field(min_length=1, max_length=PARTS, fail_fast=True)]
-
-
 class CompletionRequest(GenerationRequest):
-    prompt: str | Prompts | Annotated[Ids, Field(min_length=1)] | IdPrompts
+    prompt: str | Some[str] | Annotated[Ids, Field(min_length=1)] | Some[Ids]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=100)] | None = None
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_OF_PROMPTS)] | None = None
     best_of: int | None = None
     suffix: str | None = None
     # one for each prompt
-    seeds: (
-        Annotated[
-            list[Annotated[int, Field(ge=-(2**63), lt=2**64)]],
-            Field(max_length=PARTS, fail_fast=True),
-        ]
-        | None
-    ) = None
+    seeds: Many[Annotated[int, Field(ge=-(2**63), lt=2**64)]] | None = None
 
     @property
     def prompts(self) -> list[str | list[int]]:

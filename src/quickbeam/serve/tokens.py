@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse
 from quickbeam import __version__
 from quickbeam.errors import InvalidInput
 from quickbeam.serve.bodies import read
-from quickbeam.serve.convert import check_model, encode_conversation, field_of
+from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
 from quickbeam.serve.endpoints import guarded
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import TokenizeChat
@@ -87,6 +87,7 @@ async def _tokenized(http: Request) -> Response:
 def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
     tokenizer = runner.llm.tokenizer
     if isinstance(request, TokenizeText):
+        check_size(runner.llm, len(request.prompt), "prompt")
         return list(
             tokenizer(request.prompt, add_special_tokens=request.add_special_tokens is not False)[
                 "input_ids"
@@ -94,6 +95,7 @@ def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
         )
     if request.tools:
         tool_format(tokenizer)  # raises if the chat template doesn't take tools
+    check_size(runner.llm, size_of(request.messages), "messages")
     return encode_conversation(runner.llm, request, request.tools)
 
 

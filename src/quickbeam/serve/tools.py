@@ -27,16 +27,23 @@ class Call(NamedTuple):
 
 
 class Calling(NamedTuple):
-    """What a request asks for in tool calls."""
+    """What a request asks for in tool calls. Without a `form`, its answers hold none."""
 
-    form: ToolFormat
-    tools: list[Tool]
-    several: bool
-    grammar: Any  # forces calls, or makes them follow schemas; None: neither
-    keeps_special: bool  # calls can only be found if special tokens stay in the text
+    form: ToolFormat | None = None
+    tools: list[Tool] = []  # noqa: RUF012 (never changed)
+    several: bool = True
+    grammar: Any = None  # forces calls, or makes them follow schemas; None: neither
+    keeps_special: bool = False  # calls can only be found if special tokens stay in the text
 
-    def reader(self) -> CallReader:
+    @property
+    def shown(self) -> list[Tool] | None:
+        """The tools that the model is shown."""
+        return self.tools or None
+
+    def reader(self) -> CallReader | TextReader:
         """Return a reader of calls for one answer."""
+        if self.form is None:
+            return TextReader()
         return CallReader(self.form, self.tools, self.several)
 
 
@@ -45,14 +52,14 @@ def calling(
     choice: ToolMode | NamedTool | None,
     several: bool | None,
     tokenizer: Any,
-) -> Calling | None:
+) -> Calling:
     """Return what a request's `tools`, `tool_choice` and `parallel_tool_calls` ask for.
 
-    None means an answer without calls, for which the model is not shown the tools. Raises `Refused`
-    for what this model can't do.
+    For an answer without calls the model is not shown the tools. Raises `Refused` for what this
+    model can't do.
     """
     if not tools or choice == "none":
-        return None
+        return Calling()
     form = tool_format(tokenizer)
     special = any(token and token in form.marker for token in tokenizer.all_special_tokens)
     if choice in (None, "auto"):
@@ -94,6 +101,18 @@ def _grammar(lark: str | None) -> Any:
     from quickbeam.grammar import Grammar
 
     return Grammar.lark(lark)
+
+
+class TextReader:
+    """Reads an answer without calls."""
+
+    found = False
+
+    def feed(self, text: str) -> list[str | Call]:
+        return [text] if text else []
+
+    def finish(self) -> list[str | Call]:
+        return []
 
 
 class CallReader:
