@@ -97,7 +97,7 @@ def test_a_process_drains_on_sigterm_and_ends_at_once_on_the_second(smollm2, por
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is full")
 def test_a_full_disk_behind_stderr_ends_nothing():
     """As a program of its own, since its end writes what is left, too."""
-    program = "import sys; from quickbeam.cli.serve import say; say('ready'); print('on')"
+    program = "import sys; from quickbeam.cli.common import say; say('ready'); print('on')"
     with open("/dev/full", "w") as full:
         found = subprocess.run(
             [sys.executable, "-c", program], stderr=full, stdout=subprocess.PIPE, text=True
