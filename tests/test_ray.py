@@ -75,7 +75,9 @@ def test_a_replica_is_healthy_while_its_engines_heart_beats(
 ) -> None:
     replica = Replica({"model": toy_folder, "dtype": "float32"}, {"served_name": "toy"}, warm=False)
     replica.check_health()
-    monkeypatch.setattr(type(replica.runner), "ailment", "the engine has been silent for 99 s")
+    monkeypatch.setattr(
+        type(replica.runner), "unhealthy_reason", "the engine has been silent for 99 s"
+    )
     with pytest.raises(QuickbeamError, match="silent"):
         replica.check_health()
 

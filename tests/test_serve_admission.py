@@ -234,7 +234,7 @@ def test_a_request_that_is_dropped_is_free_with_the_next_step(llm, stage):
                     brake.release(1)
                     for stream in await task:
                         stream.close()
-                assert runner.gate.inside == 2 and runner.ailment is None
+                assert runner.gate.inside == 2 and runner.unhealthy_reason is None
                 brake.release(2)  # the one that was under way, and the next
                 await until(lambda: idle(runner))
             llm.reset()
@@ -295,13 +295,13 @@ def test_choices_of_a_request_share_its_seed(llm):
 def test_an_unloaded_runner_is_starting(llm):
     async def main() -> None:
         runner = Runner(ServeSettings())
-        assert not runner.healthy and runner.ailment == "starting"
+        assert not runner.healthy and runner.unhealthy_reason == "starting"
         for ask in (lambda: runner.llm, lambda: runner.enter(1)):
             with pytest.raises(Unavailable, match="starting"):
                 ask()
         runner.attach(llm, "fp_x")
         assert runner.healthy and runner.llm is llm and runner.gate.places == 2
         await runner.close()
-        assert runner.ailment == "draining"
+        assert runner.unhealthy_reason == "draining"
 
     asyncio.run(main())

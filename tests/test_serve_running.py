@@ -59,10 +59,7 @@ class Listening(NamedTuple):
 
 @asynccontextmanager
 async def listening(
-    llm: LLM,
-    load: Callable[[], LLM] | None = None,
-    kind: type[Runner] = Runner,
-    **settings: Any,
+    llm: LLM, load: Callable[[], LLM] | None = None, kind: type[Runner] = Runner, **settings: Any
 ) -> AsyncIterator[tuple[Listening, httpx.AsyncClient]]:
     """With a client. The model may be used again afterwards."""
     runner = kind(ServeSettings(served_name="tiny", **settings))
@@ -142,7 +139,7 @@ def test_a_signal_while_it_loads_ends_it(llm, loaded):
                     0, one.server.should_exit and one.runner._aio is not None
                 )
             one.stop()
-            await until(lambda: one.runner.ailment == "draining")
+            await until(lambda: one.runner.unhealthy_reason == "draining")
             if loaded:
                 go.set()
                 await until(lambda: one.runner._aio is not None)
@@ -178,7 +175,7 @@ def test_a_signal_lets_answers_end_and_takes_no_others(llm):
                     whole = asyncio.create_task(client.post("/v1/completions", json=BODY))
                     await until(lambda: one.runner.gate.inside == 2)
                     one.stop()
-                    await until(lambda: one.runner.ailment == "draining")
+                    await until(lambda: one.runner.unhealthy_reason == "draining")
                     health, late = (
                         await client.get("/health"),
                         await client.post("/v1/completions", json=BODY),
@@ -561,12 +558,7 @@ def test_the_unit_and_the_image_are_as_they_should_be():
         service["KillSignal"],
         service["NoNewPrivileges"],
         service["ProtectSystem"],
-    ) == (
-        "always",
-        "SIGTERM",
-        "yes",
-        "strict",
-    )
+    ) == ("always", "SIGTERM", "yes", "strict")
     options = CliRunner().invoke(command, ["serve", "--help"], terminal_width=300).stdout
     image = (ROOT / "deploy" / "Dockerfile").read_text()
     entry = json.loads(re.search(r"^ENTRYPOINT (\[.*\])$", image, re.M)[1])  # type: ignore[index]

@@ -265,10 +265,7 @@ def test_calls_of_a_streamed_chat(scripted):
         assert [
             (call["index"], call["function"]["name"], json.loads(call["function"]["arguments"]))
             for call in calls
-        ] == [
-            (0, "f", {"x": 3}),
-            (1, "f", {"x": 3}),
-        ]
+        ] == [(0, "f", {"x": 3}), (1, "f", {"x": 3})]
         assert mine[-1]["finish_reason"] == "tool_calls"
 
 

@@ -37,10 +37,10 @@ class Answering:
         try:
             return Reply(200, await endpoints.answer(self._runner, url, body))
         except Exception as error:
-            if (ailment := self._runner.ailment) is not None:
-                raise QuickbeamError(f"no more answers: {ailment}") from error
-            told = problem(error)
-            return Reply(told.status, told.body)
+            if (unhealthy_reason := self._runner.unhealthy_reason) is not None:
+                raise QuickbeamError(f"no more answers: {unhealthy_reason}") from error
+            about = problem(error)
+            return Reply(about.status, about.body)
 
     async def close(self) -> None:
         """End the answers under way."""
@@ -53,8 +53,8 @@ async def answering(llm: LLM, name: str | None = None) -> AsyncIterator[Answer]:
 
     `name` is what responses call the model.
     """
-    made = Answering(llm, name)
+    model = Answering(llm, name)
     try:
-        yield made.answer
+        yield model.answer
     finally:
-        await made.close()
+        await model.close()

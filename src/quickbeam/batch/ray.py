@@ -101,12 +101,12 @@ class QuickbeamActor:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of columns with the columns `answer` and `error` added."""
-        found = self._loop.run_until_complete(
+        replies = self._loop.run_until_complete(
             self._all([_plain(value) for value in batch[self._column]])
         )
-        texts = [_text(reply.body) if reply.status == 200 else None for reply in found]
+        texts = [_text(reply.body) if reply.status == 200 else None for reply in replies]
         errors = [
-            None if reply.status == 200 else reply.body["error"]["message"] for reply in found
+            None if reply.status == 200 else reply.body["error"]["message"] for reply in replies
         ]
         return {**batch, "answer": texts, "error": errors}
 

@@ -61,14 +61,14 @@ def parse(number: int, line: bytes) -> Request:
     """
     name = f"line-{number}"
     try:
-        found = json.loads(line.decode(), parse_constant=_refuse_constant)
-        if not isinstance(found, dict):
+        fields = json.loads(line.decode(), parse_constant=_refuse_constant)
+        if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
-        given = found.pop("custom_id", name)
+        given = fields.pop("custom_id", name)
         if not isinstance(given, str) or not given:
             raise ValueError(f"custom_id {json.dumps(given)}: must be a text that is not empty")
         name = given
-        url, body = _envelope(found) if found.keys() & ENVELOPE else _short(found)
+        url, body = _envelope(fields) if fields.keys() & ENVELOPE else _short(fields)
         if body.get("stream"):
             raise ValueError("stream: a batch gives whole answers; leave it out")
     except (ValueError, RecursionError) as error:
@@ -86,14 +86,14 @@ def parse(number: int, line: bytes) -> Request:
     return Request(number, name, digest, url, body)
 
 
-def _envelope(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    if unknown := found.keys() - ENVELOPE:
+def _envelope(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    if unknown := fields.keys() - ENVELOPE:
         raise ValueError(
             f"unknown field {sorted(unknown)[0]!r} beside custom_id, method, url and body"
         )
-    if found.get("method", "POST") != "POST":
-        raise ValueError(f"method {json.dumps(found['method'])}: must be POST")
-    url, body = found.get("url"), found.get("body")
+    if fields.get("method", "POST") != "POST":
+        raise ValueError(f"method {json.dumps(fields['method'])}: must be POST")
+    url, body = fields.get("url"), fields.get("body")
     if url not in URLS:
         raise ValueError(f"url {json.dumps(url)}: must be one of {', '.join(URLS)}")
     if not isinstance(body, dict):
@@ -101,14 +101,14 @@ def _envelope(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     return url, body
 
 
-def _short(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    kinds = [kind for kind in SHORT if kind in found]
+def _short(fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    kinds = [kind for kind in SHORT if kind in fields]
     if len(kinds) != 1:
         raise ValueError(
             "neither a request (custom_id, method, url, body) nor a short one, which "
             "has either messages or prompt"
         )
-    return SHORT[kinds[0]], found
+    return SHORT[kinds[0]], fields
 
 
 def _seeds(digest: str, prompt: Any) -> dict[str, Any]:

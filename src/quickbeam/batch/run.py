@@ -64,13 +64,13 @@ async def run(
     answer: Answer,
     journal: Journal,
     window: int,
-    told: Callable[[], object],
+    answered: Callable[[], object],
 ) -> None:
     """Answer all requests that are not `done` in the journal, in the order of the file.
 
     At most `window` requests are under way at a time. Answers are written as they arrive, and
-    `told` is called after each. An error that `answer` raises ends the run. The answers that were
-    written stay, and the next run continues from there.
+    `answered` is called after each. An error that `answer` raises ends the run. The answers that
+    were written stay, and the next run continues from there.
     """
     asked = dict[asyncio.Future[Reply], Request]()
 
@@ -79,7 +79,7 @@ async def run(
         # errors come last, so that answers that arrived with them are written first
         for one in sorted(done, key=lambda one: one.exception() is not None):
             journal.write(_record(asked.pop(one), one.result()))
-            told()
+            answered()
 
     try:
         for request in requests:
@@ -87,7 +87,7 @@ async def run(
                 continue
             if request.fault is not None:
                 journal.write(_record(request, None))
-                told()
+                answered()
                 continue
             asked[asyncio.ensure_future(answer(request.url, request.body))] = request
             if len(asked) >= window:

@@ -64,9 +64,7 @@ def protect(app: FastAPI, runner: Runner) -> None:
     if not settings.api_keys:  # a web page can't know a key
         hosts = (*LOOPBACK, settings.host, *settings.allowed_hosts)
         app.add_middleware(
-            Origins,
-            hosts=hosts if settings.loopback else None,
-            origins=settings.cors_origins,
+            Origins, hosts=hosts if settings.loopback else None, origins=settings.cors_origins
         )
 
 
@@ -93,10 +91,10 @@ async def index() -> Response:
 
 async def health(request: Request) -> Response:
     """200 if requests are answered, else 503 with the reason."""
-    ailment = request.app.state.runner.ailment
-    if ailment is None:
+    unhealthy_reason = request.app.state.runner.unhealthy_reason
+    if unhealthy_reason is None:
         return JSONResponse({"status": "ok"})
-    return JSONResponse({"status": ailment}, 503, {"Retry-After": "5"})
+    return JSONResponse({"status": unhealthy_reason}, 503, {"Retry-After": "5"})
 
 
 def metrics(request: Request) -> Response:

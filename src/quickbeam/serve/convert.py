@@ -263,8 +263,8 @@ def _grammar(request: Request) -> Grammar | None:
         if kind == "choice":
             texts = " | ".join(json.dumps(one, ensure_ascii=False) for one in value)
             return Grammar.lark(f"start: {texts}")
-        found: Grammar = getattr(Grammar, kind)(value)
-        return found
+        grammar: Grammar = getattr(Grammar, kind)(value)
+        return grammar
     return None
 
 
@@ -338,7 +338,7 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     objects, and a tool's answer gets the tool's name. Raises `Refused` for arguments that are not a
     JSON object.
     """
-    found, names = list[dict[str, Any]](), dict[str, str]()
+    shown, names = list[dict[str, Any]](), dict[str, str]()
     for number, message in enumerate(messages):
         one: dict[str, Any] = {"role": message.role, "content": text_of(message.content)}
         if message.role == "developer":
@@ -365,8 +365,8 @@ def template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
             one["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in names:
                 one.setdefault("name", names[message.tool_call_id])
-        found.append(one)
-    return found
+        shown.append(one)
+    return shown
 
 
 def text_of(content: Content | None) -> str:
@@ -381,10 +381,10 @@ def size_of(messages: Sequence[Message]) -> int:
 
 def _arguments(text: str, message: int, call: int) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}")
+        value = json.loads(text or "{}")
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        value = None
+    if not isinstance(value, dict):
         where = f"messages[{message}].tool_calls[{call}].function.arguments"
         raise Refused(f"{where}: not a JSON object", where)
-    return found
+    return value

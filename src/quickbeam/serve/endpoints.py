@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from sse_starlette import EventSourceResponse, ServerSentEvent
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.serve import bodies, chat, completions, errors, responses
+from quickbeam.serve import bodies, chat, completions, errors, responses, tokens
 from quickbeam.serve.answers import Answers, done_events
 from quickbeam.serve.items import ResponsesRequest
 from quickbeam.serve.messages import ChatRequest
@@ -19,6 +20,7 @@ from quickbeam.serve.runner import Runner
 from quickbeam.serve.schemas import CompletionRequest
 
 T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
 Chunks = AsyncIterator[dict[str, Any]]
 
 
@@ -72,24 +74,21 @@ async def _whole(runner: Runner, endpoint: Endpoint, request: Any) -> dict[str, 
 
 def install(app: FastAPI) -> None:
     """Add the endpoints to an application, which has a runner as `state.runner`."""
-    for path, endpoint in ENDPOINTS.items():
-        app.add_api_route(path, _handler(endpoint), methods=["POST"], response_model=None)
+    handlers: dict[str, Handler] = {
+        path: partial(respond, endpoint) for path, endpoint in ENDPOINTS.items()
+    }
+    handlers |= {"/tokenize": tokens.tokenize, "/detokenize": tokens.detokenize}
+    for path, handler in handlers.items():
+        app.add_api_route(path, guarded(handler), methods=["POST"], response_model=None)
 
 
-def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    async def handle(http: Request) -> Response:
-        return await guarded(respond(http, endpoint))
-
-    return handle
-
-
-async def respond(http: Request, endpoint: Endpoint) -> Response:
+async def respond(endpoint: Endpoint, http: Request) -> Response:
     """Return the response to a request, with one object or as a stream of events."""
     runner: Runner = http.app.state.runner
     request = await bodies.read(http, endpoint.kind)
     if not request.stream:
-        found = await unless_gone(http, _whole(runner, endpoint, request))
-        return await asyncio.to_thread(JSONResponse, found)
+        whole = await unless_gone(http, _whole(runner, endpoint, request))
+        return await asyncio.to_thread(JSONResponse, whole)
     # The engine has begun before the response does, so that a refusal has its own status.
     reply = await unless_gone(http, endpoint.begin(runner, request))
     return EventSourceResponse(
@@ -100,17 +99,21 @@ async def respond(http: Request, endpoint: Endpoint) -> Response:
     )
 
 
-async def guarded(work: Awaitable[Response]) -> Response:
-    """Return the response that `work` gives, or the one to its error.
+def guarded(handler: Handler) -> Handler:
+    """Return a handler that answers the errors of another one.
 
     Nothing gets past it to the libraries, whose logs would quote the error and with it a prompt.
     """
-    try:
-        return await work
-    except Gone:
-        return Response(status_code=499)  # nobody reads it
-    except Exception as error:
-        return errors.response(error)
+
+    async def handle(http: Request) -> Response:
+        try:
+            return await handler(http)
+        except Gone:
+            return Response(status_code=499)  # nobody reads it
+        except Exception as error:
+            return errors.response(error)
+
+    return handle
 
 
 class Gone(QuickbeamError):

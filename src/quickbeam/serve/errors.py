@@ -113,8 +113,8 @@ def problem(error: BaseException) -> Problem:
 
 def response(error: BaseException) -> JSONResponse:
     """Return the HTTP response to an error."""
-    found = problem(error)
-    return JSONResponse(found.body, found.status, headers=found.headers)
+    about = problem(error)
+    return JSONResponse(about.body, about.status, headers=about.headers)
 
 
 def install(app: FastAPI) -> None:
@@ -137,11 +137,7 @@ def invalid(error: ValidationError, body: Any) -> Refused:
     telling = ("unsupported", "too_short", "too_long")
     path, first = max(
         errors,
-        key=lambda one: (
-            one[1]["type"] == "too_long",
-            len(one[0]),
-            one[1]["type"] in telling,
-        ),
+        key=lambda one: (one[1]["type"] == "too_long", len(one[0]), one[1]["type"] in telling),
     )
     name = (first.get("ctx") or {}).get("param") or _name(path)
     message = first["msg"].removeprefix("Value error, ")

@@ -54,11 +54,11 @@ def digest_of(model: str) -> str:
     )
     cache = cache_folder() / KNOWN
     known = _read(cache)
-    found = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
-    if not found.keys() <= known.keys():
-        _write(cache, known | found)
+    digests = {_key(file): known.get(_key(file)) or _digest(file) for file in files}
+    if not digests.keys() <= known.keys():
+        _write(cache, known | digests)
     return hashlib.sha256(
-        "\0".join([text for file in files for text in (file.name, found[_key(file)])]).encode()
+        "\0".join([text for file in files for text in (file.name, digests[_key(file)])]).encode()
     ).hexdigest()
 
 

@@ -97,11 +97,11 @@ class OutputItem(Item):
 
 
 def _kind(item: Any) -> str:
-    found = item if isinstance(item, dict) else {}
-    kind = found.get("type")
+    fields = item if isinstance(item, dict) else {}
+    kind = fields.get("type")
     if isinstance(kind, str) and kind != "message":
         return kind
-    return "answer" if found.get("role") == "assistant" else "message"
+    return "answer" if fields.get("role") == "assistant" else "message"
 
 
 AnyItem = Annotated[
@@ -209,9 +209,9 @@ class ResponsesRequest(Request):
         Tool calls become part of the assistant's message directly before them, or else a message of
         their own.
         """
-        found = list[Message]()
+        messages = list[Message]()
         if self.instructions is not None:
-            found.append(SystemMessage(role="system", content=self.instructions))
+            messages.append(SystemMessage(role="system", content=self.instructions))
         items = (
             [MessageItem(role="user", content=self.input)]
             if isinstance(self.input, str)
@@ -221,12 +221,12 @@ class ResponsesRequest(Request):
             if isinstance(item, CallItem):
                 called = CalledFunction(name=item.name, arguments=item.arguments)
                 call = ToolCall(id=item.call_id, type="function", function=called)
-                if found and isinstance(last := found[-1], AssistantMessage):
+                if messages and isinstance(last := messages[-1], AssistantMessage):
                     last.tool_calls = [*(last.tool_calls or []), call]
                 else:
-                    found.append(AssistantMessage(role="assistant", tool_calls=[call]))
+                    messages.append(AssistantMessage(role="assistant", tool_calls=[call]))
             elif isinstance(item, OutputItem):
-                found.append(
+                messages.append(
                     ToolMessage(
                         role="tool",
                         content=_text(item.output),
@@ -235,13 +235,13 @@ class ResponsesRequest(Request):
                     )
                 )
             elif isinstance(item, AnswerItem):
-                found.append(AssistantMessage(role="assistant", content=_text(item.content)))
+                messages.append(AssistantMessage(role="assistant", content=_text(item.content)))
             elif item.role == "user":
-                found.append(UserMessage(role="user", content=_text(item.content)))
+                messages.append(UserMessage(role="user", content=_text(item.content)))
             else:
-                found.append(SystemMessage(role=item.role, content=_text(item.content)))
+                messages.append(SystemMessage(role=item.role, content=_text(item.content)))
         return Conversation(
-            messages=found,
+            messages=messages,
             reasoning_effort=self.reasoning.effort if self.reasoning else None,
             chat_template_kwargs=self.chat_template_kwargs,
         )

@@ -39,8 +39,8 @@ class TokenTexts:
             return b""
         if self._byte_level:
             return bytes(BYTES[character] for character in piece if character in BYTES)
-        if found := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
-            return bytes([int(found[1], 16)])
+        if byte := re.fullmatch(r"<0x([0-9A-Fa-f]{2})>", piece):
+            return bytes([int(byte[1], 16)])
         return str(piece).replace("▁", " ").encode()
 
     @cached_property

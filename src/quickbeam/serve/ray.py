@@ -10,11 +10,12 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any
+from inspect import signature
+from typing import Annotated, Any, get_type_hints
 
 import ray
 from fastapi import FastAPI
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from ray import serve
 
 from quickbeam import hub
@@ -27,42 +28,37 @@ from quickbeam.serve.server import prepare
 from quickbeam.serve.settings import ServeSettings
 
 HEALTH_PERIOD = 2.0  # seconds between checks of a replica's heartbeat
-OWN = {"replicas", "threads", "cpus", "gpus", "warm", "settings"}  # arguments that `LLM` lacks
+SERVER: dict[str, Any] = {  # the arguments that `LLM` lacks, with their types and defaults
+    "replicas": (Annotated[int, Field(ge=1)], 1),
+    "threads": (Annotated[int, Field(ge=1)], 1),
+    "cpus": (Annotated[float, Field(ge=0)], CPUS),
+    "gpus": (Annotated[float, Field(ge=0)], 0),
+    "warm": (bool, True),
+    "settings": (dict[str, Any], {}),
+}
 
 
-class Arguments(BaseModel):
-    """The arguments of `build`. Values may also be given as text.
+def _arguments() -> type[BaseModel]:
+    """Return the arguments of `build`. Values may also be given as text.
 
     `settings` holds arguments of `ServeSettings`, but not the address, which belongs to Ray.
     `replicas` is the number of replicas. `cpus` and `gpus` are what Ray reserves for each,
     `threads` is the number of threads that each computes with. `warm` is that of `prepare`. The
     other arguments are those of `LLM`.
     """
+    types, parameters = get_type_hints(LLM.__init__), signature(LLM).parameters
+    options: dict[str, Any] = {
+        name: (types[name], parameter.default) for name, parameter in parameters.items()
+    }
+    options["max_running"] = (Annotated[int, Field(ge=1)], options["max_running"][1])
+    config = ConfigDict(extra="forbid", protected_namespaces=(), arbitrary_types_allowed=True)
+    arguments: type[BaseModel] = create_model(
+        "Arguments", __config__=config, **{**options, **SERVER}
+    )
+    return arguments
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str | None = None
-    method: str = "auto"
-    dtype: str = "bfloat16"
-    weights: str = "bfloat16"
-    draft_weights: str = "bfloat16"
-    memory: str | None = None
-    device: str | None = None
-    budget: int | None = None
-    drafter: str | None = None
-    vocab: str | None = None
-    shortlist: int | None = None
-    exact: bool | None = None
-    kv_memory: str | None = None
-    max_running: int = Field(32, ge=1)
-    share_prefixes: bool = True
-    trust_remote_code: bool = False
-    replicas: int = Field(1, ge=1)
-    threads: int = Field(1, ge=1)
-    cpus: float = Field(CPUS, ge=0)
-    gpus: float = Field(0, ge=0)
-    warm: bool = True
-    settings: dict[str, Any] = {}
+Arguments = _arguments()
 
 
 class Replica:
@@ -81,8 +77,8 @@ class Replica:
 
         Ray calls this regularly, and replaces a replica that raises.
         """
-        if (ailment := self.runner.ailment) is not None:
-            raise QuickbeamError(ailment)
+        if (unhealthy_reason := self.runner.unhealthy_reason) is not None:
+            raise QuickbeamError(unhealthy_reason)
 
 
 def build(args: dict[str, Any]) -> serve.Application:
@@ -91,35 +87,36 @@ def build(args: dict[str, Any]) -> serve.Application:
     Raises `InvalidInput` for arguments that can't be used.
     """
     try:
-        asked = Arguments.model_validate(args)
+        options = Arguments.model_validate(args).model_dump()
     except ValidationError as error:
         wrong = error.errors()[0]
         known = ", ".join(Arguments.model_fields)
         raise InvalidInput(
             f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}; known arguments: {known}"
         ) from error
+    own = {name: options.pop(name) for name in SERVER}
     # Requests come through Ray's proxy, which may be reached under any name. This host turns off
     # the check of the Host header.
-    address = {"host": "0.0.0.0", "served_name": name_of(asked.model or hub.DEFAULT)}
+    address = {"host": "0.0.0.0", "served_name": name_of(options["model"] or hub.DEFAULT)}
     try:
-        settings = ServeSettings(**{**address, **asked.settings})
+        settings = ServeSettings(**{**address, **own["settings"]})
     except TypeError as error:
         raise InvalidInput(f"settings: {error}") from error
     deployment = serve.deployment(
         name="quickbeam",
-        num_replicas=asked.replicas,
+        num_replicas=own["replicas"],
         ray_actor_options={
-            "num_cpus": asked.cpus,
-            "num_gpus": asked.gpus,
-            "runtime_env": environment(asked.threads),
+            "num_cpus": own["cpus"],
+            "num_gpus": own["gpus"],
+            "runtime_env": environment(own["threads"]),
         },
         # beyond its limits the replica's own gate refuses requests
-        max_ongoing_requests=asked.max_running + settings.max_waiting,
+        max_ongoing_requests=options["max_running"] + settings.max_waiting,
         health_check_period_s=HEALTH_PERIOD,
         graceful_shutdown_timeout_s=settings.drain_timeout,
         max_constructor_retry_count=2,
     )(serve.ingress()(Replica))
-    return deployment.bind(asked.model_dump(exclude=OWN), {**address, **asked.settings}, asked.warm)
+    return deployment.bind(options, {**address, **own["settings"]}, own["warm"])
 
 
 def run(

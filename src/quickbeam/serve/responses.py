@@ -35,17 +35,17 @@ async def named_events(events: AsyncIterator[Event]) -> AsyncIterator[dict[str, 
             yield {"event": event["type"], "data": json.dumps({**event, "sequence_number": number})}
             number += 1
     except Exception as error:
-        found = problem(error)
+        about = problem(error)
         event = {
             "type": "error",
-            "code": found.code or found.type,
-            "message": found.message,
-            "param": found.param,
+            "code": about.code or about.type,
+            "message": about.message,
+            "param": about.param,
         }
         yield {"event": "error", "data": json.dumps({**event, "sequence_number": number})}
 
 
-async def begin(runner: Runner, request: ResponsesRequest) -> Made:
+async def begin(runner: Runner, request: ResponsesRequest) -> Reply:
     """Have the engine begin with a request, and return its reply."""
     llm, conversation = runner.llm, request.to_conversation()
     calling = tools.calling(
@@ -64,10 +64,10 @@ async def begin(runner: Runner, request: ResponsesRequest) -> Made:
             keep_special=calling.keeps_special,
         ),
     )
-    return Made(runner, request, answers, calling, TokenTexts(llm.tokenizer) if scored else None)
+    return Reply(runner, request, answers, calling, TokenTexts(llm.tokenizer) if scored else None)
 
 
-class Made:
+class Reply:
     """A request to the Responses API while it is answered."""
 
     def __init__(
@@ -96,12 +96,12 @@ class Made:
             for kind in ("response.created", "response.in_progress"):
                 yield {"type": kind, "response": self._response(None)}
             async for _, delta in answers.parts():
-                found = (
+                events = (
                     self._events("", [], answers.completions[0])
                     if delta is None
                     else self._events(delta.text, delta.logprobs)
                 )
-                for event in found:
+                for event in events:
                     yield event
             response = self._response(answers.completions[0])
             yield {"type": f"response.{response['status']}", "response": response}
@@ -119,9 +119,9 @@ class Made:
         """Return the response object; `completion` is None while the answer is not complete."""
         request = self._request
         cut = completion is not None and completion.finish_reason == "length"
-        told = {"tools", "tool_choice", "text", "reasoning", "temperature", "top_p"}
+        shown = {"tools", "tool_choice", "text", "reasoning", "temperature", "top_p"}
         asked = self._runner.defaults | request.model_dump(
-            by_alias=True, exclude_none=True, include=told
+            by_alias=True, exclude_none=True, include=shown
         )
         return {
             "id": self._id,

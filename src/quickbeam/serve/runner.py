@@ -168,7 +168,7 @@ class Runner:
         except BaseException as error:
             place.end()
             if isinstance(error, Closed):
-                why = self.ailment or error
+                why = self.unhealthy_reason or error
                 gone = Unavailable(f"the server can't answer: {why}", LONGEST_WAIT)
                 self.metrics.refused(gone)
                 raise gone from error
@@ -198,10 +198,10 @@ class Runner:
     @property
     def healthy(self) -> bool:
         """Whether requests are answered."""
-        return self.ailment is None
+        return self.unhealthy_reason is None
 
     @property
-    def ailment(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Why requests are not answered; None if they are."""
         if self.gate.phase is not Phase.ready:
             return str(self.gate.phase.value)

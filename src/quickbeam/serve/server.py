@@ -94,7 +94,7 @@ class Server(uvicorn.Server):
         # otherwise sse-starlette cancels open streams as soon as the server begins to end
         AppStatus.enable_automatic_graceful_drain = False
         super().__init__(config(runner))
-        self._told = False  # whether a signal has told it to end
+        self._ending = False  # whether a signal has come
         self._draining: asyncio.Task[None] | None = None
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
@@ -102,9 +102,9 @@ class Server(uvicorn.Server):
         await super().serve(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._told:
+        if self._ending:
             os._exit(128 + sig)
-        self._told = True
+        self._ending = True
         self._loop.call_soon_threadsafe(self._begin_to_drain)
 
     async def on_tick(self, counter: int) -> bool:
@@ -192,8 +192,8 @@ def listen(host: str, port: int) -> socket.socket:
     Raises `InvalidInput` if the address can't be used.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        family, _, _, _, address = min(found, key=lambda one: one[0] != socket.AF_INET)
+        known = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(known, key=lambda one: one[0] != socket.AF_INET)
         return socket.create_server(address, family=family, backlog=BACKLOG)
     except OSError as error:
         raise InvalidInput(

@@ -12,7 +12,6 @@ from quickbeam import __version__
 from quickbeam.errors import InvalidInput
 from quickbeam.serve.bodies import read
 from quickbeam.serve.convert import check_model, check_size, encode_conversation, field_of, size_of
-from quickbeam.serve.endpoints import guarded
 from quickbeam.serve.errors import Refused
 from quickbeam.serve.messages import TokenizeChat
 from quickbeam.serve.runner import Runner
@@ -63,15 +62,10 @@ def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-@router.post("/tokenize")
 async def tokenize(http: Request) -> Response:
     """Return the tokens of a text, or of the prompt of a conversation (by the chat template)."""
-    return await guarded(_tokenized(http))
-
-
-async def _tokenized(http: Request) -> Response:
     runner: Runner = http.app.state.runner
-    request: TokenizeText | TokenizeChat = await read(http, TokenizeText | TokenizeChat)
+    request = await read(http, TokenizeText | TokenizeChat)
     check_model(runner, request.model)
     try:
         ids = await asyncio.to_thread(_tokens, runner, request)
@@ -79,9 +73,15 @@ async def _tokenized(http: Request) -> Response:
         raise
     except InvalidInput as error:
         raise Refused(str(error), field_of(str(error), type(request).model_fields)) from error
-    texts = runner.llm.tokenizer.convert_ids_to_tokens(ids) if request.return_token_strs else None
-    found = {"count": len(ids), "max_model_len": runner.llm.room(0)}
-    return JSONResponse({**found, "tokens": ids, "token_strs": texts})
+    strings = request.return_token_strs
+    return JSONResponse(
+        {
+            "count": len(ids),
+            "max_model_len": runner.llm.room(0),
+            "tokens": ids,
+            "token_strs": runner.llm.tokenizer.convert_ids_to_tokens(ids) if strings else None,
+        }
+    )
 
 
 def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
@@ -99,13 +99,8 @@ def _tokens(runner: Runner, request: TokenizeText | TokenizeChat) -> list[int]:
     return encode_conversation(runner.llm, request, request.tools)
 
 
-@router.post("/detokenize")
 async def detokenize(http: Request) -> Response:
     """Return the text of tokens, special ones included."""
-    return await guarded(_detokenized(http))
-
-
-async def _detokenized(http: Request) -> Response:
     runner: Runner = http.app.state.runner
     request = await read(http, Detokenize)
     check_model(runner, request.model)
@@ -115,6 +110,5 @@ async def _detokenized(http: Request) -> Response:
             f"tokens: {outside[0]} is not an id of this model: they go from 0 to {size - 1}",
             "tokens",
         )
-    return JSONResponse(
-        {"prompt": await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)}
-    )
+    text = await asyncio.to_thread(runner.llm.tokenizer.decode, request.tokens)
+    return JSONResponse({"prompt": text})
