@@ -48,7 +48,6 @@ LONG_FUNCTIONS = {
     "drafters.vocabulary.make_shortlist",
     "drafters.loading.load_drafter",
     "drafters.checkpoints._config",
-    "serve.metrics.__init__",
     "train.stages.write_text",
     "models.model.__init__",
     "models.streamed_loading.open_streamed",
