@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
+from hypothesis import strategies as st
 
 from quickbeam.aio import AsyncStream
 from quickbeam.engine.result import Completion, Statistics
@@ -92,6 +93,31 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert [block["event"] for block in blocks] == [event["type"] for event in found]
     assert [event["sequence_number"] for event in found] == list(range(len(found)))
     return found
+
+
+# fields that ask for a grammar, which junk would make slow to compile
+GRAMMAR_FIELDS = tuple(
+    ["regex", "lark", "structured_outputs", "guided_json", "guided_regex", "guided_grammar"]
+)
+
+
+def junk(*names: str) -> st.SearchStrategy[Any]:
+    """Any JSON, small, with these names among those of objects' fields."""
+    keys = (st.sampled_from(names) if names else st.nothing()) | st.text(max_size=5)
+    return st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(keys, inner, max_size=3),
+        max_leaves=6,
+    )
+
+
+def answered_or_refused(response: httpx.Response) -> None:
+    """Whatever was asked, nothing went wrong here, and a refusal says what was wrong there."""
+    assert response.status_code in (200, 400, 404), response.text
+    if response.status_code != 200:
+        error = response.json()["error"]
+        # Infinity and NaN are no JSON
+        assert error["message"] and (error["param"] is not None or "JSON" in error["message"])
 
 
 class ScriptedStream:

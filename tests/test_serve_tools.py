@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -170,6 +171,17 @@ def test_text_comes_at_once_and_a_call_does_not():
     assert reader.feed(" or <tool_call>{") == [" or"]
     assert reader.feed('"name": "g"}') == []
     assert [type(piece) for piece in reader.feed("</tool_call>")] == [Call]
+
+
+@pytest.mark.parametrize("text", [" ", "\n", "<", "<tool_cal", "{", "} {", " " * 60 + "{"])
+@pytest.mark.parametrize("form", [HERMES, LLAMA3, MISTRAL], ids=["hermes", "llama3", "mistral"])
+def test_long_answers_are_read_in_linear_time(form, text):
+    """Whoever biases a model writes what they like: white space, say, before a call that never
+    comes."""
+    reader, text = CallReader(form, TOOLS), (text * 20_000)[:20_000]
+    begun = time.perf_counter()
+    pieces = [piece for i in range(0, len(text), 4) for piece in reader.feed(text[i : i + 4])]
+    assert "".join([*pieces, *reader.finish()]) == text and time.perf_counter() - begun < 4
 
 
 def test_one_call_where_one_is_asked_for():

@@ -5,6 +5,7 @@ It is stateless: each request holds its whole conversation, and nothing is store
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -86,6 +87,10 @@ class Reply:
     async def whole(self) -> dict[str, Any]:
         """Wait until the answer is complete, and return the response object."""
         completion = (await self.answers.finished())[0]
+        # in a thread, because a long answer takes time to read
+        return await asyncio.to_thread(self._whole, completion)
+
+    def _whole(self, completion: Completion) -> dict[str, Any]:
         for _ in self._events(completion.text, completion.logprobs or [], completion):
             pass
         return self._response(completion)

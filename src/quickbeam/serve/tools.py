@@ -16,6 +16,8 @@ from quickbeam.serve.messages import NamedTool, Tool, ToolMode
 from quickbeam.serve.tool_formats import ToolFormat, forcing_grammar, strict_grammar, tool_format
 
 CALLS, CONTENT = "tool_calls", "content"  # fields of a response template
+# white space that is held back as what stands before a call; the parser reads it anew each time
+MOST_SPACE = 64
 
 
 class Call(NamedTuple):
@@ -168,6 +170,10 @@ class CallReader:
             )
         # what looked like a call can't be read
         except (ValueError, KeyError, TypeError, RecursionError):
+            yield self._held
+            self._begin()
+            return
+        if len(self._held) > MOST_SPACE and self._held.isspace():
             yield self._held
             self._begin()
             return
