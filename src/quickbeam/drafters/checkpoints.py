@@ -9,31 +9,22 @@ that has no place in it is an error.
 
 from __future__ import annotations
 
-import json
-import pickle
-from pathlib import Path, PureWindowsPath
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
+from quickbeam.drafters.folder import check_shape, read_config, read_tensors, tensor_names
 from quickbeam.errors import InvalidInput
 from quickbeam.models.hf_attention import check_layers
 
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "
     "eagle and eagle3, quickbeam's own"
-)
-WEIGHTS = (
-    "model.safetensors.index.json",
-    "model.safetensors",
-    "pytorch_model.bin.index.json",
-    "pytorch_model.bin",
 )
 LAYER = (
     "hidden_size",
@@ -54,6 +45,16 @@ PLAIN = {
     "use_aux_hidden_state": True,
 }
 ROWS = 64  # how many rows of the embedding are compared with the target's
+# tensors that the network doesn't need, or that are read by name
+IGNORED = {"d2t", "t2d", "embed_tokens.weight", "verifier_norm.weight", "verifier_lm_head.weight"}
+
+
+class TargetShape(NamedTuple):
+    """What a drafter has to fit: the target's number of layers, width, and tokens."""
+
+    layers: int
+    size: int
+    vocab: int
 
 
 def is_eagle(folder: Path) -> bool:
@@ -62,11 +63,11 @@ def is_eagle(folder: Path) -> bool:
     Reads only its configuration and tensor names.
     """
     try:
-        record = _record(folder)
+        record = read_config(folder)
         return (
             record.get("model_type") == MODEL_TYPE
             or "speculators_model_type" in record
-            or "fc.weight" in _names(folder)
+            or "fc.weight" in tensor_names(folder)
         )
     except InvalidInput:
         return False
@@ -95,34 +96,22 @@ def load_eagle(
     Raises `InvalidInput` where the folder is no drafter of a known layout, belongs to another
     target, or holds a variant that `EagleHead` can't represent.
     """
-    record = _record(folder)
+    record, target = read_config(folder), TargetShape(target_layers, target_size, vocab_size)
     try:
         if record.get("model_type") == MODEL_TYPE:
             network = EagleHead.load(folder, embedding, head)
-            _check_target(
-                network.config,
-                network.state_dict().get("tokens"),
-                target_layers,
-                target_size,
-                vocab_size,
-            )
+            _check_target(network.config, network.state_dict().get("tokens"), target)
             return network
-        state = _read(folder)
+        state = read_tensors(folder)
         prefix, fc = _layout(record, state)
         fields = {**record, **(record.get("transformer_layer_config") or {})}
-        config = _config(fields, state, prefix, target_layers, target_size, vocab_size, embedding)
-        sources = _sources(config, prefix, fc, state)
-        _check_tensors(config, sources, state, prefix)
-        weights = {}
-        for name, parts in sources.items():
-            weights[name] = (
-                state[parts[0]] if len(parts) == 1 else torch.cat([state[part] for part in parts])
-            )
+        config = _config(fields, state, prefix, target, embedding)
+        weights = _weights(config, prefix, fc, state)
         if config.draft_vocab_size is not None:
             weights["tokens"] = _tokens(
                 state, config.draft_vocab_size, fields.get("vocab_size"), vocab_size
             )
-        _check_target(config, weights.get("tokens"), target_layers, target_size, vocab_size)
+        _check_target(config, weights.get("tokens"), target)
     except InvalidInput as error:
         raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
     with torch.device("meta"):
@@ -132,148 +121,40 @@ def load_eagle(
     return network.requires_grad_(False)
 
 
-def _record(folder: Path) -> dict[str, Any]:
-    try:
-        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InvalidInput(
-            f"{folder} is no drafter: its config.json can't be read ({error})"
-        ) from error
-    if not isinstance(record, dict):
-        raise InvalidInput(f"{folder} is no drafter: its config.json holds no object")
-    return record
-
-
-def _index(folder: Path) -> tuple[Path, dict[str, str] | None]:
-    """Return the path of the folder's weights and, for an index, the file of each tensor by name.
-
-    A single file of weights comes with None. Raises `InvalidInput` if there are no weights, or if
-    the index can't be read or names files outside of its folder.
-    """
-    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
-    if found is None:
-        raise InvalidInput(
-            f"{folder} has no weights: none of {', '.join(WEIGHTS)}; download it again"
-        )
-    if found.suffix != ".json":
-        return found, None
-    try:
-        index = {
-            str(name): str(file)
-            for name, file in json.loads(found.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(
-            f"{found} is no index of weights ({error!r}); download it again"
-        ) from error
-    for file in sorted(set(index.values())):
-        path = PureWindowsPath(file)  # splits at both kinds of slashes
-        if path.anchor or ".." in path.parts:
-            raise InvalidInput(
-                f"{found} names {file!r}, which is outside its folder: files of "
-                "weights must lie in it; download it again"
-            )
-    return found, index
-
-
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Return a file's tensors by name, memory-mapped: none is read before it is used.
-
-    Nothing but tensors is unpickled.
-    """
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        try:
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # files from before 2020 can't be mapped
-            state = torch.load(file, map_location="cpu", weights_only=True)
-        return {
-            str(name): tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)
-        }
-    except (
-        OSError,
-        SafetensorError,
-        RuntimeError,
-        EOFError,
-        pickle.UnpicklingError,
-        AttributeError,
-    ) as error:
-        reason = (str(error).splitlines() or [repr(error)])[0]
-        raise InvalidInput(
-            f"{file} can't be read as weights ({reason}); download it again"
-        ) from error
-
-
-def _names(folder: Path) -> set[str]:
-    found, index = _index(folder)
-    try:
-        if index is None and found.suffix == ".safetensors":
-            with safe_open(found, "pt") as file:
-                index = dict.fromkeys(file.keys(), "")
-    except (OSError, SafetensorError) as error:
-        raise InvalidInput(
-            f"{found} can't be read as weights ({error}); download it again"
-        ) from error
-    return {name.removeprefix("model.") for name in (_tensors(found) if index is None else index)}
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    """Return all tensors by name, without a leading `model.`."""
-    found, index = _index(folder)
-    files = [found] if index is None else [folder / name for name in sorted(set(index.values()))]
-    return {
-        name.removeprefix("model."): tensor
-        for file in files
-        for name, tensor in _tensors(file).items()
-    }
-
-
 def _layout(record: dict[str, Any], state: dict[str, torch.Tensor]) -> tuple[str, str]:
     """Return the prefix of the layer's tensor names, and the name of the fusing linear layer.
 
     Raises `InvalidInput` if the names belong to no known layout.
     """
     kind = record.get("speculators_model_type")
-    prefix = next(
-        (
-            p
-            for p in ("midlayer", "layers.0", "transformer")
-            if f"{p}.self_attn.q_proj.weight" in state
-        ),
-        None,
-    )
-    fc = next((name for name in ("fc", "fusion_fc") if f"{name}.weight" in state), None)
-    if kind not in (None, "eagle", "eagle3") or prefix is None or fc is None:
-        said = (
-            f"speculators_model_type {kind!r}"
-            if kind
-            else (f"tensors {', '.join(sorted(state)[:3])}, ...")
-        )
-        raise InvalidInput(f"this is no known feature drafter ({said}); known: {KNOWN}")
-    return prefix, fc
+    prefixes = [
+        p
+        for p in ("midlayer", "layers.0", "transformer")
+        if f"{p}.self_attn.q_proj.weight" in state
+    ]
+    fc = [name for name in ("fc", "fusion_fc") if f"{name}.weight" in state]
+    if kind not in (None, "eagle", "eagle3") or not prefixes or not fc:
+        given = f"tensors {', '.join(sorted(state)[:3])}, ..."
+        if kind:
+            given = f"speculators_model_type {kind!r}"
+        raise InvalidInput(f"this is no known feature drafter ({given}); known: {KNOWN}")
+    return prefixes[0], fc[0]
 
 
-def _config(
-    fields: dict[str, Any],
-    state: dict[str, torch.Tensor],
-    prefix: str,
-    target_layers: int,
-    target_size: int,
-    vocab_size: int,
-    embedding: nn.Module,
-) -> EagleConfig:
+def _llama(fields: dict[str, Any]) -> LlamaConfig:
+    """Return the drafter's layer as transformers describes it.
+
+    Raises `InvalidInput` for what the layer of an `EagleHead` can't do.
+    """
     flags = {**(fields.get("eagle_config") or {}), **fields}
-    for name, plain in PLAIN.items():
-        if flags.get(name) not in (None, plain):
-            raise InvalidInput(
-                f"its config says {name}: {flags[name]!r}, which quickbeam's "
-                "drafters can't do; use one without it"
-            )
+    refused = [
+        f"{name}: {flags[name]!r}" for name in PLAIN if flags.get(name) not in (None, PLAIN[name])
+    ]
     if "sliding_attention" in (fields.get("layer_types") or ()):
+        refused.append("layer_types: sliding_attention")
+    if refused:
         raise InvalidInput(
-            "its config says layer_types: sliding_attention, which quickbeam's "
-            "drafters can't do; use one without it"
+            f"its config says {refused[0]}, which quickbeam's drafters can't do; use one without it"
         )
     try:
         layer = LlamaConfig(
@@ -290,44 +171,54 @@ def _config(
         raise InvalidInput(
             f"its config says hidden_act: {layer.hidden_act!r}; known: {', '.join(ACTIVATIONS)}"
         )
+    return layer
+
+
+def _config(
+    fields: dict[str, Any],
+    state: dict[str, torch.Tensor],
+    prefix: str,
+    target: TargetShape,
+    embedding: nn.Module,
+) -> EagleConfig:
+    """Return what the configuration and the stored tensors say of the network."""
+    layer, flags = _llama(fields), {**(fields.get("eagle_config") or {}), **fields}
     wide = f"{prefix}.hidden_norm.weight" in state
     if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
         raise InvalidInput(
             "its config doesn't say norm_before_residual: write true or false into "
             "config.json, as it was trained"
         )
-    stored, shared = state.get("embed_tokens.weight"), layer.hidden_size == target_size
-    own = stored is not None and (not shared or _differs(stored, embedding, vocab_size))
+    stored, shared = state.get("embed_tokens.weight"), layer.hidden_size == target.size
+    own = stored is not None and (not shared or _differs(stored, embedding, target.vocab))
     if wide and not shared and stored is None:
         raise InvalidInput(
-            f"it is {layer.hidden_size} wide, the target {target_size}, and it "
+            f"it is {layer.hidden_size} wide, the target {target.size}, and it "
             "lacks its own embedding, embed_tokens.weight"
         )
-    if layer.vocab_size > vocab_size:
+    if layer.vocab_size > target.vocab:
         raise InvalidInput(
-            f"its vocab_size is {layer.vocab_size}, the target has {vocab_size} "
+            f"its vocab_size is {layer.vocab_size}, the target has {target.vocab} "
             "tokens: it was made for another model"
         )
     lm_head = state.get("lm_head.weight") if wide else None
-    draft_vocab = fields.get("draft_vocab_size") or (
-        layer.vocab_size if lm_head is None else len(lm_head)
-    )
+    rows = layer.vocab_size if lm_head is None else len(lm_head)
+    draft_vocab = fields.get("draft_vocab_size") or rows
     if wide and lm_head is None and (draft_vocab != layer.vocab_size or not shared):
         raise InvalidInput(
             "it lacks lm_head.weight, and the target's head can't stand in: the "
             "drafter's vocabulary or width is another"
         )
+    read = flags.get("target_hidden_size") if wide else None
     return EagleConfig(
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
         heads=layer.num_attention_heads,
         kv_heads=layer.num_key_value_heads,
         head_dim=layer.head_dim,
-        layers=_layers(fields, target_layers) if wide else (target_layers + 1,),
-        target_size=(flags.get("target_hidden_size") or layer.hidden_size)
-        if wide
-        else layer.hidden_size,
-        vocab_size=len(stored) if own and stored is not None else vocab_size,
+        layers=_layers(fields, target.layers) if wide else (target.layers + 1,),
+        target_size=read or layer.hidden_size,
+        vocab_size=len(stored) if own and stored is not None else target.vocab,
         draft_vocab_size=None if lm_head is None else draft_vocab,
         join="attention" if wide else "input",
         eps=layer.rms_norm_eps,
@@ -379,88 +270,53 @@ def _differs(stored: torch.Tensor, embedding: nn.Module, vocab_size: int) -> boo
     )
 
 
-def _sources(
+def _weights(
     config: EagleConfig, prefix: str, fc: str, state: dict[str, torch.Tensor]
-) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor of `EagleHead`, the stored tensors that form it one below the
-    other."""
-    modules = {
-        "fc": (fc,),
-        "fused_norm": ("input_norm",),
-        "hidden_norm": (f"{prefix}.hidden_norm",),
-        "input_norm": (f"{prefix}.input_layernorm",),
-        "qkv": tuple(f"{prefix}.self_attn.{part}_proj" for part in "qkv"),
-        "out": (f"{prefix}.self_attn.o_proj",),
-        "mlp_norm": (f"{prefix}.post_attention_layernorm",),
-        "gate_up": (f"{prefix}.mlp.gate_proj", f"{prefix}.mlp.up_proj"),
-        "down": (f"{prefix}.mlp.down_proj",),
-        "norm": ("norm",),
-        "own_embedding": ("embed_tokens",),
-        "own_head": ("lm_head",),
-        **{f"feature_norms.{i}": (f"fc_norm.{i}",) for i in range(len(config.layers))},
+) -> dict[str, torch.Tensor]:
+    """Return the network's tensors by name, each made of stored ones, one below the other.
+
+    Raises `InvalidInput` naming a tensor that is missing, has another shape, or has no place.
+    """
+    attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+    heads = [config.heads, config.kv_heads, config.kv_heads]
+    # by module: the stored modules, and the rows of each where there are several
+    parts: dict[str, tuple[list[str], list[int]]] = {
+        "fc": ([fc], []),
+        "fused_norm": (["input_norm"], []),
+        "hidden_norm": ([f"{prefix}.hidden_norm"], []),
+        "input_norm": ([f"{prefix}.input_layernorm"], []),
+        "qkv": ([f"{attention}.{p}_proj" for p in "qkv"], [n * config.head_dim for n in heads]),
+        "out": ([f"{attention}.o_proj"], []),
+        "mlp_norm": ([f"{prefix}.post_attention_layernorm"], []),
+        "gate_up": ([f"{mlp}.gate_proj", f"{mlp}.up_proj"], [config.intermediate_size] * 2),
+        "down": ([f"{mlp}.down_proj"], []),
+        "norm": (["norm"], []),
+        "own_embedding": (["embed_tokens"], []),
+        "own_head": (["lm_head"], []),
+        **{f"feature_norms.{i}": ([f"fc_norm.{i}"], []) for i in range(len(config.layers))},
     }
-    sources = {}
-    for name in _shapes(config):
-        module, _, kind = name.rpartition(".")
-        if module:
-            sources[name] = tuple(f"{part}.{kind}" for part in modules[module])
-    return sources
-
-
-def _shapes(config: EagleConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
-        return {
-            name: tensor.shape
-            for name, tensor in EagleHead(config).state_dict().items()
-            if not name.startswith("rotary.")
-        }
-
-
-def _check_tensors(
-    config: EagleConfig,
-    sources: dict[str, tuple[str, ...]],
-    state: dict[str, torch.Tensor],
-    prefix: str,
-) -> None:
-    """Raise `InvalidInput` naming a tensor that is missing, has another shape, or has no place."""
-    split = {
-        "qkv": [config.heads, config.kv_heads, config.kv_heads],
-        "gate_up": [config.intermediate_size] * 2,
-    }
-    split["qkv"] = [heads * config.head_dim for heads in split["qkv"]]
-    shapes = _shapes(config)
-    for name, parts in sources.items():
-        for part, rows in zip(
-            parts, split.get(name.partition(".")[0], [shapes[name][0]]), strict=True
-        ):
-            expected = (rows, *shapes[name][1:])
-            if part not in state:
-                raise InvalidInput(
-                    f"the drafter lacks {part}, of shape {list(expected)}; download it again"
-                )
-            if tuple(state[part].shape) != expected:
-                raise InvalidInput(
-                    f"{part} has shape {list(state[part].shape)}, expected "
-                    f"{list(expected)} by config.json and the target"
-                )
-    ignored = {
-        "d2t",
-        "t2d",
-        "embed_tokens.weight",
-        "verifier_norm.weight",
-        "verifier_lm_head.weight",
-    }
-    # EAGLE and EAGLE-2 use the target's head; a stored one is not read.
-    ignored |= {f"{prefix}.self_attn.rotary_emb.inv_freq"} | (
-        {"lm_head.weight"} if config.join == "input" else set()
-    )
-    if left := sorted(
-        state.keys() - ignored - {part for parts in sources.values() for part in parts}
-    ):
+        expected = {k: v.shape for k, v in EagleHead(config).state_dict().items()}
+    weights, used = {}, IGNORED | {f"{attention}.rotary_emb.inv_freq"}
+    if config.join == "input":  # EAGLE and EAGLE-2 use the target's head; a stored one is not read
+        used.add("lm_head.weight")
+    for name, shape in expected.items():
+        module, _, kind = name.rpartition(".")
+        if module not in parts:  # rotary angles and the map of tokens
+            continue
+        modules, rows = parts[module]
+        names = [f"{stored}.{kind}" for stored in modules]
+        for stored, count in zip(names, rows or [shape[0]], strict=True):
+            check_shape(state, stored, (count, *shape[1:]))
+        tensors = [state[stored] for stored in names]
+        weights[name] = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+        used.update(names)
+    if left := sorted(state.keys() - used):
         raise InvalidInput(
             f"a drafter of one Llama layer has no place for {', '.join(left[:4])}; "
             "use another drafter"
         )
+    return weights
 
 
 def _tokens(
@@ -491,34 +347,26 @@ def _tokens(
     return torch.arange(count) + offset.long()
 
 
-def _check_target(
-    config: EagleConfig,
-    tokens: torch.Tensor | None,
-    target_layers: int,
-    target_size: int,
-    vocab_size: int,
-) -> None:
+def _check_target(config: EagleConfig, tokens: torch.Tensor | None, target: TargetShape) -> None:
     """Raise `InvalidInput` for a drafter that was made for another target."""
-    if config.target_size != target_size or (
-        config.hidden_size != target_size and not config.own_embedding
-    ):
-        size = config.target_size if config.target_size != target_size else config.hidden_size
+    widths = [config.target_size] + [config.hidden_size] * (not config.own_embedding)
+    if other := [width for width in widths if width != target.size]:
         raise InvalidInput(
-            f"it reads hidden states {size} wide, the target's are {target_size}: "
+            f"it reads hidden states {other[0]} wide, the target's are {target.size}: "
             "it was made for another model"
         )
-    check_layers(config.layers, target_layers)
-    if config.own_embedding and config.vocab_size < vocab_size:
+    check_layers(config.layers, target.layers)
+    if config.own_embedding and config.vocab_size < target.vocab:
         raise InvalidInput(
             f"its embedding has {config.vocab_size} tokens, the target has "
-            f"{vocab_size}: it was made for another model"
+            f"{target.vocab}: it was made for another model"
         )
     if tokens is not None and not (
         int(tokens.min()) >= 0
-        and int(tokens.max()) < vocab_size
+        and int(tokens.max()) < target.vocab
         and len(set(tokens.tolist())) == len(tokens)
     ):
         raise InvalidInput(
-            f"its token map (d2t) leaves the target's {vocab_size} tokens or names "
+            f"its token map (d2t) leaves the target's {target.vocab} tokens or names "
             "one twice: it was made for another model"
         )

@@ -184,7 +184,7 @@ class EagleDrafter(Drafter):
                 at = state.cache.length
                 last = {} if state.waiting > count or asked is None else asked
                 works.append(
-                    Work(state, state.first(count), state.ids[at + 1 : at + 1 + count], last)
+                    Work(state, state.unread.first(count), state.ids[at + 1 : at + 1 + count], last)
                 )
             for work, (out, feature) in zip(works, self._run(works), strict=True):
                 work.state.commit(len(work.tokens))

@@ -10,6 +10,7 @@ import torch
 
 from quickbeam.drafters.base import DEPTHS, DrafterState, HeadUse
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
+from quickbeam.drafters.unread import Unread
 from quickbeam.models.kv_cache import SequenceCache
 from quickbeam.tree import TokenTree
 
@@ -29,9 +30,7 @@ class EagleState(DrafterState):
         self.unseen: list[int] = []  # committed tokens that the shortlist has yet to read
         self.counted = HeadUse()
         self.calls = 0
-        # hidden states of committed tokens that have no row yet
-        self.pending: list[torch.Tensor] = []
-        self._waiting = 0  # how many hidden states are in `pending`
+        self.unread = Unread()  # hidden states of committed tokens that have no row yet
         self.tree: TokenTree | None = None  # the tree that is being grown
         # outputs of the root's row, then of the rows of the requested nodes
         self.out = torch.empty(0)
@@ -46,7 +45,7 @@ class EagleState(DrafterState):
 
     @property
     def waiting(self) -> int:
-        return self._waiting
+        return len(self.unread)
 
     @property
     def used(self) -> HeadUse:
@@ -61,10 +60,7 @@ class EagleState(DrafterState):
         )
 
     def hear(self, hidden: torch.Tensor) -> None:
-        if self.pending:  # they wait for longer than a step
-            self.pending[-1] = _own(self.pending[-1])
-        self.pending.append(hidden)
-        self._waiting += hidden.shape[0]
+        self.unread.append(hidden)
 
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
@@ -102,41 +98,24 @@ class EagleState(DrafterState):
         if chunks:
             self.cache.adopt(chunks, tokens)
             self.cache.truncate(self.cache.length - 1)
-        self.pending, self._waiting = list(hidden), sum(map(len, hidden))
+        self.unread.reset(hidden)
 
     def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
         begin = chunk * tokens - self.cache.length
-        return (
-            self.first(begin + tokens)[begin:].clone()
-            if 0 <= begin <= self._waiting - tokens
-            else None
-        )
+        if not 0 <= begin <= len(self.unread) - tokens:
+            return None
+        return self.unread.first(begin + tokens)[begin:].clone()
 
     def release(self) -> None:
         self.cache.release()
-        self.pending, self._waiting, self.tree, self.shortlist = [], 0, None, None
+        self.unread.reset()
+        self.tree = self.shortlist = None
         self.out = self.feature = torch.empty(0)
-
-    def first(self, count: int) -> torch.Tensor:
-        """Return the next `count` hidden states that have no row yet."""
-        if len(self.pending) > 1:
-            self.pending = [torch.cat(self.pending)]
-        return self.pending[0][:count]
 
     def commit(self, count: int) -> None:
         """Commit the next `count` rows, and drop the hidden states that they were computed from."""
-        self._waiting = len(self.pending[0]) - count
-        self.pending = [_own(self.pending[0][count:])] if self._waiting else []
+        self.unread.drop(count)
         self.cache.commit(range(count))
-
-
-def _own(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows` without the larger tensor that they are a slice of.
-
-    That tensor would stay in memory as long as the slice. Rows that are no such slice are returned
-    as they are.
-    """
-    return rows.clone() if rows.untyped_storage().nbytes() > rows.nbytes else rows
 
 
 class Work(NamedTuple):

@@ -14,6 +14,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 
 from quickbeam import hub
 from quickbeam.drafters.base import Drafter
+from quickbeam.drafters.block import BlockDrafter
+from quickbeam.drafters.block_model import is_block, load_block
 from quickbeam.drafters.checkpoints import is_eagle, load_eagle
 from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
 from quickbeam.drafters.eagle import EagleDrafter
@@ -51,7 +53,7 @@ def load_drafter(
     place = Path(hub.resolve(name, progress)).expanduser()
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
-    if place.is_dir() and is_eagle(place):
+    if place.is_dir() and (is_block(place) or is_eagle(place)):
         if weights != BFLOAT16:
             raise InvalidInput(
                 f"draft_weights={weights!r}: {name} is a feature drafter, which "
@@ -62,17 +64,7 @@ def load_drafter(
                 "a feature drafter shares the model's embedding and head: %s",
                 target.streamed.shared_in_words,
             )
-        network = load_eagle(
-            place,
-            target_layers=target.config.num_hidden_layers,
-            target_size=target.config.hidden_size,
-            vocab_size=target.vocab_size,
-            embedding=target.embedding,
-            head=target.head,
-        )
-        drafter = EagleDrafter(network, target, fast=fast)
-        drafter.folder = place
-        return drafter
+        return _feature_drafter(place, target, fast)
     if (
         isinstance(target.streamed, StreamedLlama)
         and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None
@@ -95,6 +87,22 @@ def load_drafter(
         )
     )
     return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
+
+
+def _feature_drafter(folder: Path, target: Model, fast: bool) -> Drafter:
+    """Load a drafter that reads the target's hidden states."""
+    fitting: dict[str, Any] = {
+        "target_layers": target.config.num_hidden_layers,
+        "target_size": target.config.hidden_size,
+        "vocab_size": target.vocab_size,
+        "embedding": target.embedding,
+        "head": target.head,
+    }
+    if is_block(folder):
+        return BlockDrafter(load_block(folder, **fitting), target)
+    drafter = EagleDrafter(load_eagle(folder, **fitting), target, fast=fast)
+    drafter.folder = folder
+    return drafter
 
 
 def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool) -> Streamed | None:

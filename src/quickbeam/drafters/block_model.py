@@ -1,0 +1,342 @@
+"""The block drafter's network: one pass drafts several positions at once.
+
+It is DSpark's (2607.05147), with DFlash (2602.06036) as the case without a Markov head, and JetSpec
+(2606.18394) as the one whose block is causal.
+
+Hidden states of some of the target's layers ("taps") are fused into one vector for each committed
+token before the anchor, which is the last committed token. These vectors are keys and values of
+earlier positions, in every layer; they are never rows. The rows are the anchor's embedding and
+those of a mask token, at the positions from the anchor on. They see all vectors and one another.
+
+A distribution depends on its depth and on the token before it alone: it is the softmax of U_k +
+W2 · W1[previous token], U_k being the head's logits of the row for depth k. So the search of a tree
+needs no further pass.
+
+Modules are named as the published checkpoints name their tensors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from quickbeam.drafters.eagle_model import Norm
+from quickbeam.drafters.folder import check_shape, read_config, read_tensors
+from quickbeam.errors import InvalidInput
+from quickbeam.models.hf_attention import check_layers
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
+head_dim]` of the block's rows, to `[n, heads * head_dim]`."""
+
+# tensors that are not read: copies of the target's own, and what says when to stop a chain
+IGNORED = ("embed_tokens.", "lm_head.", "confidence_head.")
+SIZES = {  # by field of `BlockConfig`: its name in config.json
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "depth": "num_hidden_layers",
+    "block_size": "block_size",
+    "mask_token": "mask_token_id",
+}
+ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings")
+
+
+@dataclass(frozen=True)
+class BlockConfig:
+    """The shape of a block drafter.
+
+    - `depth`: how many layers the drafter has.
+    - `taps`: which hidden states of the target it reads (`models.hf_attention.Features`), each
+      `target_size` wide.
+    - `block_size`: how many rows a pass has, the anchor's among them.
+    - `mask_token`: the token whose embedding is the input of the other rows.
+    - `from_anchor`: whether the anchor's row drafts the token after the anchor (DSpark). Otherwise
+      row k drafts the token at its own position, and the anchor's drafts none (DFlash).
+    - `causal`: whether rows see only the rows before them (JetSpec).
+    - `markov_rank`: the rank of the Markov head, or 0 for none.
+    - `rope`: further fields of a Llama configuration that shape the rotary angles.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    depth: int
+    taps: tuple[int, ...]
+    target_size: int
+    vocab_size: int
+    block_size: int
+    mask_token: int
+    from_anchor: bool = True
+    causal: bool = False
+    markov_rank: int = 0
+    eps: float = 1e-6
+    rope: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def drafted(self) -> int:
+        """How many positions a pass drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @staticmethod
+    def of(record: dict[str, Any], target_size: int, vocab_size: int) -> BlockConfig:
+        """Read the fields of a published `config.json`, for a target of this width and vocabulary.
+
+        Raises `InvalidInput` for fields that are missing or that the network can't represent.
+        """
+        fields = {**record, **(record.get("dflash_config") or {})}
+        kind, window = fields.get("markov_head_type"), "sliding_attention"
+        if fields.get("markov_rank") and kind not in (None, "vanilla"):
+            raise InvalidInput(f"its config says markov_head_type: {kind!r}; known: vanilla")
+        if window in (fields.get("layer_types") or ()) or fields.get("use_sliding_window"):
+            raise InvalidInput(f"its config says {window}, which block drafters here can't do")
+        if fields.get("hidden_act", "silu") != "silu":
+            raise InvalidInput(f"its config says hidden_act: {fields['hidden_act']!r}; known: silu")
+        try:
+            sizes = {name: int(fields[key]) for name, key in SIZES.items()}
+            taps = tuple(int(i) + 1 for i in fields["target_layer_ids"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InvalidInput(f"its config lacks, or has no number for, {error}") from error
+        return BlockConfig(
+            **sizes,
+            head_dim=fields.get("head_dim") or sizes["hidden_size"] // sizes["heads"],
+            taps=taps,
+            target_size=target_size,
+            vocab_size=vocab_size,
+            from_anchor=bool(fields.get("sample_from_anchor", "dflash_config" not in record)),
+            causal=bool(fields.get("causal_head")),
+            markov_rank=int(fields.get("markov_rank") or 0),
+            eps=fields.get("rms_norm_eps", 1e-6),
+            rope={name: fields[name] for name in ROPE if fields.get(name) is not None},
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return the fields that `of` reads."""
+        return {
+            "architectures": ["Qwen3DSparkModel"],
+            **{key: getattr(self, name) for name, key in SIZES.items()},
+            "head_dim": self.head_dim,
+            "target_layer_ids": [tap - 1 for tap in self.taps],
+            "sample_from_anchor": self.from_anchor,
+            "causal_head": self.causal,
+            "markov_rank": self.markov_rank,
+            "markov_head_type": "vanilla",
+            "rms_norm_eps": self.eps,
+            **self.rope,
+        }
+
+
+class Layer(nn.Module):
+    """A decoder layer with norms of queries and keys, as Qwen3's."""
+
+    def __init__(self, config: BlockConfig) -> None:
+        super().__init__()
+        d, inner, size = config.hidden_size, config.intermediate_size, config.head_dim
+        self._size = size
+        self.input_layernorm = Norm(d, config.eps)
+        self.post_attention_layernorm = Norm(d, config.eps)
+        self.self_attn = nn.ModuleDict(
+            {
+                "q_proj": nn.Linear(d, config.heads * size, bias=False),
+                "k_proj": nn.Linear(d, config.kv_heads * size, bias=False),
+                "v_proj": nn.Linear(d, config.kv_heads * size, bias=False),
+                "o_proj": nn.Linear(config.heads * size, d, bias=False),
+                "q_norm": Norm(size, config.eps),
+                "k_norm": Norm(size, config.eps),
+            }
+        )
+        self.mlp = nn.ModuleDict(
+            {
+                "gate_proj": nn.Linear(d, inner, bias=False),
+                "up_proj": nn.Linear(d, inner, bias=False),
+                "down_proj": nn.Linear(inner, d, bias=False),
+            }
+        )
+
+    def query(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[n, heads, head_dim]` of rows `[n, d]`, before the rotary angles."""
+        query = self.self_attn["q_proj"](x).unflatten(-1, (-1, self._size))
+        return self.self_attn["q_norm"](query)  # type: ignore[no-any-return]
+
+    def key_value(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys, before the rotary angles, and values: `[n, kv_heads, head_dim]` each."""
+        key, value = (
+            self.self_attn[name](x).unflatten(-1, (-1, self._size)) for name in ("k_proj", "v_proj")
+        )
+        return self.self_attn["k_norm"](key), value
+
+    def feed_forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.post_attention_layernorm(x)
+        gate = F.silu(self.mlp["gate_proj"](x))
+        return self.mlp["down_proj"](gate * self.mlp["up_proj"](x))  # type: ignore[no-any-return]
+
+
+class BlockNetwork(nn.Module):
+    """The network of a block drafter, on the target's `embedding` and `head`.
+
+    These two are not among its parameters and are not saved. `d` is `hidden_size`.
+    """
+
+    def __init__(
+        self, config: BlockConfig, embedding: nn.Module | None = None, head: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.config, d = config, config.hidden_size
+        self.fc = nn.Linear(len(config.taps) * config.target_size, d, bias=False)
+        self.hidden_norm, self.norm = Norm(d, config.eps), Norm(d, config.eps)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.depth))
+        if config.markov_rank:
+            first = nn.Embedding(config.vocab_size, config.markov_rank)
+            second = nn.Linear(config.markov_rank, config.vocab_size, bias=False)
+            self.markov_head = nn.ModuleDict({"markov_w1": first, "markov_w2": second})
+        # in a dictionary, so that they don't become parameters of this module
+        self._shared = {"embedding": embedding, "head": head}
+        self._rotary = (self._angles(),)  # in a tuple: angles stay float32
+
+    def _angles(self) -> LlamaRotaryEmbedding:
+        config = self.config
+        return LlamaRotaryEmbedding(
+            LlamaConfig(
+                hidden_size=config.heads * config.head_dim,
+                num_attention_heads=config.heads,
+                num_key_value_heads=config.kv_heads,
+                head_dim=config.head_dim,
+                **config.rope,
+            )
+        )
+
+    def rotated(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Apply the rotary angles of `positions` `[n]` to `[n, heads, head_dim]`."""
+        rotary = self._rotary[0].to(x.device)
+        cos, sin = (angle[0, :, None] for angle in rotary(x, positions[None]))
+        first, second = x.chunk(2, -1)
+        return x * cos + torch.cat([-second, first], -1) * sin  # type: ignore[no-any-return]
+
+    def fuse(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the vectors `[n, d]` of committed tokens from the target's hidden states.
+
+        `hidden`: `[n, len(taps) * target_size]`.
+        """
+        return self.hidden_norm(self.fc(hidden))  # type: ignore[no-any-return]
+
+    def key_value(
+        self, layer: int, fused: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return a layer's keys, rotated, and values: `[n, kv_heads, head_dim]` each."""
+        key, value = self._layer(layer).key_value(fused)
+        return self.rotated(key, positions), value
+
+    def forward(self, anchor: int, position: int, attend: Attend) -> torch.Tensor:
+        """Run the block of `anchor`, a token at `position`, and return its rows `[block_size, d]`.
+
+        `attend` lets the rows see the committed tokens before the anchor, and one another.
+        """
+        config, device = self.config, self.fc.weight.device
+        masks = [config.mask_token] * (config.block_size - 1)
+        x = self._module("embedding")(torch.tensor([anchor, *masks], device=device))
+        positions = torch.arange(position, position + config.block_size, device=device)
+        for i in range(config.depth):
+            layer = self._layer(i)
+            normed = layer.input_layernorm(x)
+            query = self.rotated(layer.query(normed), positions)
+            key, value = self.key_value(i, normed, positions)
+            x = x + layer.self_attn["o_proj"](attend(i, query, key, value))
+            x = x + layer.feed_forward(x)
+        return self.norm(x)  # type: ignore[no-any-return]
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return U, the logits `[drafted, vocab]` of a block's rows, without the Markov head."""
+        rows = rows if self.config.from_anchor else rows[1:]
+        return self._module("head")(rows)  # type: ignore[no-any-return]
+
+    def bias(self, previous: torch.Tensor) -> torch.Tensor | None:
+        """Return what the tokens before add to U, `[n, vocab]`; None without a Markov head."""
+        if not self.config.markov_rank:
+            return None
+        first, second = self.markov_head["markov_w1"], self.markov_head["markov_w2"]
+        return second(first(previous))  # type: ignore[no-any-return]
+
+    def _layer(self, i: int) -> Layer:
+        layer: Any = self.layers[i]
+        return layer  # type: ignore[no-any-return]
+
+    def _module(self, name: str) -> nn.Module:
+        module = self._shared[name]
+        assert module is not None, f"built without the target's {name}"
+        return module
+
+    def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Write `config.json` and `model.safetensors` in DSpark's layout."""
+        folder.mkdir(parents=True, exist_ok=True)
+        state = {k: v.to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
+        (folder / "config.part").write_text(json.dumps(self.config.record(), indent=2) + "\n")
+        save_file(state, folder / "model.part")
+        os.replace(folder / "config.part", folder / "config.json")
+        os.replace(folder / "model.part", folder / "model.safetensors")
+
+
+def is_block(folder: Path) -> bool:
+    """Whether `folder` holds a block drafter. Reads only its configuration."""
+    try:
+        record = read_config(folder)
+    except InvalidInput:
+        return False
+    return "block_size" in record and ("dflash_config" in record or "target_layer_ids" in record)
+
+
+def load_block(
+    folder: Path,
+    *,
+    target_layers: int,
+    target_size: int,
+    vocab_size: int,
+    embedding: nn.Module,
+    head: nn.Module,
+) -> BlockNetwork:
+    """Load the block drafter in `folder`, in the layout of DFlash or DSpark, for a target.
+
+    The arguments are those of `load_eagle`. Raises `InvalidInput` for another target's drafter, and
+    where a tensor is missing, has another shape, or has no place in the network.
+    """
+    try:
+        config = BlockConfig.of(read_config(folder), target_size, vocab_size)
+        check_layers(config.taps, target_layers)
+        if config.hidden_size != target_size:
+            raise InvalidInput(
+                f"it is {config.hidden_size} wide, the target {target_size}: it was made for "
+                "another model"
+            )
+        if not 0 <= config.mask_token < vocab_size:
+            raise InvalidInput(
+                f"its mask_token_id is {config.mask_token}, the target has {vocab_size} tokens: it "
+                "was made for another model"
+            )
+        if config.drafted < 1 or config.depth < 1:
+            raise InvalidInput("it drafts nothing: block_size and num_hidden_layers are too small")
+        with torch.device("meta"):
+            network = BlockNetwork(config, embedding, head)
+        network._rotary = (network._angles(),)
+        state = {k: v for k, v in read_tensors(folder).items() if not k.startswith(IGNORED)}
+        expected = network.state_dict()
+        for name, tensor in expected.items():
+            check_shape(state, name, tensor.shape)
+        if left := sorted(state.keys() - expected.keys()):
+            raise InvalidInput(f"a block drafter has no place for {', '.join(left[:4])}")
+    except InvalidInput as error:
+        raise InvalidInput(f"{folder}: {str(error).removeprefix(f'{folder}: ')}") from error
+    network.load_state_dict(state, assign=True)
+    return network.requires_grad_(False)

@@ -1,0 +1,133 @@
+"""Reads a drafter's folder: its configuration, and its tensors by name.
+
+Nothing but tensors is unpickled, and no file outside the folder is read.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from quickbeam.errors import InvalidInput
+
+WEIGHTS = (
+    "model.safetensors.index.json",
+    "model.safetensors",
+    "pytorch_model.bin.index.json",
+    "pytorch_model.bin",
+)
+UNREADABLE = (
+    OSError,
+    SafetensorError,
+    RuntimeError,
+    EOFError,
+    pickle.UnpicklingError,
+    AttributeError,
+)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the fields of `config.json`. Raises `InvalidInput` if it can't be read."""
+    try:
+        record = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InvalidInput(
+            f"{folder} is no drafter: its config.json can't be read ({error})"
+        ) from error
+    if not isinstance(record, dict):
+        raise InvalidInput(f"{folder} is no drafter: its config.json holds no object")
+    return record
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of all tensors, without a leading `model.`.
+
+    Raises `InvalidInput` for weights that are missing or can't be read.
+    """
+    path, files = _weights(folder)
+    if files is None and path.suffix == ".safetensors":
+        try:
+            with safe_open(path, "pt") as file:
+                files = dict.fromkeys(file.keys(), "")
+        except (OSError, SafetensorError) as error:
+            raise _unreadable(path, error) from error
+    return {name.removeprefix("model.") for name in (_load(path) if files is None else files)}
+
+
+def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Return all tensors by name, without a leading `model.`.
+
+    They are memory-mapped: none is read before it is used. Raises `InvalidInput` as `tensor_names`.
+    """
+    path, index = _weights(folder)
+    files = [path] if index is None else [folder / name for name in sorted(set(index.values()))]
+    return {
+        name.removeprefix("model."): tensor
+        for file in files
+        for name, tensor in _load(file).items()
+    }
+
+
+def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
+    """Raise `InvalidInput` if a tensor is missing or has another shape."""
+    if name not in state:
+        raise InvalidInput(f"the drafter lacks {name}, of shape {list(shape)}; download it again")
+    if tuple(state[name].shape) != tuple(shape):
+        raise InvalidInput(
+            f"{name} has shape {list(state[name].shape)}, expected {list(shape)} by config.json "
+            "and the target"
+        )
+
+
+def _weights(folder: Path) -> tuple[Path, dict[str, str] | None]:
+    """Return the path of the folder's weights and, for an index, the file of each tensor by name.
+
+    A single file of weights comes with None.
+    """
+    path = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if path is None:
+        raise InvalidInput(
+            f"{folder} has no weights: none of {', '.join(WEIGHTS)}; download it again"
+        )
+    if path.suffix != ".json":
+        return path, None
+    try:
+        files = json.loads(path.read_text(encoding="utf-8"))["weight_map"].items()
+        index = {str(name): str(file) for name, file in files}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InvalidInput(
+            f"{path} is no index of weights ({error!r}); download it again"
+        ) from error
+    for name in sorted(set(index.values())):
+        parts = PureWindowsPath(name)  # splits at both kinds of slashes
+        if parts.anchor or ".." in parts.parts:
+            raise InvalidInput(
+                f"{path} names {name!r}, which is outside its folder: files of weights must lie in "
+                "it; download it again"
+            )
+    return path, index
+
+
+def _load(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        try:
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files from before 2020 can't be mapped
+            state = torch.load(file, map_location="cpu", weights_only=True)
+        return {str(k): tensor for k, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    except UNREADABLE as error:
+        raise _unreadable(file, error) from error
+
+
+def _unreadable(file: Path, error: Exception) -> InvalidInput:
+    reason = (str(error).splitlines() or [repr(error)])[0]
+    return InvalidInput(f"{file} can't be read as weights ({reason}); download it again")

@@ -1,0 +1,384 @@
+"""The block drafter: its network against the equations, its cache, answers, and what it drafts.
+
+pytest tests/test_block_drafter.py
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import Qwen3Config, Qwen3Model
+
+from answers import answer
+from features import context_of, grown, rounds
+from models import VOCAB, tiny
+from quickbeam.drafters.base import DraftRequest
+from quickbeam.drafters.block import BlockDrafter, BlockState
+from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
+from quickbeam.errors import InvalidInput
+from quickbeam.methods import DRAFTED
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.model import Model
+from quickbeam.models.target import Target
+from quickbeam.params import SamplingParams
+from quickbeam.tree import TokenTree
+
+D, MASK = 32, 7
+DSPARK = BlockConfig(
+    D, 48, 4, 2, 8, 2, (1, 2), D, VOCAB, block_size=4, mask_token=MASK, markov_rank=6
+)
+KINDS = {
+    "dspark": DSPARK,
+    "dflash": replace(DSPARK, from_anchor=False, markov_rank=0, taps=(2,)),
+    "causal": replace(DSPARK, causal=True, markov_rank=0),
+}
+
+
+class Toy:
+    """A tiny target, and a block drafter with random weights."""
+
+    def __init__(self, config: BlockConfig, seed: int = 0) -> None:
+        self.model = tiny("llama", seed=3).float()
+        self.target = Model(copy.deepcopy(self.model), chunk=6)
+        torch.manual_seed(seed)
+        self.network = BlockNetwork(config, self.target.embedding, self.target.head)
+        for parameter in self.network.parameters():
+            parameter.data.mul_(2) if parameter.dim() > 1 else parameter.data.add_(
+                0.3 * torch.randn_like(parameter)
+            )
+        self.config, self.drafter = config, BlockDrafter(self.network, self.target)
+
+    def hidden(self, ids: Sequence[int]) -> torch.Tensor:
+        """The taps of transformers' own pass, `[n, taps * d]`."""
+        with torch.no_grad():
+            states = self.model(
+                torch.tensor([list(ids)]), output_hidden_states=True, use_cache=False
+            ).hidden_states
+        return torch.cat([states[tap][0] for tap in self.config.taps], -1)
+
+    @torch.no_grad()
+    def expected(self, ids: Sequence[int], tree: TokenTree, nodes: Sequence[int]) -> torch.Tensor:
+        """The equations as they are written down."""
+        c, weight = self.config, dict(self.network.state_dict())
+
+        def norm(name: str, x: torch.Tensor) -> torch.Tensor:
+            return weight[f"{name}.weight"] * x * (x.pow(2).mean(-1, keepdim=True) + c.eps).rsqrt()
+
+        def rotated(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+            half = c.head_dim // 2
+            angle = positions[:, None, None] / 10000.0 ** (torch.arange(half) / half)
+            a, b = x[..., :half], x[..., half:]
+            return torch.cat(
+                [a * angle.cos() - b * angle.sin(), b * angle.cos() + a * angle.sin()], -1
+            )
+
+        anchor, size = len(ids) - 1, c.block_size
+        context = norm("hidden_norm", self.hidden(ids[:-1]) @ weight["fc.weight"].T)
+        x = self.model.get_input_embeddings()(torch.tensor([ids[-1], *[MASK] * (size - 1)]))
+        rows = torch.arange(anchor + size)
+        for i in range(c.depth):
+            name = f"layers.{i}.self_attn"
+
+            def heads(part: str, x: torch.Tensor, name: str = name) -> torch.Tensor:
+                return (x @ weight[f"{name}.{part}_proj.weight"].T).view(len(x), -1, c.head_dim)
+
+            h = norm(f"layers.{i}.input_layernorm", x)
+            both = torch.cat([context, h])
+            q = rotated(norm(f"{name}.q_norm", heads("q", h)), rows[anchor:])
+            k = rotated(norm(f"{name}.k_norm", heads("k", both)), rows)
+            k, v = (y.repeat_interleave(c.heads // c.kv_heads, 1) for y in (k, heads("v", both)))
+            scores = torch.einsum("qhd,khd->hqk", q, k) / math.sqrt(c.head_dim)
+            if c.causal:
+                later = rows[None, :] > rows[anchor:, None]
+                scores = scores.masked_fill(later, -torch.inf)
+            out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1)
+            x = x + out @ weight[f"{name}.o_proj.weight"].T
+            h, mlp = norm(f"layers.{i}.post_attention_layernorm", x), f"layers.{i}.mlp"
+            gate, up = (h @ weight[f"{mlp}.{part}_proj.weight"].T for part in ("gate", "up"))
+            x = x + (gate * gate.sigmoid() * up) @ weight[f"{mlp}.down_proj.weight"].T
+        u = norm("norm", x) @ self.model.get_output_embeddings().weight.T
+        probs = torch.zeros(len(nodes), VOCAB)
+        for row, node in enumerate(nodes):
+            k = tree.depth[node] + (not c.from_anchor)
+            if k < size:
+                z = u[k]
+                if c.markov_rank:
+                    e = weight["markov_head.markov_w1.weight"][tree.token[node]]
+                    z = z + weight["markov_head.markov_w2.weight"] @ e
+                probs[row] = z.softmax(-1)
+        return probs
+
+
+@pytest.fixture(scope="module")
+def toys() -> dict[str, Toy]:
+    return {kind: Toy(config) for kind, config in KINDS.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_distributions_are_those_of_the_equations(toys: dict[str, Toy], kind: str) -> None:
+    """Over steps of a text: nodes of any depth, with one pass a tree."""
+    toy, rng = toys[kind], random.Random(kind)
+    ids = [rng.randrange(VOCAB) for _ in range(9)]
+    target, context = Target(toy.target), context_of(ids)
+    state = context.states["drafter"] = toy.drafter.begin(ids)
+    target.prefill(ids[:-1], 0)
+    for step in range(4):
+        state.hear(target.take_hidden())
+        tree = grown(rng, context.ids[-1], 12)
+        for nodes in rounds(tree):
+            laws = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+            expected = toy.expected(context.ids, tree, nodes)
+            torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
+        assert state.calls == step + 1 and state.cache.length == len(context.ids) - 1
+        path = tree.path(len(tree) - 1)
+        target.verify(tree)
+        target.commit(tree, path)
+        context.extend([*(tree.token[node] for node in path[1:]), rng.randrange(VOCAB)])
+
+
+def test_a_causal_block_without_a_context_is_qwen3s(toys: dict[str, Toy]) -> None:
+    """Against transformers' own decoder."""
+    toy = toys["causal"]
+    c = toy.config
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=D,
+        intermediate_size=c.intermediate_size,
+        num_hidden_layers=c.depth,
+        num_attention_heads=c.heads,
+        num_key_value_heads=c.kv_heads,
+        head_dim=c.head_dim,
+        rms_norm_eps=c.eps,
+        rope_theta=10000.0,
+    )
+    theirs = Qwen3Model(config).eval()
+    own = ("fc.", "hidden_norm.", "markov_head.")
+    state = {k: v for k, v in toy.network.state_dict().items() if not k.startswith(own)}
+    embedding = toy.model.get_input_embeddings().weight
+    theirs.load_state_dict({**state, "embed_tokens.weight": embedding})
+
+    def attend(i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1) for x in (query, key, value))
+        k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+
+    with torch.no_grad():
+        expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
+        torch.testing.assert_close(toy.network(11, 0, attend), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", DRAFTED)
+def test_answers_are_plain_decodings(toys: dict[str, Toy], kind: str, name: str) -> None:
+    toy, rng = toys[kind], random.Random(f"{name} {kind}")
+    for temperature, budget in ((0.0, 2), (0.0, 9), (0.8, 9)):
+        prompt = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))]
+        params = SamplingParams(
+            max_tokens=25, temperature=temperature, seed=rng.randrange(99), ignore_eos=True
+        )
+        drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=budget)
+        plain = answer(toy.target, NoDraft(), params, prompt)
+        assert drafted.output.token_ids == plain.output.token_ids
+        assert drafted.statistics.drafter_calls > 0
+
+
+def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
+    toy, rng = toys["dspark"], random.Random(1)
+    ids = [rng.randrange(VOCAB) for _ in range(41)]
+    hidden = toy.hidden(ids[:-1])
+    first = toy.drafter.begin(ids)
+    first.hear(hidden[:30])
+    toy.drafter.read([first])
+    assert first.cache.length == 30 and first.waiting == 0 and first.share(2, 16) is None
+    first.hear(hidden[30:36])
+    assert first.heard(5, 6).equal(hidden[30:36]) and first.heard(6, 6) is None
+    second = toy.drafter.begin(ids)
+    second.adopt([first.share(0, 16)], 16, [hidden[15:16], hidden[16:32]])
+    assert second.cache.length == 16 and second.waiting == 16
+    second.hear(hidden[32:])
+    tree = grown(rng, ids[-1], 8)
+    context = context_of(ids)
+    context.states["drafter"] = second
+    nodes = list(range(8))
+    found = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+    torch.testing.assert_close(found, toy.expected(ids, tree, nodes), atol=1e-5, rtol=1e-3)
+    used = toy.drafter.pool.used
+    for state in (first, second):
+        state.release()
+    assert toy.drafter.pool.used < used or used == 0
+    with pytest.raises(ValueError, match="hidden states of 0 tokens for 40"):
+        context.states["drafter"] = toy.drafter.begin(ids)
+        toy.drafter.answer([DraftRequest(context, tree, [0])])
+
+
+# What it learns
+
+
+def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> None:
+    """Train the drafter on a text. `leak`: blocks see the text behind their anchors, too."""
+    network, hidden, shared = toy.network, toy.hidden(ids), dict(toy.network._shared)
+    plain = toy.model.requires_grad_(False)  # the target's own modules may be packed
+    network._shared.update(
+        embedding=plain.get_input_embeddings(), head=plain.get_output_embeddings()
+    )
+    size, drafted = toy.config.block_size, toy.config.drafted
+    optimizer = torch.optim.Adam(network.requires_grad_(True).parameters(), lr=3e-3)
+    rng = random.Random(0)
+    for _ in range(120):
+        loss = torch.zeros(())
+        for _ in range(4):
+            anchor = rng.randrange(prompt, len(ids) - drafted - 1)
+            end = len(ids) if leak else anchor
+            fused, positions = network.fuse(hidden[:end]), torch.arange(end)
+
+            def attend(
+                i: int,
+                query: torch.Tensor,
+                key: torch.Tensor,
+                value: torch.Tensor,
+                fused: torch.Tensor = fused,
+                positions: torch.Tensor = positions,
+            ) -> torch.Tensor:
+                earlier = network.key_value(i, fused, positions)
+                k, v = (
+                    torch.cat(pair).transpose(0, 1)
+                    for pair in zip(earlier, (key, value), strict=True)
+                )
+                k, v = (x.repeat_interleave(query.shape[1] // len(k), 0) for x in (k, v))
+                out = F.scaled_dot_product_attention(query.transpose(0, 1), k, v)
+                return out.transpose(0, 1).flatten(1)
+
+            rows = network(ids[anchor], anchor, attend)
+            assert len(rows) == size
+            previous = torch.tensor(ids[anchor : anchor + drafted])
+            scores = network.logits(rows)
+            bias = network.bias(previous)
+            scores = scores if bias is None else scores + bias
+            loss = loss + F.cross_entropy(scores, torch.tensor(ids[anchor + 1 :][:drafted]))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    network.requires_grad_(False)._shared.update(shared)
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, Any]:
+    """Drafters that were trained on one answer: rightly, and with a mistake."""
+    prompt = [5, 1, 4, 2]
+    params = SamplingParams(max_tokens=56, temperature=1.0, seed=3, ignore_eos=True)
+    made: dict[str, Any] = {"prompt": prompt, "params": params}
+    for name in ("right", "leak"):
+        toy = Toy(DSPARK)
+        text = answer(toy.target, NoDraft(), params, prompt).output.token_ids
+        trained(toy, [*prompt, *text], len(prompt) - 1, leak=name == "leak")
+        made[name] = toy
+    return made
+
+
+def accepted(toy: Toy, learned: dict[str, Any]) -> float:
+    """The mean accepted tokens of the answer that it was trained on, which stays what it is."""
+    prompt, params = learned["prompt"], learned["params"]
+    plain = answer(toy.target, NoDraft(), params, prompt)
+    name = "dyspec" if "dyspec" in DRAFTED else "greedy"
+    drafted = answer(toy.target, DRAFTED[name](toy.drafter), params, prompt, budget=6)
+    assert drafted.output.token_ids == plain.output.token_ids
+    return drafted.statistics.mean_accepted_tokens
+
+
+def test_a_trained_drafter_drafts(learned: dict[str, Any]) -> None:
+    assert accepted(learned["right"], learned) > 2.5
+    assert accepted(Toy(DSPARK), learned) < 1.6
+
+
+def test_a_drafter_that_saw_the_text_behind_its_anchors_accepts_less(
+    learned: dict[str, Any],
+) -> None:
+    assert accepted(learned["leak"], learned) < accepted(learned["right"], learned) - 0.3
+
+
+def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
+    learned: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, run = accepted(learned["right"], learned), BlockDrafter._run
+
+    def kept(self: BlockDrafter, state: BlockState, tree: TokenTree) -> None:
+        """The rows of the last block stand where the text's should be."""
+        read, state.unread = len(state.unread), state.unread
+        if state.calls and read:
+            state.unread.drop(read)
+            for _ in range(read):
+                state.cache.commit(range(1))
+        run(self, state, tree)
+
+    monkeypatch.setattr(BlockDrafter, "_run", kept)
+    assert accepted(learned["right"], learned) < right - 0.3
+
+
+# Folders
+
+
+def read(folder: Path, **target: int) -> BlockNetwork:
+    toy = tiny("llama", seed=3)
+    sizes = {"target_layers": 3, "target_size": D, "vocab_size": VOCAB, **target}
+    modules = toy.get_input_embeddings(), toy.get_output_embeddings()
+    return load_block(folder, **sizes, embedding=modules[0], head=modules[1])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_folder_comes_back_as_it_was_saved(
+    toys: dict[str, Toy], kind: str, tmp_path: Path
+) -> None:
+    toys[kind].network.save(tmp_path, torch.float32)
+    assert is_block(tmp_path)
+    network = read(tmp_path)
+    assert network.config == KINDS[kind]
+    for name, tensor in toys[kind].network.state_dict().items():
+        assert torch.equal(network.state_dict()[name], tensor)
+
+
+def test_the_layout_of_dflash_is_read(toys: dict[str, Toy], tmp_path: Path) -> None:
+    """Its options lie in `dflash_config`, and the anchor's row drafts nothing."""
+    toys["dflash"].network.save(tmp_path, torch.float32)
+    record = json.loads((tmp_path / "config.json").read_text())
+    nested = {name: record.pop(name) for name in ("mask_token_id", "target_layer_ids")}
+    for name in ("sample_from_anchor", "markov_rank", "markov_head_type", "causal_head"):
+        del record[name]
+    (tmp_path / "config.json").write_text(json.dumps(record | {"dflash_config": nested}))
+    assert is_block(tmp_path) and read(tmp_path).config == KINDS["dflash"]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"markov_head_type": "rnn"}, "markov_head_type: 'rnn'; known: vanilla"),
+        ({"layer_types": ["sliding_attention"]}, "sliding_attention"),
+        ({"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ({"mask_token_id": None}, "mask_token_id|no number"),
+        ({"mask_token_id": VOCAB}, f"mask_token_id is {VOCAB}"),
+        ({"target_layer_ids": [0, 9]}, "the model has 1 to 3"),
+        ({"hidden_size": 64}, "64 wide, the target 32"),
+        ({"markov_rank": 5}, r"markov_w1.weight has shape"),
+        ({"num_hidden_layers": 3}, "lacks layers.2"),
+        ({"num_hidden_layers": 1}, "no place for layers.1"),
+        ({"num_hidden_layers": 0}, "drafts nothing"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    toys: dict[str, Toy], tmp_path: Path, change: dict[str, Any], match: str
+) -> None:
+    toys["dspark"].network.save(tmp_path)
+    record = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(record | change))
+    with pytest.raises(InvalidInput, match=match) as caught:
+        read(tmp_path)
+    assert str(caught.value).startswith(str(tmp_path))
