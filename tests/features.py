@@ -175,7 +175,7 @@ class Text:
     def _hear(self) -> None:
         hidden = self.target.take_hidden()
         self.heard += hidden.split(1)
-        self.state.hear(hidden)
+        self.state.append_hidden(hidden)
 
     def request(self, tree: TokenTree, nodes: Sequence[int]) -> DraftRequest:
         return DraftRequest(self.context, tree, nodes)

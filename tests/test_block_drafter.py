@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import Qwen3Config, Qwen3Model
+from transformers import AutoConfig, Qwen3Config, Qwen3Model
 
 from answers import answer
 from features import context_of, grown, rounds
 from models import VOCAB, tiny
+from quickbeam import LLM
 from quickbeam.drafters.base import DraftRequest
 from quickbeam.drafters.block import BlockDrafter, BlockState
 from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, load_block
@@ -133,12 +134,12 @@ def test_distributions_are_those_of_the_equations(toys: dict[str, Toy], kind: st
     state = context.states["drafter"] = toy.drafter.begin(ids)
     target.prefill(ids[:-1], 0)
     for step in range(4):
-        state.hear(target.take_hidden())
+        state.append_hidden(target.take_hidden())
         tree = grown(rng, context.ids[-1], 12)
         for nodes in rounds(tree):
-            laws = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
+            probs = toy.drafter.answer([DraftRequest(context, tree, nodes)])[0].dense()
             expected = toy.expected(context.ids, tree, nodes)
-            torch.testing.assert_close(laws, expected, atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(probs, expected, atol=1e-5, rtol=1e-3)
         assert state.calls == step + 1 and state.cache.length == len(context.ids) - 1
         path = tree.path(len(tree) - 1)
         target.verify(tree)
@@ -197,15 +198,15 @@ def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
     ids = [rng.randrange(VOCAB) for _ in range(41)]
     hidden = toy.hidden(ids[:-1])
     first = toy.drafter.begin(ids)
-    first.hear(hidden[:30])
+    first.append_hidden(hidden[:30])
     toy.drafter.read([first])
     assert first.cache.length == 30 and first.waiting == 0 and first.share(2, 16) is None
-    first.hear(hidden[30:36])
-    assert first.heard(5, 6).equal(hidden[30:36]) and first.heard(6, 6) is None
+    first.append_hidden(hidden[30:36])
+    assert first.unread_hidden(5, 6).equal(hidden[30:36]) and first.unread_hidden(6, 6) is None
     second = toy.drafter.begin(ids)
     second.adopt([first.share(0, 16)], 16, [hidden[15:16], hidden[16:32]])
     assert second.cache.length == 16 and second.waiting == 16
-    second.hear(hidden[32:])
+    second.append_hidden(hidden[32:])
     tree = grown(rng, ids[-1], 8)
     context = context_of(ids)
     context.states["drafter"] = second
@@ -382,3 +383,20 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(InvalidInput, match=match) as caught:
         read(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["dyspec", "auto"])
+def test_a_folder_drafts_for_a_model(toy_folder: str, tmp_path: Path, method: str) -> None:
+    """From the folder to the answer."""
+    config = AutoConfig.from_pretrained(toy_folder)
+    size, vocab, count = config.hidden_size, config.vocab_size, config.num_hidden_layers
+    block = replace(DSPARK, hidden_size=size, target_size=size, vocab_size=vocab, taps=(1, count))
+    torch.manual_seed(0)
+    BlockNetwork(block).save(tmp_path)
+    with LLM(toy_folder, method, dtype="float32", drafter=str(tmp_path), budget=6) as llm:
+        for temperature in (0.0, 0.8):
+            params = SamplingParams(max_tokens=20, temperature=temperature, seed=1, ignore_eos=True)
+            given = llm.generate(["abc", "some words"], params)
+            plain = llm.generate(["abc", "some words"], params, method="ar")
+            assert [one.token_ids for one in given] == [one.token_ids for one in plain]
+            assert any(one.statistics.sources["drafter"].drafted for one in given)

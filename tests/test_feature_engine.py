@@ -226,7 +226,7 @@ def test_hidden_states_of_a_prompt_that_no_drafter_read_are_shared(
     assert target.pool.used == drafter.pool.used == 0
     if not ahead:  # wrong versions: nothing is kept, or it is taken over without
         with monkeypatch.context() as patch:
-            patch.setattr(EagleState, "heard", lambda *_: None)
+            patch.setattr(EagleState, "unread_hidden", lambda *_: None)
             assert second(Engine(target)).statistics.cached_tokens == 0
         adopt = EagleState.adopt
         with monkeypatch.context() as patch, pytest.raises(ValueError, match="hidden states of"):

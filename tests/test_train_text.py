@@ -24,7 +24,7 @@ from quickbeam.models.kv_cache import Pool, SequenceCache
 from quickbeam.models.model import Model
 from quickbeam.train import text
 from quickbeam.train.shards import Conversation
-from quickbeam.train.talk import Circles
+from quickbeam.train.talk import RepetitionDetector
 from quickbeam.train.text import Quote, Recipe, Template, Writer
 
 LENGTH, QUESTION = 80, 12
@@ -83,7 +83,7 @@ class Chat:
             LENGTH,
             QUESTION,
             openers=("Why", "Tell me"),
-            **{"circle": LENGTH, "quote": 0.0, **recipe},
+            **{"repetition": LENGTH, "quote": 0.0, **recipe},
         )
         return Writer(
             watched(model, (1, 3)), 4, self.encode, template, self.template.stops, settings, prompts
@@ -288,19 +288,19 @@ def test_a_seed_repeats_the_text(chat: Chat, written: list[Conversation]) -> Non
 
 def test_answers_that_go_in_circles_end(chat: Chat) -> None:
     cut = 0
-    for tokens, _, _, _ in itertools.islice(chat.writer(fond=6.0, circle=5), 40):
-        circles, ids, runs = Circles(), tokens.tolist(), list[int]()
+    for tokens, _, _, _ in itertools.islice(chat.writer(fond=6.0, repetition=5), 40):
+        repetition, ids, runs = RepetitionDetector(), tokens.tolist(), list[int]()
         for begin, end, answering in turns(chat, ids):
             for token in ids[begin:end]:
-                circles.read(token)
-                runs += [circles.run] * answering
+                repetition.read(token)
+                runs += [repetition.run] * answering
         assert all(run < 5 for run in runs[:-1])
         cut += runs[-1] >= 5
     assert 0 < cut < 40
-    circles, runs = Circles(), []
+    repetition, runs = RepetitionDetector(), []
     for token in [1, 2, 3, 1, 2, 3, 1, 9, 1, 2, 3, 4]:
-        circles.read(token)
-        runs.append(circles.run)
+        repetition.read(token)
+        runs.append(repetition.run)
     assert runs == [0, 0, 0, 0, 0, 1, 2, 0, 0, 0, 1, 0]
 
 
@@ -516,7 +516,7 @@ def test_models_of_all_kinds_say_what_they_would_alone(name: str, dtype: torch.d
     layers = (model.config.num_hidden_layers + 1, 1, 2)
     reply, again = [5, 6, 7], [8, 9]
     template = Template([1], reply, again, frozenset(range(20)))  # turns are short
-    recipe = Recipe(40, 6, quote=0.0, openers=("x",), circle=40, documents=())
+    recipe = Recipe(40, 6, quote=0.0, openers=("x",), repetition=40, documents=())
     made = watched(copy.deepcopy(model).to(dtype), layers)
     writer = Writer(
         made,
@@ -551,7 +551,7 @@ def test_a_conversation_ends_with_the_context_and_what_has_no_room_is_refused(ch
         chat.encode,
         None,
         frozenset(),
-        Recipe(LENGTH, circle=LENGTH),
+        Recipe(LENGTH, repetition=LENGTH),
         prompts,
     )
     assert [len(c.tokens) for c in writer] == [39, 39]

@@ -216,8 +216,8 @@ class DrafterState(SourceState):
     def waiting(self) -> int:
         """How many committed tokens it can read ahead of the next tree.
 
-        Where the target provides hidden states, it is those that it was given (`hear`) and has not
-        read.
+        Where the target provides hidden states, it is those that it was given
+        (`append_hidden`) and has not read.
         """
         return 0
 
@@ -226,7 +226,7 @@ class DrafterState(SourceState):
         """The counters of its head, or None where they are not kept."""
         return None
 
-    def hear(self, hidden: torch.Tensor) -> None:
+    def append_hidden(self, hidden: torch.Tensor) -> None:
         """Take the hidden states `[k, layers * d]` of the next k committed tokens.
 
         Called only where the target provides them (`Drafter.needs_hidden`).
@@ -249,7 +249,7 @@ class DrafterState(SourceState):
         token. The rest belong to whole chunks behind it that no drafter has read.
         """
 
-    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+    def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
         """Return the hidden states of tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`.
 
         Returns None unless the state has all of them and has read none of them.
@@ -266,7 +266,7 @@ class Drafter(Source):
     A smaller language model is one, a feature drafter is another.
     """
 
-    needs_hidden = False  # whether its states `hear` the target's hidden states
+    needs_hidden = False  # whether its states take the target's hidden states
     pool: Pool | None = None  # where its states keep their keys and values
     context_length: int | None = None  # how many tokens it can read; None: no limit
 

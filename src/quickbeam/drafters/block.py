@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quickbeam.drafters.base import Drafter, DrafterState, DraftRequest, Laws, law_of
+from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.unread import Unread
@@ -41,7 +41,7 @@ class BlockState(DrafterState):
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
 
-    def hear(self, hidden: torch.Tensor) -> None:
+    def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
     def share(self, chunk: int, tokens: int) -> Any:
@@ -59,7 +59,7 @@ class BlockState(DrafterState):
         if len(self.unread):  # a row depends on its own token alone: the last one adopted is read
             self.unread.drop(1)
 
-    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+    def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
         begin = chunk * tokens - self.cache.length
         if not 0 <= begin <= len(self.unread) - tokens:
             return None
@@ -114,7 +114,7 @@ class BlockDrafter(Drafter):
                 self._read(state)
 
     @inference
-    def answer(self, requests: Sequence[DraftRequest]) -> list[Laws]:
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return distributions `[len(nodes), vocab]`. See `Drafter.answer`.
 
         Raises `ValueError` where a tree's first request doesn't begin with the root, or where
@@ -123,7 +123,7 @@ class BlockDrafter(Drafter):
         for request in requests:
             if request.nodes[0] == 0:
                 self._run(self._state(request), request.tree)
-        return [self._laws(request) for request in requests]
+        return [self._probs(request) for request in requests]
 
     def _state(self, request: DraftRequest) -> BlockState:
         state: BlockState = request.context.states[self.name]
@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
         state.tree, state.logits = tree, self.network.logits(rows)[:, : self.vocab_size].float()
         state.calls += 1
 
-    def _laws(self, request: DraftRequest) -> Laws:
+    def _probs(self, request: DraftRequest) -> DraftProbs:
         state, tree = self._state(request), request.tree
         if tree is not state.tree:
             raise ValueError("a new tree: ask for its root first")
@@ -177,4 +177,4 @@ class BlockDrafter(Drafter):
         bias = self.network.bias(torch.tensor(tokens, device=self.device))
         if bias is not None:
             scores = scores + bias[:, : self.vocab_size].float()
-        return Laws(law_of(scores, request.context.draft_temperature) * inside[:, None])
+        return DraftProbs(probs_of(scores, request.context.draft_temperature) * inside[:, None])

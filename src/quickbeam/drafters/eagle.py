@@ -99,7 +99,7 @@ class EagleDrafter(Drafter):
 
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
-        # `end` bounds the hidden states that were heard, so it needs no look here
+        # `end` bounds the hidden states that were given, so it needs no look here
         due = [
             state
             for state in states

@@ -59,7 +59,7 @@ class EagleState(DrafterState):
             + (self.shortlist.scored if self.shortlist is not None else 0),
         )
 
-    def hear(self, hidden: torch.Tensor) -> None:
+    def append_hidden(self, hidden: torch.Tensor) -> None:
         self.unread.append(hidden)
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -100,7 +100,7 @@ class EagleState(DrafterState):
             self.cache.truncate(self.cache.length - 1)
         self.unread.reset(hidden)
 
-    def heard(self, chunk: int, tokens: int) -> torch.Tensor | None:
+    def unread_hidden(self, chunk: int, tokens: int) -> torch.Tensor | None:
         begin = chunk * tokens - self.cache.length
         if not 0 <= begin <= len(self.unread) - tokens:
             return None

@@ -33,7 +33,9 @@ from quickbeam.noise import PLAIN
 from quickbeam.tree import TokenTree
 
 MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
-UNHEARD = 1024  # a drafter that is not asked reads hidden states once this many are waiting
+MAX_UNREAD_HIDDEN = (
+    1024  # a drafter that is not asked reads hidden states once this many are waiting
+)
 
 
 class Ready(NamedTuple):
@@ -452,7 +454,7 @@ class Engine:
             # indexing with a list would make a tensor of it first, which takes longer than this
             rows = [hidden[node : node + 1] for node in path] if not straight else []
             hidden = torch.cat(rows) if rows else hidden[:kept]
-        state.hear(hidden)
+        state.append_hidden(hidden)
         if self.prefixes is not None:
             size = self.prefixes.size
             for chunk in range(before // size, cache.length // size):
@@ -483,7 +485,7 @@ class Engine:
             try:
                 if state is not None and drafter is not None:
                     along = one.growing is None and self._reads_along(sequence)
-                    least = 1 if along else UNHEARD
+                    least = 1 if along else MAX_UNREAD_HIDDEN
                     if state.waiting >= least:
                         setting, budget = sequence.request.setting, self._budget
                         cost = None if budget is None else budget.call(setting)

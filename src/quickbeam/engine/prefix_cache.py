@@ -122,7 +122,7 @@ class PrefixCache:
                     self.drafter.pool.keep(rows)
                     chunks[at].draft, chunks[at].hidden = rows, None
                 elif chunks[at].hidden is None:
-                    chunks[at].hidden = state.heard(at, self.size)
+                    chunks[at].hidden = state.unread_hidden(at, self.size)
         self._touch(chunks)
 
     def idle_pages(self, enough: int, kept: Sequence[Chunk] = ()) -> int:

@@ -175,11 +175,11 @@ class Scheduler:
         held = [chunk.held for chunk in chunks]
         if state is not None and drafter is prefixes.drafter:
             known = list(takewhile(lambda chunk: chunk.draft is not None, chunks))
-            heard = [
+            parts = [
                 *(chunk.edge for chunk in known[-1:]),
                 *(chunk.hidden for chunk in chunks[len(known) :]),
             ]
-            hidden = [rows for rows in heard if rows is not None]
+            hidden = [rows for rows in parts if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
         try:

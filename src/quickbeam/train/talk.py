@@ -23,15 +23,14 @@ from quickbeam.train.shards import Conversation
 from quickbeam.tree import TokenTree
 
 # While known tokens are left, the params are not greedy: `probs` then decides, and not the
-# likeliest
-# token that a pass may report.
+# likeliest token that a pass may report.
 MIXED = SamplingParams(temperature=1.0)
 
 
-class Circles:
+class RepetitionDetector:
     """Tells when a text repeats itself, as small models' answers do.
 
-    A repetition is soon drafted right and teaches no more.
+    A repetition is soon drafted right, and there is no more to learn from it.
     """
 
     def __init__(self) -> None:
@@ -65,10 +64,10 @@ class Talk:
         self.tokens, self.answer = list(tokens), [False] * len(tokens)
         self.temperature, self.answering, self.document = temperature, answering, document
         self.known: list[int] = []  # tokens that come next, before anyone speaks
-        self.spoken = 0  # tokens of the current turn
+        self.turn_tokens = 0  # tokens of the current turn
         self.over = False
-        self.circles = Circles()
-        self.heard: list[torch.Tensor] = []  # hidden states, by pass
+        self.repetition = RepetitionDetector()
+        self.hidden: list[torch.Tensor] = []  # hidden states, by pass
         self.read = 0  # how many tokens they are of
 
     @property
@@ -76,21 +75,21 @@ class Talk:
         """Whether the conversation is over and the model has read its last token."""
         return self.over and self.read >= len(self.tokens)
 
-    def say(self, token: int) -> None:
+    def append(self, token: int) -> None:
         """Append the next token."""
-        said = not self.known
-        if not said:
+        generated = not self.known
+        if not generated:
             del self.known[0]
         self.tokens.append(token)
-        self.answer.append(said and self.answering)
-        if said:
-            self.spoken += 1
-            self.circles.read(token)
+        self.answer.append(generated and self.answering)
+        if generated:
+            self.turn_tokens += 1
+            self.repetition.read(token)
 
     def conversation(self) -> Conversation:
         """Return the conversation, once it is `done`."""
         tokens, answer = torch.tensor(self.tokens, dtype=torch.int32), torch.tensor(self.answer)
-        return Conversation(tokens, answer, torch.cat(self.heard).cpu(), self.temperature)
+        return Conversation(tokens, answer, torch.cat(self.hidden).cpu(), self.temperature)
 
     def request(
         self,
@@ -109,13 +108,18 @@ class Talk:
         params = SamplingParams(
             max_tokens=length + 1 - len(self.tokens), seed=seed, ignore_eos=True
         )
-        voice = _Voice(self, turn, user_temperature, vocab_size)
+        voice = _Speakers(self, turn, user_temperature, vocab_size)
         return Request(
-            self.tokens, params, _Template(self), Output(_Silent(), params), voice, budget=length
+            self.tokens,
+            params,
+            _Template(self),
+            Output(NullTokenizer(), params),
+            voice,
+            budget=length,
         )
 
 
-class _Voice(Sampler):
+class _Speakers(Sampler):
     """The sampler of a conversation.
 
     A known token has probability 1. Otherwise the distribution is the model's, at the speaker's
@@ -135,7 +139,7 @@ class _Voice(Sampler):
     def extend(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             if not self._talk.over:
-                self._talk.say(token)
+                self._talk.append(token)
                 self._turn(self._talk)
         self.params = MIXED if self._talk.known else self._speakers[self._talk.answering].params
 
@@ -152,16 +156,16 @@ class _Template(Undrafted):
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
-        self.sources = (_Listener(talk),)
+        self.sources = (_Recorder(talk),)
 
     def tree(self, context: Context, budget: int, max_depth: int) -> TokenTree:
         tree = TokenTree(context.ids[-1])
         for token in self._talk.known[: min(budget - 1, max_depth)]:
-            tree.add(len(tree) - 1, token, _Listener.name)
+            tree.add(len(tree) - 1, token, _Recorder.name)
         return tree
 
 
-class _Listener(Drafter):
+class _Recorder(Drafter):
     """A drafter that keeps the hidden states of a conversation and drafts nothing."""
 
     name = "template"
@@ -171,25 +175,25 @@ class _Listener(Drafter):
         self._talk = talk
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:
-        self._talk.heard, self._talk.read = [], 0
-        return _Ear(self._talk)
+        self._talk.hidden, self._talk.read = [], 0
+        return _Recording(self._talk)
 
     def answer(self, requests: Sequence[DraftRequest]) -> NoReturn:
         raise NotImplementedError("nobody asks it")
 
 
-class _Ear(DrafterState):
+class _Recording(DrafterState):
     """Takes the hidden states of one conversation."""
 
     def __init__(self, talk: Talk) -> None:
         self._talk = talk
 
-    def hear(self, hidden: torch.Tensor) -> None:
-        self._talk.heard.append(hidden.clone())  # a copy, so that the pass's tensor is freed
+    def append_hidden(self, hidden: torch.Tensor) -> None:
+        self._talk.hidden.append(hidden.clone())  # a copy, so that the pass's tensor is freed
         self._talk.read += len(hidden)
 
 
-class _Silent:
+class NullTokenizer:
     """A tokenizer for a text that nobody reads."""
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:

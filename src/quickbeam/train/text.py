@@ -65,7 +65,8 @@ class Recipe:
 
     A conversation holds at most `length` tokens, a user turn at most `question` beside what it
     quotes. Half of the answers are greedy. The others are sampled at a temperature between 0 and 1.
-    An answer that repeats itself for `circle` tokens (`Circles`) ends the conversation.
+    An answer that repeats itself for `repetition` tokens (`RepetitionDetector`) ends the
+    conversation.
 
     `quote`: the share of conversations that begin with a text, which is made of earlier answers or
     documents and fills up to two thirds of `length`. Half as many conversations are documents of at
@@ -75,7 +76,7 @@ class Recipe:
     length: int = 512
     question: int = 192
     quote: float = 0.15
-    circle: int = 32
+    repetition: int = 32
     document: int = 256
     user_temperature: float = 0.9
     document_temperature: float = 0.8  # at a higher one, small models write no sentences
@@ -197,7 +198,7 @@ class Writer:
         self._random = random.Random(recipe.seed)
         self._next = 0
         self._wanted, self._stepped = tokens, stepped
-        self._said = 0  # tokens of complete conversations
+        self._complete = 0  # tokens of complete conversations
 
     def __iter__(self) -> Iterator[Conversation]:
         # no prefix cache: conversations have little more in common than the template
@@ -214,7 +215,7 @@ class Writer:
                         engine.cancel(sequence)
                         del running[talk]
                         if any(talk.answer):
-                            self._said += len(talk.tokens)
+                            self._complete += len(talk.tokens)
                             yield talk.conversation()
                 self._fill(engine, running)
                 self._stepped(sum(len(talk.tokens) for talk in running))
@@ -246,7 +247,7 @@ class Writer:
             return False
         half = self._recipe.length // 2
         coming = sum(max(half, len(talk.tokens)) for talk in running)
-        return self._said + coming >= self._wanted
+        return self._complete + coming >= self._wanted
 
     def _fresh(self) -> Talk | None:
         temperature = 0.0 if self._random.random() < 0.5 else self._random.random()
@@ -294,22 +295,22 @@ class Writer:
             talk.over = True
         if talk.over or talk.known:
             return
-        ended = talk.spoken > 0 and last in self._stops
-        circling = talk.circles.run >= recipe.circle
+        ended = talk.turn_tokens > 0 and last in self._stops
+        repeating = talk.repetition.run >= recipe.repetition
         if talk.document:
-            talk.over = ended or circling or talk.spoken >= recipe.document
-            if talk.over and talk.spoken > LEAST:
+            talk.over = ended or repeating or talk.turn_tokens >= recipe.document
+            if talk.over and talk.turn_tokens > LEAST:
                 self._written.append(
                     talk.tokens[
                         len(self._template.raw) if self._template else 0 : len(talk.tokens) - ended
                     ]
                 )
         elif talk.answering:
-            if circling or not ended:
-                talk.over = circling
+            if repeating or not ended:
+                talk.over = repeating
                 return
-            if talk.spoken > LEAST:
-                self._answers.append(talk.tokens[-talk.spoken : -1])
+            if talk.turn_tokens > LEAST:
+                self._answers.append(talk.tokens[-talk.turn_tokens : -1])
             # Half of the conversations that have room go on.
             if (
                 self._template is None
@@ -319,15 +320,15 @@ class Writer:
                 talk.over = True
                 return
             self._hand_over(talk, self._template.again, self._opener())
-        elif ended or talk.spoken >= recipe.question:
+        elif ended or talk.turn_tokens >= recipe.question:
             assert self._template is not None
             self._hand_over(talk, self._template.reply)
 
     def _hand_over(self, talk: Talk, between: list[int], words: Sequence[int] = ()) -> None:
         """Give the turn to the other speaker, who begins with `words`.
 
-        The template says `between` before them, whose first token may have been said already.
+        The template says `between` before them, whose first token may be there already.
         """
-        said = between[:1] == talk.tokens[-1:]
-        talk.known = [*between[said:], *words][: self._recipe.length - len(talk.tokens)]
-        talk.answering, talk.spoken = not talk.answering, 0
+        known = between[:1] == talk.tokens[-1:]
+        talk.known = [*between[known:], *words][: self._recipe.length - len(talk.tokens)]
+        talk.answering, talk.turn_tokens = not talk.answering, 0
