@@ -61,14 +61,14 @@ class EagleDrafter(Drafter):
         self.network.rotary = config.rotary().to(model.device)  # the angles stay float32
         self.vocab_size, self.device = model.vocab_size, model.device
         self.folder: Path | None = None  # where the drafter was read from
-        found = (
+        library = (
             kernels()
             if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16
             else None
         )
         self._native = (
-            NativeEagle(self.network, found)
-            if found is not None and NativeEagle.fits(self.network)
+            NativeEagle(self.network, library)
+            if library is not None and NativeEagle.fits(self.network)
             else None
         )
         if fast and self._native is None:
@@ -158,10 +158,9 @@ class EagleDrafter(Drafter):
         for work, (out, feature) in zip(works, self._run(works), strict=True):
             state, done = work.state, len(work.state.place)
             state.out = torch.cat([state.out, out])
-            if self._native is not None:
-                state.feature = torch.cat([state.feature, feature])
+            state.feature = torch.cat([state.feature, feature])
             state.place.update({node: done + i for i, node in enumerate(work.nodes)})
-        return self._laws(requests)
+        return self._distributions(requests)
 
     def _state(self, request: DraftRequest) -> EagleState:
         state: EagleState = request.context.states[self.name]
@@ -201,7 +200,7 @@ class EagleDrafter(Drafter):
         for node in nodes:
             if (parent := tree.parent[node]) not in state.place:
                 raise ValueError(f"node {node}: ask for its parent {parent} first")
-        above = _rows(state.out, [state.place[tree.parent[node]] for node in nodes])
+        above = state.out[[state.place[tree.parent[node]] for node in nodes]]
         return Work(
             state,
             above,
@@ -213,24 +212,22 @@ class EagleDrafter(Drafter):
     def _run(self, works: Sequence[Work]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Run the works, and return for each its outputs and the features that the head reads.
 
-        The works are either all of committed rows or all of nodes. Without the native kernels the
-        outputs stand in for the features, which `_features` computes later.
+        The works are either all of committed rows or all of nodes.
         """
         for work in works:
             work.state.calls += 1
         if self._native is None:
-            return iter([(out := self._run_alone(work), out) for work in works])
-        found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+            outputs = [self._run_alone(work) for work in works]
+            return iter([(out, self.network.feature(out)) for out in outputs])
+        passed: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         groups: dict[int, list[int]] = {}  # works with the same router go in one pass
         for i, work in enumerate(works):
-            groups.setdefault(
-                id(work.state.shortlist.shared) if work.state.shortlist is not None else 0, []
-            ).append(i)
+            shortlist = work.state.shortlist
+            groups.setdefault(id(shortlist and shortlist.shared), []).append(i)
         for group in groups.values():
-            found.update(
-                zip(group, self._run_native(self._native, [works[i] for i in group]), strict=True)
-            )
-        return iter([found[i] for i in range(len(works))])
+            parts = self._run_native(self._native, [works[i] for i in group])
+            passed.update(zip(group, parts, strict=True))
+        return iter([passed[i] for i in range(len(works))])
 
     def _run_native(
         self, native: NativeEagle, works: Sequence[Work]
@@ -339,7 +336,7 @@ class EagleDrafter(Drafter):
         if not work.asked:
             _, _, key, value = self.network.project(hidden, embedded, step.new_positions)
             step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return NOTHING[0]
+            return self.network.fc.weight.new_empty(0, self.network.config.hidden_size)
         if state.shortlist is None:
             return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()
@@ -350,56 +347,45 @@ class EagleDrafter(Drafter):
         state.counted.seconds += perf_counter() - began
         return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
 
-    def _laws(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+    def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last.
 
         One product serves all sequences that score the whole vocabulary. Sequences with a shortlist
         take one each.
         """
         whole = [request for request in requests if self._state(request).shortlist is None]
-        found = iter(self._score_whole(whole) if whole else [])
+        probs = iter(self._score_whole(whole) if whole else [])
         return [
-            next(found) if self._state(request).shortlist is None else self._score_part(request)
+            next(probs) if self._state(request).shortlist is None else self._score_part(request)
             for request in requests
         ]
 
     def _features(self, request: DraftRequest, nodes: Sequence[int]) -> torch.Tensor:
         state = self._state(request)
-        places = [state.place[node] for node in nodes]
-        if self._native is None:
-            return self.network.feature(_rows(state.out, places))
-        return _rows(state.feature, places)
+        return state.feature[[state.place[node] for node in nodes]]
 
     def _score_whole(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         began, network = perf_counter(), self.network
         features = [self._features(request, request.nodes) for request in requests]
-        feature = features[0] if len(features) == 1 else torch.cat(features)
-        logits = (
-            self._native.logits(feature) if self._native is not None else network.score(feature)
-        )
+        score = network.score if self._native is None else self._native.logits
+        logits = score(torch.cat(features))
         tokens: Any = network.tokens if network.config.own_head else None
-        found = [
+        parts = zip(requests, logits.split_with_sizes([len(f) for f in features]), strict=True)
+        probs = [
             DraftProbs(probs_of(part, request.context.draft_temperature), tokens, self.vocab_size)
-            for request, part in zip(
-                requests,
-                logits.split_with_sizes([len(feature) for feature in features]),
-                strict=True,
-            )
+            for request, part in parts
         ]
         for request in requests:
             used = self._state(request).counted
             used.tokens, used.calls = used.tokens + logits.shape[-1], used.calls + 1
             used.seconds += (perf_counter() - began) / len(requests)
-        return found
+        return probs
 
     def _score_part(self, request: DraftRequest) -> DraftProbs:
         nodes = request.nodes
         if len(nodes) > 1 and nodes[0] == 0:  # the root was routed in a pass of its own
-            return DraftProbs(
-                torch.cat(
-                    [self._score_nodes(request, part).dense() for part in (nodes[:1], nodes[1:])]
-                )
-            )
+            parts = [self._score_nodes(request, part) for part in (nodes[:1], nodes[1:])]
+            return DraftProbs(torch.cat([part.dense() for part in parts]))
         return self._score_nodes(request, nodes)
 
     def _score_nodes(self, request: DraftRequest, nodes: Sequence[int]) -> DraftProbs:
@@ -412,13 +398,3 @@ class EagleDrafter(Drafter):
         state.counted.calls += 1
         state.counted.seconds += perf_counter() - began
         return DraftProbs(probs, tokens, self.vocab_size)
-
-
-def _rows(of: torch.Tensor, places: Sequence[int]) -> torch.Tensor:
-    """Return these rows. Where they follow each other, which is usual, they are a view."""
-    first, count = places[0], len(places)
-    if places[-1] - first == count - 1 and all(
-        place == first + i for i, place in enumerate(places)
-    ):
-        return of[first : first + count]
-    return of[list(places)]

@@ -34,7 +34,7 @@ class EagleState(DrafterState):
         self.tree: TokenTree | None = None  # the tree that is being grown
         # outputs of the root's row, then of the rows of the requested nodes
         self.out = torch.empty(0)
-        self.feature = torch.empty(0)  # what the head reads of `out`; the native kernels only
+        self.feature = torch.empty(0)  # what the head reads of `out`
         self.place: dict[int, int] = {}  # by node: its row in `out`
         # by node: the orders of the tree rows that it sees, itself last; the native kernels only
         self.path: dict[int, list[int]] = {}
