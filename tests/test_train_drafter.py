@@ -334,7 +334,7 @@ def test_what_goes_wrong_is_named(
         raise SafetensorError("I/O error: No space left on device")
 
     for writer, failing in (
-        ("quickbeam.drafters.eagle_model.save_file", full_too),
+        ("quickbeam.drafters.folder.save_file", full_too),
         ("torch.save", full),
     ):
         monkeypatch.setattr(writer, failing)

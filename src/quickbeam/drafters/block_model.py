@@ -17,8 +17,6 @@ Modules are named as the published checkpoints name their tensors.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,13 +24,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from quickbeam.drafters.eagle_model import Norm
-from quickbeam.drafters.folder import check_shape, read_config, read_tensors
+from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
 from quickbeam.errors import InvalidInput
 from quickbeam.models.hf_attention import check_layers
 
@@ -281,12 +278,7 @@ class BlockNetwork(nn.Module):
 
     def save(self, folder: Path, dtype: torch.dtype = torch.bfloat16) -> None:
         """Write `config.json` and `model.safetensors` in DSpark's layout."""
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {k: v.to("cpu", dtype).contiguous() for k, v in self.state_dict().items()}
-        (folder / "config.part").write_text(json.dumps(self.config.record(), indent=2) + "\n")
-        save_file(state, folder / "model.part")
-        os.replace(folder / "config.part", folder / "config.json")
-        os.replace(folder / "model.part", folder / "model.safetensors")
+        write_folder(folder, self.config.record(), self.state_dict(), dtype)
 
 
 def is_block(folder: Path) -> bool:

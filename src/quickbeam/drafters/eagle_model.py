@@ -13,7 +13,6 @@ function.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -23,11 +22,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from quickbeam.drafters.folder import write_folder
 from quickbeam.errors import InvalidInput
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -274,17 +274,8 @@ class EagleHead(nn.Module):
 
         Floating-point tensors are stored as `dtype`.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        state = {
-            k: v.to(dtype) if v.is_floating_point() else v
-            for k, v in self.state_dict().items()
-            if not k.startswith("rotary.")
-        }
-        record = {"model_type": MODEL_TYPE, **asdict(self.config)}
-        (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
-        save_file({k: v.contiguous().cpu() for k, v in state.items()}, folder / "model.part")
-        os.replace(folder / "config.part", folder / "config.json")
-        os.replace(folder / "model.part", folder / "model.safetensors")
+        state = {k: v for k, v in self.state_dict().items() if not k.startswith("rotary.")}
+        write_folder(folder, {"model_type": MODEL_TYPE, **asdict(self.config)}, state, dtype)
 
     @staticmethod
     def load(

@@ -1,4 +1,4 @@
-"""Reads a drafter's folder: its configuration, and its tensors by name.
+"""Reads and writes a drafter's folder: its configuration, and its tensors by name.
 
 Nothing but tensors is unpickled, and no file outside the folder is read.
 """
@@ -6,6 +6,7 @@ Nothing but tensors is unpickled, and no file outside the folder is read.
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PureWindowsPath
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from quickbeam.errors import InvalidInput
 
@@ -73,6 +74,21 @@ def read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         for file in files
         for name, tensor in _load(file).items()
     }
+
+
+def write_folder(
+    folder: Path, record: Mapping[str, Any], state: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Write `config.json` and `model.safetensors`, each complete or not at all.
+
+    Floating-point tensors are stored as `dtype`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {k: v.to(dtype) if v.is_floating_point() else v for k, v in state.items()}
+    (folder / "config.part").write_text(json.dumps(record, indent=2) + "\n")
+    save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, folder / "model.part")
+    os.replace(folder / "config.part", folder / "config.json")
+    os.replace(folder / "model.part", folder / "model.safetensors")
 
 
 def check_shape(state: Mapping[str, torch.Tensor], name: str, shape: Sequence[int]) -> None:
