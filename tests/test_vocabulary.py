@@ -269,7 +269,7 @@ def test_what_cannot_be_is_refused(pairs: dict[str, Pair], tmp_path: Path) -> No
     ) and f"must be 1 to {VOCAB}" in told("router", 0)
     assert "must be at least 5, a cluster's" in told("router", 3)
     lm = LMDrafter(tiny("llama"), VOCAB)
-    assert "a smaller model scores its whole vocabulary" in told("router", one=lm)
+    assert "this drafter scores its whole vocabulary" in told("router", one=lm)
     shortlist = make_shortlist(drafter, target, "context")
     with pytest.raises(InvalidInput, match="--vocab full"):
         lm.begin([1], shortlist)

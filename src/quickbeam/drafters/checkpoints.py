@@ -167,6 +167,11 @@ def _llama(fields: dict[str, Any]) -> LlamaConfig:
             "its config describes no Llama layer and rotary angles: "
             f"{type(error).__name__}: {reason}"
         ) from error
+    if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
+        raise InvalidInput(
+            "its config doesn't say norm_before_residual: write true or false into "
+            "config.json, as it was trained"
+        )
     if layer.hidden_act not in ACTIVATIONS:
         raise InvalidInput(
             f"its config says hidden_act: {layer.hidden_act!r}; known: {', '.join(ACTIVATIONS)}"
@@ -184,11 +189,6 @@ def _config(
     """Return what the configuration and the stored tensors say of the network."""
     layer, flags = _llama(fields), {**(fields.get("eagle_config") or {}), **fields}
     wide = f"{prefix}.hidden_norm.weight" in state
-    if fields.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in fields:
-        raise InvalidInput(
-            "its config doesn't say norm_before_residual: write true or false into "
-            "config.json, as it was trained"
-        )
     stored, shared = state.get("embed_tokens.weight"), layer.hidden_size == target.size
     own = stored is not None and (not shared or _differs(stored, embedding, target.vocab))
     if wide and not shared and stored is None:

@@ -336,7 +336,7 @@ class EagleDrafter(Drafter):
         if not work.asked:
             _, _, key, value = self.network.project(hidden, embedded, step.new_positions)
             step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return self.network.fc.weight.new_empty(0, self.network.config.hidden_size)
+            return hidden.new_empty(0, self.network.config.hidden_size)
         if state.shortlist is None:
             return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()

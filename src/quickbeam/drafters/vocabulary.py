@@ -55,20 +55,7 @@ def make_shortlist(
     vocab = plain_vocab(vocab)
     if vocab == FULL:
         return None
-    if not isinstance(drafter, EagleDrafter):
-        raise InvalidInput(
-            f"--vocab {vocab}: a smaller model scores its whole vocabulary; give a "
-            "feature drafter, or take --vocab full"
-        )
-    if drafter.network.config.own_head:
-        raise InvalidInput(
-            f"--vocab {vocab}: this drafter's head has a shortlist of its own, "
-            "trained with it; take --vocab full"
-        )
-    if size is not None and not 1 <= size <= model.vocab_size:
-        raise InvalidInput(
-            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
-        )
+    drafter = _checked(drafter, model, vocab, size)
     weight = rows_of(model.head, drafter.network.config.hidden_size, model)
     rows = rows_format(weight)
     if vocab == "context":
@@ -100,6 +87,25 @@ def make_shortlist(
         deepest=artefact.deepest,
         context=context,
     )
+
+
+def _checked(drafter: Drafter, model: Model, vocab: str, size: int | None) -> EagleDrafter:
+    """Return the drafter if it can have a shortlist of this kind and size."""
+    if not isinstance(drafter, EagleDrafter):
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter scores its whole vocabulary; give one "
+            "that `quickbeam train` makes, or an EAGLE head, or take --vocab full"
+        )
+    if drafter.network.config.own_head:
+        raise InvalidInput(
+            f"--vocab {vocab}: this drafter's head has a shortlist of its own, "
+            "trained with it; take --vocab full"
+        )
+    if size is not None and not 1 <= size <= model.vocab_size:
+        raise InvalidInput(
+            f"--shortlist {size}: must be 1 to {model.vocab_size}, the tokens of the vocabulary"
+        )
+    return drafter
 
 
 class Shortlists:

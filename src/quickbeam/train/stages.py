@@ -157,63 +157,34 @@ class DrafterTraining:
         interrupted, and a prompt that it answers is not answered again. Raises `QuickbeamError` if
         the text can't be written.
         """
-        plan, rank, processes = (
-            self.plan,
-            self.accelerator.process_index,
-            self.accelerator.num_processes,
-        )
-        prompts: list[list[int]] | None = None
-        answered: list[bool] | None = None
+        plan, processes = self.plan, self.accelerator.num_processes
         earlier = self._there()
         there = 0 if earlier is None else earlier.tokens
+        prompts = None
         if plan.prompts is not None and there < plan.tokens:
             prompts = [self._encode(messages) for messages in read_prompts(plan.prompts)]
-            answered = (
-                [False] * len(prompts) if earlier is None else earlier.answered_prompts(prompts)
-            )
+        answered = None
+        if prompts is not None:
+            none = [False] * len(prompts)
+            answered = none if earlier is None else earlier.answered_prompts(prompts)
         self.accelerator.wait_for_everyone()  # no process writes before all have looked
         if there >= plan.tokens or (answered is not None and all(answered)):
             return
-        stops = eos_ids(self.model, self.tokenizer)
-        template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
-        shards = ShardWriter(plan.text, f"text{rank}")
-        question = min(text.Recipe.question, plan.length // 3)
-        seed = plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank
-        recipe = text.Recipe(
-            length=plan.length,
-            question=question,
-            quote=plan.quote,
-            openers=openers.questions(plan.languages),
-            documents=openers.documents(plan.languages),
-            seed=seed,
-        )
-        model = Model(self.model, exact=False, gathered=True)
-        model.watch(self.layers)
+        shards = ShardWriter(plan.text, f"text{self.accelerator.process_index}")
         began, fresh = time.perf_counter(), 0
 
-        def tell(unfinished: int) -> None:
+        def stepped(unfinished: int) -> None:
             here = (fresh + unfinished) * processes
             report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
 
-        writer = text.Writer(
-            model,
-            plan.slots,
-            self._ids,
-            template,
-            template.stops if template else frozenset(stops),
-            recipe,
-            None if prompts is None else prompts[rank::processes],
-            None if answered is None else answered[rank::processes],
-            -(-(plan.tokens - there) // processes),
-            tell,
-        )
+        wanted = -(-(plan.tokens - there) // processes)
         try:
-            for conversation in writer:
+            for conversation in self._writer(shards, prompts, answered, wanted, stepped):
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
                 if there + fresh * processes >= plan.tokens:
                     break
-            tell(0)
+            stepped(0)
         except Unwritten:
             raise  # another try would fail as well
         except BaseException:
@@ -221,6 +192,45 @@ class DrafterTraining:
             raise
         shards.flush()
         self.accelerator.wait_for_everyone()
+
+    def _writer(
+        self,
+        shards: ShardWriter,
+        prompts: list[list[int]] | None,
+        answered: list[bool] | None,
+        tokens: int,
+        stepped: Callable[[int], None],
+    ) -> text.Writer:
+        """Return what writes this process's share of the text."""
+        plan, rank, count = (
+            self.plan,
+            self.accelerator.process_index,
+            self.accelerator.num_processes,
+        )
+        stops = eos_ids(self.model, self.tokenizer)
+        template = None if plan.prompts else text.Template.of(self.tokenizer, stops)
+        recipe = text.Recipe(
+            length=plan.length,
+            question=min(text.Recipe.question, plan.length // 3),
+            quote=plan.quote,
+            openers=openers.questions(plan.languages),
+            documents=openers.documents(plan.languages),
+            seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank,
+        )
+        model = Model(self.model, exact=False, gathered=True)
+        model.watch(self.layers)
+        return text.Writer(
+            model,
+            plan.slots,
+            self._ids,
+            template,
+            template.stops if template else frozenset(stops),
+            recipe,
+            None if prompts is None else prompts[rank::count],
+            None if answered is None else answered[rank::count],
+            tokens,
+            stepped,
+        )
 
     def _ids(self, words: str) -> list[int]:
         return [

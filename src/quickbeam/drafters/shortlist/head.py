@@ -9,26 +9,18 @@ import importlib.util
 import logging
 import os
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.layout import Layout, Scores
+from quickbeam.drafters.shortlist.native import NativeBlocks
 from quickbeam.errors import InvalidInput
 from quickbeam.models.native.library import kernels
 
 logger = logging.getLogger(__name__)
 
 BACKENDS = ("plain", "native", "triton")
-
-
-class Scores(NamedTuple):
-    # [n, s], in the head's dtype or float32; -inf in columns that don't count (padding, repeats)
-    logits: torch.Tensor
-    # [s] int64 on the logits' device: the token of each column. A token has at most one column that
-    # isn't -inf.
-    tokens: torch.Tensor
 
 
 Run = Callable[[torch.Tensor, torch.Tensor], Scores]
@@ -136,8 +128,6 @@ def _triton(weight: torch.Tensor, layout: Layout, most: int) -> Run:
 
 
 def _native(weight: torch.Tensor, layout: Layout, most: int) -> Run:
-    from quickbeam.drafters.shortlist.native import NativeBlocks
-
     library = kernels()
     assert library is not None
     return NativeBlocks(weight, layout, library)

@@ -13,8 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quickbeam.drafters.shortlist.head import Scores
-from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.errors import InvalidInput
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -123,6 +124,14 @@ class Layout:
     def nothing(vocab: int) -> Layout:
         """Return a layout without tokens: only the context is scored then (NanoSpec)."""
         return Layout(torch.empty(0, dtype=torch.int64), 0, 1, vocab)
+
+
+class Scores(NamedTuple):
+    # [n, s], in the head's dtype or float32; -inf in columns that don't count (padding, repeats)
+    logits: torch.Tensor
+    # [s] int64 on the logits' device: the token of each column. A token has at most one column that
+    # isn't -inf.
+    tokens: torch.Tensor
 
 
 def require_distinct(ids: torch.Tensor, vocab: int, what: str) -> None:

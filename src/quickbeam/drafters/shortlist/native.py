@@ -9,8 +9,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from quickbeam.drafters.shortlist.head import Scores
-from quickbeam.drafters.shortlist.layout import Layout
+from quickbeam.drafters.shortlist.layout import Layout, Scores
 from quickbeam.drafters.shortlist.router import EPS, Router
 from quickbeam.models.native import library
 from quickbeam.models.native.library import Kernels

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from quickbeam.drafters.shortlist.context import ContextTokens
-from quickbeam.drafters.shortlist.head import BlockHead, Scores, native_fits
-from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
+from quickbeam.drafters.shortlist.head import BlockHead, native_fits
+from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
