@@ -16,7 +16,8 @@ import pytest
 
 from cases import few, spread
 from quickbeam import LLM, AsyncLLM, Grammar, InvalidInput, SamplingParams
-from quickbeam.engine.budget import Budget, CostModel
+from quickbeam.engine.budget import Budget
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.result import Completion
 from quickbeam.grammar.compiler import KEPT
 from quickbeam.grammar.masks import DeadEnd

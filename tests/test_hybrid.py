@@ -19,7 +19,7 @@ from models import VOCAB, tiny
 from quickbeam import LLM, SamplingParams
 from quickbeam.drafters.base import Context, DraftProbs, MarginalCost
 from quickbeam.drafters.ngram import Ngram
-from quickbeam.engine.budget import Budget, NodePrices
+from quickbeam.engine.budget import Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import make_policy
@@ -110,7 +110,7 @@ def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same(
     values = []
     for probs in ([0.0, 0.3, 0.6, 0.1], [0.0, 0.9, 0.01, 0.09], None):
         drafter = KnownDrafter(lambda context, probs=probs: torch.tensor(probs))
-        prices = NodePrices([1, 8], [0.0, 0.07])
+        prices = MarginalCost.of_passes([1, 8], [0.0, 0.07])
         tree = tree_of(hybrid(drafter), priced(ids, prices), 8, 1, call=0.01 if probs else 9.0)
         values.append(tree.value[tree.children[0][2]])
     assert values[0] == pytest.approx(max(Likeliest.usual(0, 0.6), repeats.chance(1, SAME)))
@@ -119,7 +119,7 @@ def test_a_continuation_is_worth_what_such_were_where_the_drafter_said_the_same(
 
 
 def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> None:
-    period, prices = [5, 9, 2, 7, 1, 8, 3], NodePrices([1, 64], [0.0, 63 * 0.01])
+    period, prices = [5, 9, 2, 7, 1, 8, 3], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.01])
     drafter = zipf_drafter(20)
     policy = hybrid(drafter)
     tree = tree_of(policy, priced(period * 4, prices), 64, 12, call=0.3)
@@ -131,7 +131,7 @@ def test_where_the_text_repeats_itself_for_long_the_drafter_is_not_asked() -> No
 def test_a_tree_without_a_call_ends_where_nodes_cost_more_than_they_promise() -> None:
     drafter = zipf_drafter(20)
     context = priced(
-        [5, 9, 2, 7, 1, 8, 3] * 4, NodePrices([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0])
+        [5, 9, 2, 7, 1, 8, 3] * 4, MarginalCost.of_passes([1, 4, 64], [0.0, 0.03, 0.03 + 60 * 2.0])
     )
     tree = tree_of(hybrid(drafter), context, 64, 12, call=5.0)
     assert drafter.rounds == 0 and len(tree) == 4
@@ -146,7 +146,7 @@ def test_likely_paths_are_continued_from_the_text() -> None:
     drafter = KnownDrafter(lambda context: probs)
     tree = tree_of(
         hybrid(drafter),
-        priced([*text[:-1], 20, 1], NodePrices([1, 64], [0.0, 63 * 0.02])),
+        priced([*text[:-1], 20, 1], MarginalCost.of_passes([1, 64], [0.0, 63 * 0.02])),
         64,
         9,
         call=0.75,
@@ -164,7 +164,7 @@ def trees_under_prices(seed: int) -> list[tuple[object, ...]]:
         policy.promises._accepted *= rng.choice([0.3, 1.0, 2.0])  # trees keep less or more
         for _ in range(4):
             text = [rng.randrange(8) for _ in range(30)]
-            prices = NodePrices([1, 2, 4, 8, 16, 32, 64], [0.5 * one for one in passes])
+            prices = MarginalCost.of_passes([1, 2, 4, 8, 16, 32, 64], [0.5 * one for one in passes])
             tree = tree_of(policy, priced(text, prices), 40, 9, call=rng.choice([0.0, 0.1]))
             found.append((paths(tree), tree.value, tree.source, tree.probability))
     return found
@@ -220,7 +220,9 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
     repeats.observe = lambda length, said, right: told.append((length, right))  # type: ignore[method-assign]
     promised: list[tuple[float, float]] = []
     policy.promises.observe = lambda *said: promised.append(said[:2])  # type: ignore[method-assign]
-    tree, learn, truth = grow(policy, priced(ids, NodePrices([1, 12], [0.0, 0.0])), 12, 8)
+    tree, learn, truth = grow(
+        policy, priced(ids, MarginalCost.of_passes([1, 12], [0.0, 0.0])), 12, 8
+    )
     assert truth == policy.promises.truth
     chain = (period * 3)[:8]
     following = {tuple(chain[:i]): chain[i] for i in range(3)}
@@ -256,10 +258,9 @@ def test_output_is_plain_decodings(budget: int | None) -> None:
             )
         return model.draft(context)
 
-    engine = Engine(target)
-    engine._budget = Budget(CostModel({1: 1.0, 64: 2.0}), 64)  # where the budget is measured
+    engine = Engine(target, budget=Budget(CostModel({1: 1.0, 64: 2.0})))
     # the real times are others
-    engine._budget.cost.observe = engine._budget.observe = lambda *_: None
+    engine.budget.cost.observe = engine.budget.observe = lambda *_: None
     policy = hybrid(KnownDrafter(probs))
     drafted = answer(target, policy, params, prompt, budget=budget, engine=engine)
     assert drafted.output.token_ids == plain
@@ -275,7 +276,7 @@ def test_auto_takes_what_is_at_hand(toy_folder: str) -> None:
     drafted = both.generate("abc abc", short)
     assert drafted.method == "auto" and drafted.token_ids == answer.token_ids
     # a smaller model has no router
-    assert set(both.engine.budget.calls) == {Setting("auto", "full", None)}
+    assert set(both.engine.budget._comparisons) == {frozenset([Setting("auto", "full", None)])}
     assert (
         both.generate(
             "abc abc", SamplingParams(max_tokens=12, temperature=0.8, ignore_eos=True)
@@ -304,7 +305,7 @@ def test_children_are_never_drawn() -> None:
     assert tree.probs == [None] * len(tree) and {"drafter", "ngram"} <= set(tree.source)
 
 
-@pytest.mark.parametrize("prices", [None, NodePrices([1, 64], [0.0, 63 * 0.03])])
+@pytest.mark.parametrize("prices", [None, MarginalCost.of_passes([1, 64], [0.0, 63 * 0.03])])
 def test_a_continuation_without_a_place_leaves_its_token_to_the_drafter(
     prices: MarginalCost | None,
 ) -> None:

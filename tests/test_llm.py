@@ -19,7 +19,8 @@ from transformers import MambaConfig, T5Config
 from cases import few
 from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.engine.budget import Budget, CostModel
+from quickbeam.engine.budget import Budget
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods.sequoia import GENERIC, Sequoia
@@ -147,16 +148,12 @@ def test_a_conversation_keeps_its_common_prefix(
 
 def test_measured_budget_is_learned_once_and_kept(llm: LLM) -> None:
     llm.generate("aaaa", SHORT, method="pld")
-    budget, learned = llm.engine._budget, llm.engine.budget._expected[PLD]
-    steps = sum(map(sum, learned._count.values()))
+    budget, situations = llm.engine.budget, {(PLD, i) for i in range(5)}
+    assert situations & set(budget._accepted)
     llm.generate("aaaa", SHORT, method="pld", budget=0)
-    assert (
-        llm.engine._budget is budget
-        and budget._expected[PLD] is learned
-        and sum(map(sum, learned._count.values())) > steps > 0
-    )
+    assert llm.engine.budget is budget
     llm.generate("aaaa", SHORT, method="ar", budget=0)
-    assert not [key for key in budget._expected if key.method == "ar"]  # nothing to choose
+    assert not [key for key, _ in budget._accepted if key.method == "ar"]  # nothing to choose
 
 
 def test_answers_are_those_of_the_plain_path(llm: LLM, toy_folder: str) -> None:
@@ -300,17 +297,14 @@ def test_a_measured_budget_counts_the_time_of_drafting(
     )
     assert answer.token_ids == llm.generate("abc abc", SHORT, method="ar").token_ids
     budget = llm.engine.budget
-    # unless they draw these heed prices
+    # unless they draw these use marginal costs
     if method in ("dyspec", "dyspec-printed", "frspec", "dynaspec"):
-        assert (
-            setting not in budget._expected
-            and budget.calls[setting]._seen
-            and budget.calls[setting].seconds(1) > 0
-        )
+        assert setting not in {key for key, _ in budget._accepted}
+        assert llm._drafter in budget.cost._calls
         drawn = SamplingParams(max_tokens=24, temperature=1.0, coupling="residual", ignore_eos=True)
         llm.generate("abc abc", drawn, method=method, budget=0)
         setting = setting._replace(temperature_class=-3)
-    assert budget._growing(setting, 1) == 0 < budget._growing(setting, 64)
+    assert (setting, llm._drafter) in budget.cost._calls
 
 
 def test_what_is_learned_survives_an_answer_but_seeds_repeat(

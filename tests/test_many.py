@@ -100,11 +100,16 @@ class World:
     def engine(self, **options) -> Engine:
         """One whose costs are made up, so that trees don't depend on the machine. Now and then a
         sequence that is not alone takes a step without drafts."""
-        engine, turns = Engine(self.model, **options), random.Random(0)
+        budget, turns = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0})), random.Random(0)
+        engine = Engine(self.model, budget=budget, **options)
         self.engines.append(engine)
-        engine._budget = Budget(CostModel({1: 1.0, 8: 1.5, 64: 6.0}))
-        engine._budget.cost.observe = engine._budget.observe = lambda *_: None
-        engine._budget.comparison = lambda *_: Comparison(turns.random() < 0.8)
+        budget.cost.observe = budget.observe = lambda *_: None
+
+        def comparison(_, modes, __):
+            fast = turns.choices(modes, [3] * (len(modes) - 1) + [1])[0]
+            return Comparison({mode: 1.0 + (mode == fast) for mode in modes})
+
+        budget.comparison = comparison
         return engine
 
 
@@ -665,10 +670,9 @@ def test_a_full_batch_goes_down_to_plain_decoding(world):
     prompt = [5, 6, 7, 8] * 12
 
     def nodes(others: int) -> float:
-        engine = Engine(here.model)
-        engine._budget = Budget(CostModel({1: 1.0, 4: 1.01, 64: 61.0}))
+        engine = Engine(here.model, budget=Budget(CostModel({1: 1.0, 4: 1.01, 64: 61.0})))
         # the real times are others
-        engine._budget.cost.observe = engine._budget.observe = lambda *_: None
+        engine.budget.cost.observe = engine.budget.observe = lambda *_: None
         params = SamplingParams(max_tokens=40, ignore_eos=True)
         policy = here.policies()["logitspec"]
         prompts = [[*prompt, 9 + i] for i in range(1 + others)]
@@ -709,7 +713,7 @@ def test_memory_stays_flat(world):
     print(f"{grown / 1e6:.1f} MB more after 8,000 further requests")
     assert grown < 20e6
     assert here.model.pool.used <= 40
-    assert not engine._nodes and not engine.budget._held and not engine.budget._chosen
+    assert not engine._nodes
 
 
 class Waits:

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 from models import tiny
 from quickbeam.cli.app import app
 from quickbeam.drafters.draft_model import LMDrafter
-from quickbeam.engine.budget import MOST_DEAR, Budget
+from quickbeam.engine.budget import MAX_NODES_SLOW, Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
@@ -435,17 +435,11 @@ def test_costs_are_learnt_in_few_passes_and_trees_may_be_wide(toy_folder: str) -
     forward = llm.model.forward
     llm.model.forward = lambda batch: passes.append(batch) or forward(batch)  # type: ignore[method-assign, func-returns-value]
     budget = llm.engine.budget
-    assert len(passes) <= 6 and budget.limit == MOST_DEAR
+    assert len(passes) <= 6 and budget.limit == MAX_NODES_SLOW
     # where a pass takes 3 s up to 128 nodes, and each further one 20 ms
-    dear = Budget(CostModel({1: 3.0, 64: 3.0, 128: 3.0, 256: 5.6}), MOST_DEAR)
-    from quickbeam.engine.budget import Load
-
-    plan = dear.prices("one", "m", Load({"one": 100}))
-    assert plan.nodes == MOST_DEAR and plan.prices is not None
-    assert (
-        plan.prices.node(100) == 0 < plan.prices.node(200) < plan.prices.node(400)
-        or plan.prices.node(400) > 0
-    )
+    slow = Budget(CostModel({1: 3.0, 64: 3.0, 128: 3.0, 256: 5.6}), MAX_NODES_SLOW)
+    cost = slow.marginal_cost("m", 0.3)
+    assert cost.node(100) < 1e-9 < cost.node(200) <= cost.node(400) < 1
     llm.close()
 
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 import pytest
 
 from drafters import context_of, grow, tree_of, zipf_drafter
-from quickbeam.engine.budget import NodePrices
+from quickbeam.drafters.base import MarginalCost
 from quickbeam.methods.acceptance import Printed
 from quickbeam.methods.dyspec import DySpec
 from toy import path_tokens
 
 
-def flat(node: float, nodes: int = 64, trial: bool = False) -> NodePrices:
-    return NodePrices([1, nodes], [0.0, node * (nodes - 1)], trial)
+def flat(node: float, nodes: int = 64, explore: bool = False) -> MarginalCost:
+    return MarginalCost.of_passes([1, nodes], [0.0, node * (nodes - 1)], explore)
 
 
 @pytest.mark.parametrize("node", [0.01, 0.03, 0.1, 0.4])
@@ -45,7 +45,7 @@ def test_a_tree_holds_every_path_that_promises_its_price(node: float) -> None:
 def test_a_second_node_that_costs_nothing_opens_no_wider_search() -> None:
     """A pass over two tokens often takes no longer than one over one."""
     rows, sizes = [], []
-    for prices in (NodePrices([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03]), flat(0.03)):
+    for prices in (MarginalCost.of_passes([1, 2, 64], [1.0, 1.0, 1.0 + 62 * 0.03]), flat(0.03)):
         drafter = zipf_drafter()
         policy = DySpec(drafter, Printed())
         for i in range(40):
@@ -69,7 +69,7 @@ def test_what_promises_too_little_is_not_asked_for() -> None:
         calls.append(drafter.rounds - before)
         assert (len(tree) == 1) == (calls[-1] == 0)
     assert calls == sorted(calls, reverse=True) and calls[0] > calls[2] > 0 == calls[-1]
-    context.marginal_cost = flat(0.02, trial=True)
+    context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.7)) > 1 and len(drafter.calls) == 1
     tree_of(policy, context_of([0], 0.0), 8, 20, call=0.7)  # without prices, the paper's own
     assert len(drafter.calls) > 1
@@ -81,7 +81,7 @@ def test_a_drafter_that_is_never_right_ends_nothing(promised: float) -> None:
     for _ in range(60_000):
         policy.promises.observe(0, promised, 1.0, 2)
     assert 0 < policy.promises.truth <= 1
-    context.marginal_cost = flat(0.02, trial=True)
+    context.marginal_cost = flat(0.02, explore=True)
     assert len(tree_of(policy, context, 64, 20, call=0.1)) >= 1
 
 

@@ -5,19 +5,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cases import few
 from drafters import KnownDrafter, context_of
-from loads import METHOD
 from quickbeam.drafters.base import DraftProbs, DraftRequest
-from quickbeam.engine.budget import Budget, Load
+from quickbeam.engine.budget import Budget, worth_asking
+from quickbeam.engine.comparison import ASKED, PLAIN
 from quickbeam.engine.cost import CostModel
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.tree import TokenTree
+
+METHOD, DRAFTER = "a method", "a drafter"
 
 
 def simulated(
@@ -57,10 +60,12 @@ def simulated(
     policy, texts, sizes = DySpec(drafter), [[i] for i in range(count)], dict[int, int]()
     tokens, seconds = 0, 0.0
     for step in range(steps):
-        load, took, emitted = Load(dict.fromkeys(range(count), 0), dict(sizes)), 0.0, 0
-        trial = isinstance(budget, Budget) and budget.rate(METHOD, load).trial(
-            budget.call(METHOD).seconds(1), budget.plain(load)
-        )
+        took, emitted, asking, mode, rate = 0.0, 0, False, ASKED, 0.0
+        if isinstance(budget, Budget):
+            budget.begin(dict.fromkeys(range(count), 0), sizes)
+            comparison = budget.comparison(METHOD, [ASKED, PLAIN], DRAFTER)
+            mode, rate = comparison.mode, budget.rate(comparison)
+            explore = comparison.explores(budget.cost.call(DRAFTER) / budget.plain, 0.0)
         growths, wishes, trees = dict[int, Growth](), dict[int, DraftRequest](), dict[int, Grown]()
 
         def send(i: int, distributions: DraftProbs | None) -> None:
@@ -73,25 +78,23 @@ def simulated(
         for i, ids in enumerate(texts):
             context, nodes = context_of(ids, 0.0), budget
             if isinstance(budget, Budget):
-                plan = budget.prices(i, METHOD, load, trial and i == 0)
-                nodes, context.marginal_cost = plan.nodes, plan.prices
+                marginal = budget.marginal_cost(METHOD, rate)
+                context.marginal_cost = replace(marginal, explore=explore and i == 0)
+                nodes = 1 if mode == PLAIN else budget.limit
             growths[i] = policy.grow(context, nodes, 20)
             send(i, None)
         while wishes:
             due, answered = list(wishes), [True] * len(wishes)
             if isinstance(budget, Budget):
-                answered = budget.worthwhile(
-                    [wishes[i].gain for i in due],
-                    budget.call(METHOD),
-                    budget.best_rate(METHOD, load),
-                )
+                gains = [wishes[i].gain for i in due]
+                answered = worth_asking(gains, lambda n: budget.cost.call(DRAFTER, n), rate)
             asked = [i for i, worth in zip(due, answered, strict=True) if worth]
             for i in set(due) - set(asked):
                 send(i, None)
             if asked:
-                took += call(len(asked))
+                took, asking = took + call(len(asked)), True
                 if isinstance(budget, Budget):
-                    budget.call(METHOD).observe(len(asked), call(len(asked)))
+                    budget.cost.observe_call(DRAFTER, len(asked), call(len(asked)))
                 for i, found in zip(asked, drafter.answer([wishes[i] for i in asked]), strict=True):
                     send(i, found)
         if isinstance(budget, Budget) and count > 1:
@@ -102,7 +105,7 @@ def simulated(
                 ]
                 for i in range(count)
             ]
-            for i, kept in enumerate(budget.share(values, count, budget.best_rate(METHOD, load))):
+            for i, kept in enumerate(budget.share(values, count, rate)):
                 trees[i] = trees[i]._replace(tree=trees[i].tree.first(kept + 1))
         took += cost.alone(sum(len(grown.tree) for grown in trees.values()))
         for i, grown in trees.items():
@@ -111,7 +114,7 @@ def simulated(
             emitted += len(path)
             sizes[i] = len(grown.tree)
         if isinstance(budget, Budget):
-            budget.observe([METHOD] * count, load, emitted, took)
+            budget.observe(comparison, emitted, took, asking)
         if step >= steps // 3:
             tokens, seconds = tokens + emitted, seconds + took
     return tokens / seconds

@@ -14,7 +14,7 @@ from quickbeam.drafters.base import Drafter
 from quickbeam.drafters.loading import load_drafter
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.vocabulary import Shortlists, is_listed
-from quickbeam.engine.budget import MOST_DEAR
+from quickbeam.engine.budget import MAX_NODES_SLOW
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
@@ -584,5 +584,7 @@ def _check_budget(budget: int | None) -> None:
         raise InvalidInput(
             f"budget={budget!r}: must be a number of nodes, or 0 for the measured one"
         )
-    if budget is not None and budget > MOST_DEAR:
-        raise InvalidInput(f"budget={budget}: a tree has at most {MOST_DEAR} nodes; give fewer")
+    if budget is not None and budget > MAX_NODES_SLOW:
+        raise InvalidInput(
+            f"budget={budget}: a tree has at most {MAX_NODES_SLOW} nodes; give fewer"
+        )

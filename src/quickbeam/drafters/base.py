@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import pairwise
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -93,21 +94,46 @@ class Context:
             state.extend(tokens)
 
 
-class MarginalCost(ABC):
-    """The marginal cost of nodes, in tokens (`engine/budget.py`).
+@dataclass(frozen=True)
+class MarginalCost:
+    """What one more node of a tree costs, in tokens (`engine/budget.py`).
 
-    A node is worth its time if the tokens expected of it exceed its price. `trial`: whether to make
-    the first call of a drafter in any case, to measure what it brings.
+    A node is worth its time if the tokens expected of it exceed its marginal cost.
+
+    - `slopes`: entry n is the cost of one more node in a tree of n nodes; it never falls. Beyond
+      the last entry a node costs infinitely much.
+    - `explore`: whether to make the first call of a drafter in any case, to measure what it brings.
     """
 
-    trial: bool = False
+    slopes: Sequence[float]
+    explore: bool = False
 
-    @abstractmethod
-    def node(self, nodes: int) -> float:
-        """Return the price in tokens of one more node in a tree of `nodes` nodes.
+    @classmethod
+    def of_passes(
+        cls, widths: Sequence[int], passes: Sequence[float], explore: bool = False
+    ) -> MarginalCost:
+        """Return the slopes of the lower convex hull of pass times.
 
-        The price never falls as trees grow.
+        `passes[i]` is the cost in tokens of a pass over a tree of `widths[i]` nodes. Where the time
+        of a pass rises in steps (a kernel's tiles), a step is thus spread over its nodes.
         """
+        hull: list[int] = []
+
+        def slope(a: int, b: int) -> float:
+            return (passes[b] - passes[a]) / (widths[b] - widths[a])
+
+        for i in range(len(widths)):
+            while len(hull) > 1 and slope(hull[-2], i) <= slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(i)
+        slopes = [0.0] * widths[0]
+        for a, b in pairwise(hull):
+            slopes += [max(0.0, slope(a, b))] * (widths[b] - widths[a])
+        return cls(slopes, explore)
+
+    def node(self, nodes: int) -> float:
+        """Return the cost in tokens of one more node in a tree of `nodes` nodes."""
+        return self.slopes[nodes] if nodes < len(self.slopes) else float("inf")
 
 
 class DraftRequest(NamedTuple):

@@ -1,94 +1,99 @@
-"""Whether drafting is worth its time under one load: steps with drafts against steps without."""
+"""Which way of drafting is the fastest under one load: steps of each, measured."""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+
+# The modes of a step: roots alone; trees without a drafter's calls; trees for which it is asked.
+PLAIN, UNASKED, ASKED = "plain", "unasked", "asked"
 
 
 class Comparison:
-    """Measures, now and then, steps with drafts against steps without, a few of either in turn.
+    """Measures the modes of a step, and goes on with the fastest.
 
     A tree costs more than its rows and calls. It is planned, grown, verified and learned from, one
-    sequence after the other. With many sequences a node is worth little more than its row, and then
-    this can outweigh what trees gain. So prices alone don't decide whether trees are grown.
+    sequence after the other. Where nodes are worth little more than their rows, this can outweigh
+    what trees gain. So steps are compared as a whole, by tokens and seconds as fading sums. Both
+    are counted by those of plain decoding, so that the machine's speed cancels out.
 
-    The two kinds of steps take turns because a machine's speed changes within seconds. After a
-    comparison the faster kind goes on. As long as it stays the faster one, each such rest is twice
-    as long as the one before. It is longer still where the slower kind lost much, so that comparing
-    loses no more than a share `LOST` of the time in the long run. Where drafting is clearly faster
-    by what is known anyway, nothing is compared.
+    One step in many explores: now and then comes a turn of another mode. It comes so seldom that
+    the tokens it loses are no more than a share `LOST` of all, and ever more seldom as long as it
+    changes nothing. Plain decoding is not tried where the fastest mode is clearly faster.
 
-    `faster`: whether drafting was the faster kind in the last comparison. At first it is a guess.
-    Where the guess is no, nothing is drafted for `UNTRIED` steps. `concluded`: whether a comparison
-    has come to its end.
+    `guess`: for each possible mode its speed, by that of plain decoding.
     """
 
-    CLEAR = 1.2  # how many times as fast as plain decoding drafting has to be for that
-    TURNS = 4  # how many turns each kind has in a comparison
-    # Measured steps of a turn: with drafts so many of single sequences, because their tokens vary.
-    # Without drafts each gives one token, so a few are enough.
-    DRAFTED, PLAIN = 32, 2
-    REST = 16  # steps before the first comparison, at most; after it, as many as that took
-    EARLY = 64  # the same counted in steps of single sequences: with many, a few steps say enough
-    UNTRIED = 64  # steps before the first comparison where the guess is that drafting loses
-    LONGEST = 16  # how many times as long a rest becomes
-    LOST = 0.02  # the share of the time that the slower kind's steps may lose
+    # after so many tokens of plain decoding, and steps, an observation has lost most of its weight
+    MEMORY, STEPS = 256.0, 64.0
+    TRUST = 24.0  # how many of them a guess counts for
+    TURN, PLAIN_TURN = 12, 2  # measured steps of a turn, divided among the sequences side by side
+    REST = 32.0  # the least time between turns, in steps of plain decoding
+    LOST, CLEAR = 0.01, 1.2
+    LONGEST = 16  # how many times as long a rest becomes, for either reason
+    SLOW = 2.5  # a step counts for no more than so many usual ones: the machine was busy
+    FIRST = 4  # so many of the first steps explore what a call brings
 
-    def __init__(self, faster: bool = True) -> None:
-        self.drafts = self.faster = faster  # `drafts`: whether the next step is to draft
-        self.concluded = False
-        self._turns = 0  # turns left of a comparison, 0 in a rest
-        # steps left of the turn or of the rest; None before the first step
-        self._steps: int | None = None
-        self._changed = False  # whether the next step is the first of a turn
-        self._longer = 1
-        self._taken = {True: 0, False: 0}  # steps of each kind in the comparison so far
-        # for each kind: tokens of a sequence, and seconds by those that a plain step should take
-        self._tokens, self._seconds = {True: 0.0, False: 0.0}, {True: 0.0, False: 0.0}
+    def __init__(self, guess: Mapping[str, float]) -> None:
+        self._tokens = {mode: speed * self.TRUST for mode, speed in guess.items()}
+        self._seconds = dict.fromkeys(guess, self.TRUST)
+        self._steps = dict.fromkeys(guess, self.TRUST)
+        self.mode = self.best = max(guess, key=self.speed)
+        self._rest = dict.fromkeys(guess, self.REST)  # until the next turn of each mode
+        self._longer = dict.fromkeys(guess, 1)
+        self._left, self._lost = 0, 0.0  # of a turn: steps, and tokens lost so far
+        self._changed = False  # whether the next step is the first of a mode
+        self._asked, self._silent = 0, 0.0  # steps with calls; time since the last of them
 
-    def observe(
-        self, sequences: int, tokens: int, seconds: float, plain: float, recent: float
-    ) -> None:
-        """Record a step of `sequences` sequences. It emitted `tokens` in all and took `seconds`.
+    def speed(self, mode: str) -> float:
+        """Return the speed of a mode, by that of plain decoding."""
+        return self._tokens[mode] / self._seconds[mode]
 
-        `plain`: the seconds it should take without drafts. `recent`: tokens a second of recent
-        steps, by those of plain decoding.
+    def explores(self, call: float, reading: float) -> bool:
+        """Whether the first call of this step is made, whatever it seems to bring.
+
+        `call` and `reading` are the seconds of a call and of what the drafter has to read before
+        it, by those of a plain step. What is unread grows with the pause, so it makes no pause
+        longer than 8 `REST`. A turn of asking begins with a call.
         """
-        if self._steps is None:
-            early = max(1, min(self.REST, self.EARLY // sequences))
-            self._steps = early if self.faster else self.UNTRIED
-        # The first step of a turn is left out: it also reads what the drafter missed in the last.
-        if self._turns and not self._changed:
-            self._tokens[self.drafts] += tokens / sequences
-            self._seconds[self.drafts] += seconds / plain
-        self._taken[self.drafts] += 1
-        self._changed = False
-        self._steps -= 1
-        if self._steps > 0:
-            return
-        if self._turns:
-            self._turns -= 1
-            if not self._turns:
-                self._conclude()
-                return
-        elif self.drafts and recent > self.CLEAR:
-            self._steps = self.REST
-            return
-        else:
-            self._turns, self._taken = 2 * self.TURNS, {True: 0, False: 0}
-            for sums in (self._tokens, self._seconds):
-                sums.update({kind: value / 2 for kind, value in sums.items()})
-        self.drafts, self._changed = not self.drafts, True
-        self._steps = 1 + (max(1, self.DRAFTED // sequences) if self.drafts else self.PLAIN)
+        if self.mode != ASKED:
+            return False
+        pause = max(self.REST, call / self.LOST)
+        pause = max(pause, min(8 * self.REST, (call + reading) / self.LOST))
+        begins = self._changed and self.mode != self.best
+        return begins or self._asked < self.FIRST or self._silent >= pause
 
-    def _conclude(self) -> None:
-        """Go on with the faster kind."""
-        speed = {kind: self._tokens[kind] / self._seconds[kind] for kind in (True, False)}
-        faster = speed[True] >= speed[False]
-        self._longer = min(2 * self._longer, self.LONGEST) if faster == self.faster else 1
-        self.drafts = self.faster = faster
-        self.concluded = True
-        self._steps = sum(self._taken.values()) * self._longer
-        if speed[faster]:  # else every answer failed
-            lost = self._taken[not faster] * (1 - speed[not faster] / speed[faster])
-            self._steps = max(self._steps, math.ceil(lost / self.LOST))
+    def observe(self, tokens: float, seconds: float, sequences: int, asked: bool) -> None:
+        """Record a step: `tokens` a sequence, in `seconds` by those of a plain step."""
+        self._asked, self._silent = self._asked + asked, 0.0 if asked else self._silent + seconds
+        # The first step of a mode is left out: it also reads what the drafter missed.
+        if not self._changed:
+            seconds = min(seconds, self.SLOW * self._seconds[self.mode] / self._steps[self.mode])
+            keep = max((1 - 1 / self.MEMORY) ** sequences, 1 - 1 / self.STEPS)
+            sums = (self._tokens, tokens), (self._seconds, seconds), (self._steps, 1.0)
+            for sum_of, new in sums:
+                sum_of[self.mode] = keep * sum_of[self.mode] + sequences * new
+        self._rest = {mode: rest - seconds for mode, rest in self._rest.items()}
+        before = self.mode
+        if self._left:
+            self._left -= 1
+            self._lost += seconds * self.speed(self.best) - tokens
+            if self._left:
+                self._changed = False
+                return
+            rest = min(max(1.0, self._lost / self.LOST / self.REST), self.LONGEST)
+            self._rest[before] = self.REST * rest * self._longer[before]
+            self._longer[before] = min(2 * self._longer[before], self.LONGEST)
+        self._choose(sequences)
+        self._changed = self.mode != before
+
+    def _choose(self, sequences: int) -> None:
+        """Go on with the fastest mode, or begin a turn of the one that is most overdue."""
+        fastest = max(self._tokens, key=self.speed)
+        if fastest != self.best:
+            self.best, self._longer = fastest, dict.fromkeys(self._longer, 1)
+        skipped = {self.best} | ({PLAIN} if self.speed(self.best) > self.CLEAR else set())
+        due = [mode for mode, rest in self._rest.items() if rest <= 0 and mode not in skipped]
+        self.mode = min(due, key=self._rest.__getitem__) if due else self.best
+        if due:
+            turn = self.PLAIN_TURN if self.mode == PLAIN else self.TURN // sequences
+            self._left, self._lost = 1 + max(1, turn), 0.0

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from quickbeam.engine.accept import accept, first_token
-from quickbeam.engine.budget import MOST, MOST_DEAR, Budget, Load
+from quickbeam.engine.budget import MAX_NODES, MAX_NODES_SLOW, Budget
 from quickbeam.engine.cost import CostModel
-from quickbeam.engine.growing import Grower, Growing, fail, read
+from quickbeam.engine.growing import Drafting, TreeDraft, fail, read
 from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
@@ -46,7 +46,7 @@ class Ready(NamedTuple):
 
     sequence: SequenceState
     part: Part
-    growing: Growing | None = None
+    growing: TreeDraft | None = None
 
 
 class Engine:
@@ -57,6 +57,7 @@ class Engine:
     - `most`: how many sequences run side by side; the others wait.
     - `pages`: pages of keys and values, None for any number.
     - `share`: whether texts that begin alike share their beginning.
+    - `budget`: None measures the model's passes when the first tree needs it.
 
     Every request ends with a reason or with an `error` of its own: a failure in one sequence does
     not touch another. Calls from several threads take turns. Raises `InvalidInput` if `most` is
@@ -64,7 +65,13 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, *, most: int = MOST_ACTIVE, pages: int | None = None, share: bool = True
+        self,
+        model: Model,
+        *,
+        most: int = MOST_ACTIVE,
+        pages: int | None = None,
+        share: bool = True,
+        budget: Budget | None = None,
     ) -> None:
         if most < 1:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
@@ -78,8 +85,8 @@ class Engine:
         model.pool.limit = pages
         if self.prefixes is not None:
             model.pool.spare = self.prefixes.evict
-        self._budget: Budget | None = None
-        self._nodes: dict[Hashable, int] = {}  # by sequence: nodes of its last tree
+        self._budget = budget
+        self._nodes: dict[int, int] = {}  # by sequence: nodes of its last tree
         self._stepping = False  # whether a step is under way
         self.prompt_rows = 0  # how many rows of prompts the last step read
 
@@ -87,10 +94,9 @@ class Engine:
     def budget(self) -> Budget:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
-            if self.model.streamed is not None:
-                self._budget = Budget(CostModel.of_few_passes(self.model, MOST_DEAR), MOST_DEAR)
-            else:
-                self._budget = Budget(CostModel.measure(self.model, self.model.nodes_of(MOST)))
+            most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
+            most = self.model.nodes_of(most)
+            self._budget = Budget(CostModel.measure(self.model, most), most)
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
@@ -239,8 +245,8 @@ class Engine:
         running = [one for one in self.scheduler.active if one.running]
         reading = [Ready(one, part) for one, part in self.scheduler.to_read()]
         self.prompt_rows = sum(one.part.rows for one in reading)
-        load = self._load(running, self.prompt_rows)
-        growing = Grower(self.model, lambda: self.budget, load).grow(running)
+        drafting = Drafting(self.model, lambda: self.budget, running, self._nodes, self.prompt_rows)
+        growing = drafting.grow()
         self._let_go()  # those that failed: their pages are free before anyone is set back
         drafted = time.perf_counter()
         ready = [
@@ -270,7 +276,9 @@ class Engine:
                 fail(one.sequence, error)
         self._tell_drafters(ready)
         seconds = time.perf_counter() - began
-        self._clock(ready, seconds, verified - drafted, drafted - began, load, emitted)
+        self._clock(ready, seconds, verified - drafted)
+        if not self.prompt_rows:
+            drafting.observe(emitted, seconds)
         self._let_go()
 
     def _let_go(self) -> None:
@@ -292,8 +300,6 @@ class Engine:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
         self._nodes.pop(sequence.arrival, None)
-        if self._budget is not None:
-            self._budget.forget(sequence.arrival)
 
     def _whole(self, sequence: SequenceState) -> int:
         """Return how many tokens have keys and values that other sequences can use.
@@ -304,9 +310,6 @@ class Engine:
         return (
             sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
         )
-
-    def _load(self, running: Sequence[SequenceState], rows: int) -> Load:
-        return Load({one.arrival: len(one.ids) for one in running}, self._nodes, rows)
 
     def _with_room(self, ready: list[Ready]) -> list[Ready]:
         """Return the parts that can run.
@@ -401,7 +404,7 @@ class Engine:
     def _take(
         self,
         sequence: SequenceState,
-        growing: Growing,
+        growing: TreeDraft,
         tree: TokenTree,
         passed: Passed,
         draft_seconds: float,
@@ -412,19 +415,22 @@ class Engine:
         path, token = accept(
             sequence.request.sampler, tree, passed, sequence.randomness, len(sequence.ids)
         )
-        grown, plan, policy = growing.grown, growing.plan, sequence.policy
+        grown = growing.grown
         assert grown is not None
         grown.learn(tree, path)
         self._commit(sequence, path, passed)
         tokens = [*(tree.token[node] for node in path[1:]), token]
         emitted = sequence.emit(tokens, lambda i: passed.logits[path[i]])
         sequence.extend(tokens, passed.logits[path[-1]])
-        if plan.measured:
-            self.budget.learn(sequence.request.setting, plan, path, policy.nested)
-            if growing.calls:
-                self.budget.grew(
-                    sequence.request.setting, plan.nodes, draft_seconds / growing.beside
-                )
+        if growing.situation is not None:
+            self.budget.observe_tree(
+                sequence.request.setting,
+                growing.situation,
+                growing.nodes,
+                path,
+                sequence.drafter if growing.calls else None,
+                growing.seconds,
+            )
         self._nodes[sequence.arrival] = len(tree)
         growing.count(tree, path, emitted, draft_seconds, verify_seconds)
         if (observer := sequence.request.observer) is not None:
@@ -470,7 +476,7 @@ class Engine:
         request, many = sequence.request, len(self.scheduler.active)
         if request.budget is not None or not sequence.policy.priced or self._budget is None:
             return True
-        return self._budget.drafts(request.setting, many)
+        return self._budget.asks(frozenset([request.setting]), many)
 
     def _tell_drafters(self, ready: Sequence[Ready]) -> None:
         """Let drafters read prompts, and hidden states that have waited for long.
@@ -487,8 +493,7 @@ class Engine:
                     along = one.growing is None and self._reads_along(sequence)
                     least = 1 if along else MAX_UNREAD_HIDDEN
                     if state.waiting >= least:
-                        setting, budget = sequence.request.setting, self._budget
-                        cost = None if budget is None else budget.call(setting)
+                        cost = None if self._budget is None else self._budget.cost
                         read(drafter, [sequence], cost, least, sequence.read)
             except Exception as error:
                 fail(sequence, error)
@@ -496,31 +501,17 @@ class Engine:
             if self.prefixes is not None and one.growing is None:
                 self.prefixes.remember(sequence, self._whole(sequence))
 
-    def _clock(
-        self,
-        ready: Sequence[Ready],
-        seconds: float,
-        passing: float,
-        drafting: float,
-        load: Load,
-        emitted: int,
-    ) -> None:
-        """Count the step's time, and let the budget learn from it."""
+    def _clock(self, ready: Sequence[Ready], seconds: float, passing: float) -> None:
+        """Count the step's time, and let the budget learn from its pass."""
         for one in ready:
             if one.growing is None:
                 one.sequence.statistics.prefill_seconds += seconds
             else:
                 one.sequence.statistics.seconds += seconds
-        growing = [one for one in ready if one.growing is not None]
-        if self._budget is None or not growing:
+        trees = [one for one in ready if one.growing is not None]
+        if self._budget is None or not trees:
             return
-        cost, many = self._budget.cost, len(growing)
-        reading = sum(
-            cost.reading(one.part.rows, load.contexts[one.sequence.arrival], many)
-            for one in growing
-        )
-        cost.observe(sum(one.part.rows for one in ready), passing, reading, many)
-        if not load.prompts:
-            self._budget.observe(
-                [one.sequence.request.setting for one in growing], load, emitted, seconds
-            )
+        cost = self._budget.cost
+        # their tokens are committed by now, which changes little
+        reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
+        cost.observe(sum(one.part.rows for one in ready), passing, reading, len(trees))

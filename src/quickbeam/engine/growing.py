@@ -1,16 +1,21 @@
-"""The draft trees of one step, grown side by side: one call of the drafter serves all trees."""
+"""The draft trees of one step, grown side by side.
+
+Each round asks which trees want a drafter's distributions, answers them in one call, and sends each
+tree its own. When all are grown, they share the rows of the pass.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from quickbeam.drafters.base import Drafter, DraftProbs, DraftRequest
-from quickbeam.engine.budget import Budget, Load, Plan
-from quickbeam.engine.cost import CallCost
+from quickbeam.engine.budget import Budget, worth_asking
+from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
+from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained, situation
@@ -22,29 +27,37 @@ logger = logging.getLogger(__name__)
 CAUGHT_UP = 32  # where a drafter has to read more tokens than this, it does so before the call
 
 
-@dataclass
-class Growing:
-    """A tree that is being grown.
+@dataclass(eq=False)
+class TreeDraft:
+    """One sequence's tree while it grows.
 
-    - `wish`: its next request to the drafter, None once it is grown.
+    - `nodes`: the most nodes it may have, the root included.
+    - `situation`: the class of `TreePolicy.situation` by which the budget chose `nodes`, else None.
+    - `request`: its next request to the drafter, None once it is grown.
     - `grown`: the result, once there is one.
     - `calls`, `seconds`: the drafter's calls for it and its share of their time.
     """
 
     sequence: SequenceState
-    plan: Plan
+    nodes: int
+    situation: int | None
     growth: Growth
-    wish: DraftRequest | None = None
+    request: DraftRequest | None = None
     grown: Grown | None = None
     calls: int = 0
     seconds: float = 0.0
-    beside: int = 1  # how many trees grew side by side
 
     @property
     def tree(self) -> TokenTree:
         """The tree, once it is grown."""
         assert self.grown is not None
         return self.grown.tree
+
+    @property
+    def measured(self) -> bool:
+        """Whether each of its nodes has to be worth its marginal cost."""
+        context = self.sequence.context
+        return context is not None and context.marginal_cost is not None
 
     def count(
         self,
@@ -68,218 +81,211 @@ class Growing:
             stats.sources[tree.source[node]].accepted += 1
 
 
-class Grower:
+class Drafting:
     """Grows the trees of one step.
 
-    `budget` returns the budget, which may have to be measured first. `load` is that of the step. If
-    a tree fails, its sequence ends with an error of its own.
+    `budget` returns the budget, which may have to be measured first; it is asked for only if a
+    tree's size is not fixed. `nodes`: by sequence, the nodes of its last tree. `prompts`: rows of
+    prompts that the same pass reads. If a tree fails, its sequence ends with an error of its own.
     """
 
-    def __init__(self, model: Model, budget: Callable[[], Budget], load: Load) -> None:
-        self.model, self._measure, self.load = model, budget, load
-        self._alike = False  # whether one comparison is of all sequences
+    def __init__(
+        self,
+        model: Model,
+        budget: Callable[[], Budget],
+        running: Sequence[SequenceState],
+        nodes: Mapping[int, int],
+        prompts: int,
+    ) -> None:
+        self.model, self.running = model, running
+        self._make_budget, self._nodes, self._prompts = budget, nodes, prompts
+        self._explored = False  # one sequence is enough to explore
+        self.asked = False  # whether the drafter was asked
 
     @cached_property
     def budget(self) -> Budget:
-        """The budget. It is asked for only if a tree's size is not fixed."""
-        return self._measure()
+        budget = self._make_budget()
+        contexts = {one.arrival: len(one.ids) for one in self.running}
+        budget.begin(contexts, self._nodes, self._prompts)
+        return budget
 
-    def grow(self, running: Sequence[SequenceState]) -> list[Growing]:
-        """Grow the trees of all running sequences, side by side.
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The comparison that all sequences with a measured budget take part in."""
+        measured = [one for one in self.running if one.request.budget is None]
+        settings = frozenset(one.request.setting for one in measured)
+        drafters = [one.drafter for one in measured if one.drafter is not None]
+        modes = {mode: None for one in measured for mode in _modes(one)}
+        return self.budget.comparison(settings, list(modes), drafters[0] if drafters else None)
 
-        Each round answers one request of each tree, all in one call.
-        """
-        growing, trials = list[Growing](), set[Hashable]()
-        self._alike = (
-            len(running) > 1
-            and len({one.request.setting for one in running}) == 1
-            and all(self._comparable(one) for one in running)
-        )
-        for sequence in running:
-            setting = sequence.request.setting
-            trial = False
+    @cached_property
+    def rate(self) -> float:
+        return self.budget.rate(self.comparison)
+
+    def grow(self) -> list[TreeDraft]:
+        """Grow the trees of all running sequences, round by round."""
+        drafts = list[TreeDraft]()
+        for sequence in self.running:
             try:
-                drafts = self._drafts(sequence)
-                if (
-                    drafts
-                    and sequence.request.budget is None
-                    and sequence.drafter is not None
-                    and setting not in trials
-                ):
-                    cost, plain = self.budget.call(setting), self.budget.plain(self.load)
-                    reading = cost.row * _unread(sequence)
-                    rate = self.budget.rate(setting, self.load)
-                    trial = rate.trial(cost.seconds(1), plain, reading)
-                    if trial and not rate.drafts:
-                        cost.doubt()
-                    trials.add(setting)  # one sequence of a setting is enough for a trial
-                plan = self._plan(sequence, trial) if drafts else Plan(1)
-                assert sequence.context is not None and sequence.cache is not None
-                sequence.context.marginal_cost = plan.prices
-                remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
-                depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
-                growth = sequence.policy.grow(sequence.context, plan.nodes, depth)
-                if (grammar := sequence.context.grammar) is not None:
-                    growth = constrained(growth, grammar, plan.nodes, depth)
-                one = Growing(sequence, plan, growth)
-                self._send(one, None)
-                growing.append(one)
+                drafts.append(self._begin(sequence))
+                self._send(drafts[-1], None)
             except Exception as error:
                 fail(sequence, error)
-        while wishing := [one for one in growing if one.wish is not None]:
-            for drafter in {
-                id(one.sequence.drafter): one.sequence.drafter for one in wishing
-            }.values():
+        while waiting := [one for one in drafts if one.request is not None]:
+            for drafter in {one.sequence.drafter for one in waiting}:
                 assert drafter is not None
-                self._round(drafter, [one for one in wishing if one.sequence.drafter is drafter])
-        growing = [one for one in growing if not one.sequence.over]
-        for one in growing:
-            one.beside = len(growing)
-        self._share(growing)
-        return growing
+                asked = self._ask([one for one in waiting if one.sequence.drafter is drafter])
+                if asked:
+                    self._answer(drafter, asked)
+        drafts = [one for one in drafts if not one.sequence.over]
+        self._share(drafts)
+        return drafts
 
-    def _comparable(self, sequence: SequenceState) -> bool:
-        """Whether measuring may tell that this sequence should not draft.
+    def observe(self, tokens: int, seconds: float) -> None:
+        """Record that the step emitted `tokens` in all and took `seconds`."""
+        if "comparison" in vars(self):
+            self.budget.observe(self.comparison, tokens, seconds, self.asked)
 
-        It may where other sequences run too. The tokens that a grammar forces are drafted in any
-        case.
+    def _begin(self, sequence: SequenceState) -> TreeDraft:
+        """Decide how many nodes a sequence's tree may have, and begin to grow it."""
+        request, policy, context = sequence.request, sequence.policy, sequence.context
+        assert context is not None and sequence.cache is not None
+        nodes, chosen, context.marginal_cost = request.budget or 1, None, None
+        if request.budget is None and policy.sources and self._mode(sequence) != PLAIN:
+            if policy.priced and not context.draws:
+                cost = self.budget.marginal_cost(request.setting, self.rate)
+                explore = self._explores(sequence)
+                if explore or cost.node(1) < 1:  # a node gives one token at most
+                    nodes = self.model.nodes_of(self.budget.limit)
+                context.marginal_cost = replace(cost, explore=explore)
+            else:
+                chosen = situation(policy, context)
+                nodes = self.budget.nodes(request.setting, chosen, self.rate, sequence.drafter)
+        remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
+        depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
+        growth = policy.grow(context, nodes, depth)
+        if context.grammar is not None:
+            growth = constrained(growth, context.grammar, nodes, depth)
+        return TreeDraft(sequence, nodes, chosen, growth)
+
+    def _mode(self, sequence: SequenceState) -> str:
+        """Return the mode of this step, or one that the sequence has."""
+        mode, modes = self.comparison.mode, _modes(sequence)
+        return mode if mode in modes else modes[0]
+
+    def _explores(self, sequence: SequenceState) -> bool:
+        """Whether the first call for this sequence is made whatever it seems to bring."""
+        if self._explored or sequence.drafter is None or self._mode(sequence) != ASKED:
+            return False
+        cost, plain = self.budget.cost, self.budget.plain
+        call, reading = cost.call(sequence.drafter), cost.read(sequence.drafter, _unread(sequence))
+        self._explored = self.comparison.explores(call / plain, reading / plain)
+        if self._explored:
+            cost.doubt_calls(sequence.drafter)
+        return self._explored
+
+    def _ask(self, waiting: list[TreeDraft]) -> list[TreeDraft]:
+        """Return the trees whose requests are worth their time; the others go on without."""
+        measured = [one for one in waiting if one.measured]
+        refused = list[TreeDraft]()
+        if measured:
+            drafter = measured[0].sequence.drafter
+            gains = [
+                one.request.gain if self._mode(one.sequence) == ASKED else 0.0
+                for one in measured
+                if one.request is not None
+            ]
+            answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
+            refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
+        for one in refused:
+            self._send(one, None)
+        return [one for one in waiting if one not in refused]
+
+    def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
+        """Answer requests in one call, and send each tree its distributions.
+
+        Where the drafter missed many tokens because it was not asked, it reads them first. So the
+        call that follows is timed like any other, however long ago the last one was.
         """
-        return (
-            len(self.load.contexts) > 1
-            and sequence.request.budget is None
-            and sequence.params.grammar is None
-        )
-
-    def _drafts(self, sequence: SequenceState) -> bool:
-        """Whether drafting is worth its time under this load, by what was measured.
-
-        The step itself is measured if all sequences draft alike.
-        """
-        if not self._comparable(sequence):
-            return True
-        comparison = self.budget.comparison(sequence.request.setting, self.load)
-        if self._alike:
-            self.load.comparison = comparison
-        return comparison.drafts
-
-    def _plan(self, sequence: SequenceState, trial: bool) -> Plan:
-        """Return how many nodes and calls the sequence's next tree may have."""
-        request, policy = sequence.request, sequence.policy
-        assert sequence.context is not None
-        if request.budget is not None:
-            return Plan(request.budget)
-        if policy.priced and not sequence.context.draws:
-            plan = self.budget.prices(sequence.arrival, request.setting, self.load, trial)
-            return plan._replace(nodes=self.model.nodes_of(plan.nodes))
-        plan = self.budget.nodes(
-            sequence.arrival, request.setting, self.load, situation(policy, sequence.context)
-        )
-        # counts for the sequences that are planned after it
-        self.load.nodes[sequence.arrival] = plan.nodes
-        return plan
-
-    def _round(self, drafter: Drafter, wishing: list[Growing]) -> None:
-        """Answer the requests that are worth their time, all in one call."""
-        priced = [one for one in wishing if one.plan.prices is not None]
-        refused: set[int] = set()
-        if priced:
-            setting = priced[0].sequence.request.setting
-            call, rate = self.budget.call(setting), self.budget.best_rate(setting, self.load)
-            answered = self.budget.worthwhile(
-                [one.wish.gain for one in priced if one.wish is not None], call, rate
-            )
-            refused = {id(one) for one, wanted in zip(priced, answered, strict=True) if not wanted}
-        for one in wishing:
-            if id(one) in refused:
-                self._send(one, None)
-        asked = [one for one in wishing if id(one) not in refused]
-        if not asked:
-            return
+        self.asked = True
+        cost = self.budget.cost if any(one.measured for one in asked) else None
         began = time.perf_counter()
-        first = [one for one in asked if one.wish is not None and one.wish.nodes[0] == 0]
-        behind = [one for one in first if _unread(one.sequence) > CAUGHT_UP]
-        self._catch_up(drafter, behind)
+        first = [one for one in asked if one.request is not None and one.request.nodes[0] == 0]
+        behind = [one.sequence for one in first if _unread(one.sequence) > CAUGHT_UP]
+        if behind:
+            try:
+                read(drafter, behind, cost)
+            except Exception as error:
+                # the call meets it again, and tells which sequence it is
+                logger.info("a drafter can't catch up: %s", error)
         caught_up, unread = time.perf_counter(), sum(_unread(one.sequence) for one in first)
-        if any(one.plan.prices is not None and not one.plan.prices.trial for one in asked):
-            self.budget.rate(priced[0].sequence.request.setting, self.load).worth_a_call()
-        distributions = self._answer(drafter, asked)
-        answered_at = time.perf_counter()
-        for one, probs in zip(asked, distributions, strict=True):
+        answers = self._call(drafter, asked)
+        answered = time.perf_counter()
+        for one, answer in zip(asked, answers, strict=True):
             one.calls += 1
-            one.seconds += (answered_at - began) / len(asked)
-            if probs is not None:
-                self._send(one, probs)
-        if priced:
-            cost = self.budget.call(priced[0].sequence.request.setting)
-            cost.observe(len(asked), time.perf_counter() - caught_up, unread)
+            one.seconds += (answered - began) / len(asked)
+            if answer is not None:
+                self._send(one, answer)
+        if cost is not None:
+            cost.observe_call(drafter, len(asked), time.perf_counter() - caught_up, unread)
 
-    def _catch_up(self, drafter: Drafter, behind: Sequence[Growing]) -> None:
-        """Let the drafter read what these sequences committed while it was not asked.
-
-        So the call that follows is timed like any other, however long ago the last one was. An
-        estimate that a busy machine made too high is corrected by it.
-        """
-        if not behind:
-            return
-        setting, priced = behind[0].sequence.request.setting, behind[0].plan.prices is not None
-        cost = self.budget.call(setting) if priced else None
-        try:
-            read(drafter, [one.sequence for one in behind], cost)
-        except Exception as error:
-            # the call meets it again, and tells which sequence it is
-            logger.info("a drafter can't catch up: %s", error)
-
-    def _answer(self, drafter: Drafter, asked: Sequence[Growing]) -> list[DraftProbs | None]:
+    def _call(self, drafter: Drafter, asked: Sequence[TreeDraft]) -> list[DraftProbs | None]:
         """Return the distributions for all requests.
 
         If the call fails, it is repeated sequence by sequence, so that only the sequence that makes
         it fail ends.
         """
-        wishes = [one.wish for one in asked if one.wish is not None]
         try:
-            return list(drafter.answer(wishes))
+            return list(drafter.answer([one.request for one in asked if one.request is not None]))
         except Exception as error:
             if len(asked) > 1:
-                return [probs for one in asked for probs in self._answer(drafter, [one])]
+                return [answer for one in asked for answer in self._call(drafter, [one])]
             fail(asked[0].sequence, error)
-            asked[0].wish = None
+            asked[0].request = None
             return [None]
 
-    def _send(self, one: Growing, distributions: DraftProbs | None) -> None:
+    def _send(self, one: TreeDraft, answer: DraftProbs | None) -> None:
         """Let a tree grow until its next request or its end."""
         try:
-            one.wish = one.growth.send(distributions)
+            one.request = one.growth.send(answer)
         except StopIteration as end:
-            one.wish, one.grown = None, end.value
+            one.request, one.grown = None, end.value
         except Exception as error:
-            one.wish = None
+            one.request = None
             fail(one.sequence, error)
 
-    def _share(self, growing: Sequence[Growing]) -> None:
-        """Divide the pass's rows among several trees: nodes stay where the most tokens are
+    def _share(self, drafts: Sequence[TreeDraft]) -> None:
+        """Share the pass's rows among several trees: nodes stay where the most tokens are
         expected."""
-        priced = [
-            one
-            for one in growing
-            if one.plan.prices is not None
+        sharing = [
+            (one, one.grown, one.grown.accepted_per_expected)
+            for one in drafts
+            if one.measured
             and one.grown is not None
             and one.grown.accepted_per_expected is not None
         ]
-        if len(growing) < 2 or all(len(one.tree) < 2 for one in priced):
+        if len(drafts) < 2 or all(len(grown.tree) < 2 for _, grown, _ in sharing):
             return
-        fixed = sum(
-            len(one.grown.tree) for one in growing if one.grown is not None and one not in priced
-        )
-        values = [
-            [value * (one.grown.accepted_per_expected or 0.0) for value in one.grown.tree.value[1:]]
-            for one in priced
-            if one.grown is not None
-        ]
-        rate = self.budget.best_rate(priced[0].sequence.request.setting, self.load)
-        kept = self.budget.share(values, self.load.prompts + fixed + len(priced), rate)
-        for one, nodes in zip(priced, kept, strict=True):
-            if one.grown is not None and nodes + 1 < len(one.grown.tree):
-                one.grown = one.grown._replace(tree=one.grown.tree.first(nodes + 1))
+        rows = self._prompts + sum(len(one.tree) for one in drafts)
+        rows -= sum(len(grown.tree) - 1 for _, grown, _ in sharing)
+        values = [[value * truth for value in grown.tree.value[1:]] for _, grown, truth in sharing]
+        kept = self.budget.share(values, rows, self.rate)
+        for (one, grown, _), nodes in zip(sharing, kept, strict=True):
+            if nodes + 1 < len(grown.tree):
+                one.grown = grown._replace(tree=grown.tree.first(nodes + 1))
+
+
+def _modes(sequence: SequenceState) -> list[str]:
+    """Return the modes that a sequence's steps can have, see `Comparison`.
+
+    Tokens that a grammar forces are drafted in any case. A policy that can't leave a call out is
+    always answered.
+    """
+    policy, context = sequence.policy, sequence.context
+    asks = [ASKED] if sequence.drafter is not None else []
+    leaves_out = policy.priced and context is not None and not context.draws
+    free = [UNASKED] if not asks or (len(policy.sources) > 1 and leaves_out) else []
+    return asks + free + ([PLAIN] if sequence.params.grammar is None else [])
 
 
 def _unread(sequence: SequenceState) -> int:
@@ -290,7 +296,7 @@ def _unread(sequence: SequenceState) -> int:
 def read(
     drafter: Drafter,
     sequences: Sequence[SequenceState],
-    cost: CallCost | None = None,
+    cost: CostModel | None = None,
     least: int = 1,
     end: int | None = None,
 ) -> None:
@@ -303,7 +309,7 @@ def read(
     drafter.read(states, least, end)
     tokens = before - sum(map(_unread, sequences))
     if cost is not None and tokens > CAUGHT_UP:
-        cost.read(tokens, time.perf_counter() - began)
+        cost.observe_read(drafter, tokens, time.perf_counter() - began)
 
 
 def fail(sequence: SequenceState, error: Exception) -> None:

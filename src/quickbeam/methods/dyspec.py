@@ -232,7 +232,7 @@ class DySpec(DraftedPolicy):
         self, search: Search, prices: MarginalCost, size: int, max_depth: int
     ) -> Growth:
         truth, asked = self.promises.truth, 0.0
-        due, trial = [search.root], prices.trial
+        due, trial = [search.root], prices.explore
         keep_worthwhile(search, prices, truth)
         while due:
             worths = [search.worth(one) for one in due]

@@ -36,7 +36,7 @@ class Repeats:
 
     They depend on how many tokens the text has been repeating itself, and on what the drafter says
     of the next one: `UNASKED`, `SAME` or `OTHER`. They begin with a guess, 0.25 to 0.9 as in
-    `Expected.prior` where the drafter was not asked. Observed acceptance corrects it.
+    `Budget.expected_tokens` where the drafter was not asked. Observed acceptance corrects it.
     """
 
     USUAL = (0.25, 0.45, 0.65, 0.8, 0.9)  # after 1, 2 and 3, 4 to 7, 8 to 15 tokens, 16 and more

@@ -26,7 +26,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
-from quickbeam.engine.budget import MOST_DEAR
+from quickbeam.engine.budget import MAX_NODES_SLOW
 
 # names as in OpenAI's API; they need no escaping in a grammar
 NAME = r"^[a-zA-Z0-9_-]{1,64}$"
@@ -164,7 +164,7 @@ class Speculation(Body):
     """How drafts are made for this answer. This never changes the answer."""
 
     method: str | None = None
-    budget: Annotated[int, Field(ge=0, le=MOST_DEAR)] | None = None
+    budget: Annotated[int, Field(ge=0, le=MAX_NODES_SLOW)] | None = None
 
 
 Choice = Some[Annotated[str, Field(min_length=1)]]
