@@ -175,7 +175,9 @@ def test_a_causal_block_without_a_context_is_qwen3s(toys: dict[str, Toy]) -> Non
 
     with torch.no_grad():
         expected = theirs(torch.tensor([[11, MASK, MASK, MASK]])).last_hidden_state[0]
-        torch.testing.assert_close(toy.network(11, 0, attend), expected, atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            toy.network([11], [0], attend)[0], expected, atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,6 +193,28 @@ def test_answers_are_plain_decodings(toys: dict[str, Toy], kind: str, name: str)
         plain = answer(toy.target, NoDraft(), params, prompt)
         assert drafted.output.token_ids == plain.output.token_ids
         assert drafted.statistics.drafter_calls > 0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_serves_many_sequences(toys: dict[str, Toy], kind: str) -> None:
+    """Roots of some, with nodes below those of others."""
+    toy, rng = toys[kind], random.Random(kind)
+    trees, contexts = [], []
+    for length in (3, 9, 17):
+        ids = [rng.randrange(VOCAB) for _ in range(length)]
+        contexts.append(context_of(ids, rng.choice([0.0, 0.7])))
+        contexts[-1].states["drafter"] = toy.drafter.begin(ids)
+        contexts[-1].states["drafter"].append_hidden(toy.hidden(ids[:-1]))
+        trees.append(grown(rng, ids[-1], 9))
+    toy.drafter.answer([DraftRequest(contexts[0], trees[0], [0])])
+    asked = [list(range(1, 9)), list(range(9)), [0]]
+    calls = [DraftRequest(*one) for one in zip(contexts, trees, asked, strict=True)]
+    for one, probs in zip(calls, toy.drafter.answer(calls), strict=True):
+        ids, heat = one.context.ids, one.context.draft_temperature
+        expected = toy.expected(ids, one.tree, one.nodes)
+        expected = (expected ** (1 / heat)).nan_to_num(0)
+        expected = expected / expected.sum(-1, keepdim=True).clamp(min=1e-9)
+        torch.testing.assert_close(probs.dense(), expected, atol=1e-5, rtol=1e-3)
 
 
 def test_what_another_sequence_read_is_taken_over(toys: dict[str, Toy]) -> None:
@@ -259,10 +283,10 @@ def trained(toy: Toy, ids: Sequence[int], prompt: int, leak: bool = False) -> No
                 out = F.scaled_dot_product_attention(query.transpose(0, 1), k, v)
                 return out.transpose(0, 1).flatten(1)
 
-            rows = network(ids[anchor], anchor, attend)
-            assert len(rows) == size
+            rows = network([ids[anchor]], [anchor], attend)
+            assert rows.shape[1] == size
             previous = torch.tensor(ids[anchor : anchor + drafted])
-            scores = network.logits(rows)
+            scores = network.logits(rows)[0]
             bias = network.bias(previous)
             scores = scores if bias is None else scores + bias
             loss = loss + F.cross_entropy(scores, torch.tensor(ids[anchor + 1 :][:drafted]))
@@ -312,14 +336,13 @@ def test_a_drafter_that_keeps_its_blocks_rows_accepts_less(
 ) -> None:
     right, run = accepted(learned["right"], learned), BlockDrafter._run
 
-    def kept(self: BlockDrafter, state: BlockState, tree: TokenTree) -> None:
+    def kept(self: BlockDrafter, states: list[BlockState], trees: list[TokenTree]) -> None:
         """The rows of the last block stand where the text's should be."""
-        read, state.unread = len(state.unread), state.unread
-        if state.calls and read:
-            state.unread.drop(read)
-            for _ in range(read):
-                state.cache.commit(range(1))
-        run(self, state, tree)
+        for state in states:
+            if state.calls and (read := len(state.unread)):
+                state.unread.drop(read)
+                state.cache.commit(range(read))
+        run(self, states, trees)
 
     monkeypatch.setattr(BlockDrafter, "_run", kept)
     assert accepted(learned["right"], learned) < right - 0.3

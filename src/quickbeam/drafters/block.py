@@ -11,7 +11,7 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.unread import Unread
-from quickbeam.models.attention import Layer, Step, attend_sdpa
+from quickbeam.models.attention import Layer, Step, Steps, attend_sdpa
 from quickbeam.models.inference import inference
 from quickbeam.models.kv_cache import LayerShape, SequenceCache
 from quickbeam.models.kv_store import KVPool, KVStore
@@ -75,10 +75,11 @@ class BlockDrafter(Drafter):
     """A block drafter: a `BlockNetwork` on the target's hidden states.
 
     The request for a tree's root reads the tokens that were committed since the last tree, whose
-    keys and values stay, and runs the block of the anchor, which is the root. The block's own keys
-    and values are overwritten by what comes next. All other requests of the tree are answered
-    without a pass: the distribution after a node depends on its depth and its token. Nodes as deep
-    as the block is long get zeros: nothing is proposed there.
+    keys and values stay, and runs the block of the anchor, which is the root. The blocks of all
+    sequences of a call are one pass. A block's own keys and values are overwritten by what comes
+    next. All other requests of the tree are answered without a pass: the distribution after a node
+    depends on its depth and its token. Nodes as deep as the block is long get zeros: nothing is
+    proposed there.
 
     The drafter takes the network over. It makes `model` return the hidden states that the network
     reads (`Model.watch`).
@@ -120,10 +121,9 @@ class BlockDrafter(Drafter):
         Raises `ValueError` where a tree's first request doesn't begin with the root, or where
         hidden states of committed tokens are missing.
         """
-        for request in requests:
-            if request.nodes[0] == 0:
-                self._run(self._state(request), request.tree)
-        return [self._probs(request) for request in requests]
+        if firsts := [request for request in requests if request.nodes[0] == 0]:
+            self._run([self._state(one) for one in firsts], [one.tree for one in firsts])
+        return self._probs(requests)
 
     def _state(self, request: DraftRequest) -> BlockState:
         state: BlockState = request.context.states[self.name]
@@ -144,37 +144,49 @@ class BlockDrafter(Drafter):
             state.cache.commit(range(count))
             state.unread.drop(count)
 
-    def _run(self, state: BlockState, tree: TokenTree) -> None:
-        """Run the block of the tree's root."""
-        self._read(state)
-        anchor = len(state.ids) - 1
-        if state.cache.length != anchor:
-            raise ValueError(
-                f"hidden states of {state.cache.length} tokens for {anchor} before the anchor"
-            )
-        assert isinstance(state.cache, KVStore)
-        positions = torch.arange(anchor, anchor + len(self._visible), device=self.device)
-        step = Step(state.cache, positions, self._visible)
+    def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
+        """Run the blocks of the trees' roots in one pass."""
+        steps = []
+        for state in states:
+            self._read(state)
+            anchor = len(state.ids) - 1
+            if state.cache.length != anchor:
+                raise ValueError(
+                    f"hidden states of {state.cache.length} tokens for {anchor} before the anchor"
+                )
+            assert isinstance(state.cache, KVStore)
+            positions = torch.arange(anchor, anchor + len(self._visible), device=self.device)
+            steps.append(Step(state.cache, positions, self._visible))
+        both = Steps(steps)
 
         def attend(
             i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
-            step.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
-            return attend_sdpa(query, step, self._layers[i])
+            both.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
+            return both.run(attend_sdpa, query, self._layers[i])
 
-        rows = self.network(tree.token[0], anchor, attend)
-        state.tree, state.logits = tree, self.network.logits(rows)[:, : self.vocab_size].float()
-        state.calls += 1
+        anchors = [tree.token[0] for tree in trees]
+        rows = self.network(anchors, [state.cache.length for state in states], attend)
+        logits = self.network.logits(rows)[..., : self.vocab_size].float()
+        for state, tree, part in zip(states, trees, logits, strict=True):
+            state.tree, state.logits = tree, part
+            state.calls += 1
 
-    def _probs(self, request: DraftRequest) -> DraftProbs:
-        state, tree = self._state(request), request.tree
-        if tree is not state.tree:
-            raise ValueError("a new tree: ask for its root first")
-        depths = torch.tensor([tree.depth[node] for node in request.nodes], device=self.device)
-        inside = depths < len(state.logits)
-        scores = state.logits[depths.clamp(max=len(state.logits) - 1)]
-        tokens = [tree.token[node] for node in request.nodes]
+    def _probs(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+        """Return the distributions after all requested nodes, by one product of the Markov head."""
+        tokens = [request.tree.token[node] for request in requests for node in request.nodes]
         bias = self.network.bias(torch.tensor(tokens, device=self.device))
-        if bias is not None:
-            scores = scores + bias[:, : self.vocab_size].float()
-        return DraftProbs(probs_of(scores, request.context.draft_temperature) * inside[:, None])
+        counts, drafts = [len(request.nodes) for request in requests], []
+        parts = [None] * len(requests) if bias is None else bias.split_with_sizes(counts)
+        for request, part in zip(requests, parts, strict=True):
+            state, tree = self._state(request), request.tree
+            if tree is not state.tree:
+                raise ValueError("a new tree: ask for its root first")
+            depths = torch.tensor([tree.depth[node] for node in request.nodes], device=self.device)
+            inside = depths < len(state.logits)
+            scores = state.logits[depths.clamp(max=len(state.logits) - 1)]
+            if part is not None:
+                scores = scores + part[:, : self.vocab_size].float()
+            probs = probs_of(scores, request.context.draft_temperature)
+            drafts.append(DraftProbs(probs * inside[:, None]))
+        return drafts

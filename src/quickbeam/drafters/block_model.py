@@ -17,7 +17,7 @@ Modules are named as the published checkpoints name their tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from quickbeam.models.hf_attention import check_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,
-head_dim]` of the block's rows, to `[n, heads * head_dim]`."""
+head_dim]` of the blocks' rows, one block after the other, to `[n, heads * head_dim]`."""
 
 # tensors that are not read: copies of the target's own, and what says when to stop a chain
 IGNORED = ("embed_tokens.", "lm_head.", "confidence_head.")
@@ -237,27 +237,32 @@ class BlockNetwork(nn.Module):
         key, value = self._layer(layer).key_value(fused)
         return self.rotated(key, positions), value
 
-    def forward(self, anchor: int, position: int, attend: Attend) -> torch.Tensor:
-        """Run the block of `anchor`, a token at `position`, and return its rows `[block_size, d]`.
+    def forward(
+        self, anchors: Sequence[int], positions: Sequence[int], attend: Attend
+    ) -> torch.Tensor:
+        """Run a block behind each of the `anchors`, and return the rows `[b, block_size, d]`.
 
-        `attend` lets the rows see the committed tokens before the anchor, and one another.
+        `anchors`: tokens, at these `positions` of their texts. `attend` lets the rows see the
+        committed tokens before their anchor, and one another.
         """
         config, device = self.config, self.fc.weight.device
-        masks = [config.mask_token] * (config.block_size - 1)
-        x = self._module("embedding")(torch.tensor([anchor, *masks], device=device))
-        positions = torch.arange(position, position + config.block_size, device=device)
+        inputs = torch.full((len(anchors), config.block_size), config.mask_token, device=device)
+        inputs[:, 0] = torch.tensor(anchors, device=device)
+        offsets = torch.arange(config.block_size, device=device)
+        places = (torch.tensor(positions, device=device)[:, None] + offsets).flatten()
+        x = self._module("embedding")(inputs.flatten())
         for i in range(config.depth):
             layer = self._layer(i)
             normed = layer.input_layernorm(x)
-            query = self.rotated(layer.query(normed), positions)
-            key, value = self.key_value(i, normed, positions)
+            query = self.rotated(layer.query(normed), places)
+            key, value = self.key_value(i, normed, places)
             x = x + layer.self_attn["o_proj"](attend(i, query, key, value))
             x = x + layer.feed_forward(x)
-        return self.norm(x)  # type: ignore[no-any-return]
+        return self.norm(x).unflatten(0, inputs.shape)  # type: ignore[no-any-return]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return U, the logits `[drafted, vocab]` of a block's rows, without the Markov head."""
-        rows = rows if self.config.from_anchor else rows[1:]
+        """Return U, the logits `[b, drafted, vocab]` of blocks' rows, without the Markov head."""
+        rows = rows if self.config.from_anchor else rows[:, 1:]
         return self._module("head")(rows)  # type: ignore[no-any-return]
 
     def bias(self, previous: torch.Tensor) -> torch.Tensor | None:

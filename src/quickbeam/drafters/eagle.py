@@ -100,12 +100,12 @@ class EagleDrafter(Drafter):
     @inference
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         # `end` bounds the hidden states that were given, so it needs no look here
-        due = [
+        readable = [
             state
             for state in states
             if isinstance(state, EagleState) and self._readable(state, True) >= max(1, least)
         ]
-        self._read(due, None)
+        self._read(readable, None)
 
     @staticmethod
     def _readable(state: EagleState, early: bool) -> int:
@@ -169,8 +169,8 @@ class EagleDrafter(Drafter):
     def _read(self, states: Sequence[EagleState], asked: dict[int, int] | None) -> None:
         """Compute rows of the committed tokens that have hidden states.
 
-        With `asked`, the last row of each state stands for the root, whose distribution is wanted.
-        Without it, that row is left out.
+        With `asked`, the last row of each state stands for the root, whose distribution is
+        computed. Without it, that row is left out.
         """
         left = list(states)
         while left:
@@ -235,7 +235,7 @@ class EagleDrafter(Drafter):
         """Run all works, and the router, in one pass of the kernels.
 
         A committed row sees the committed rows up to itself. A node's row sees all of these and its
-        path. Where no distribution is wanted, only keys and values are computed.
+        path. Where no distribution is asked for, only keys and values are computed.
         """
         committed, listed = not works[0].nodes, RowList()
         for work in works:
@@ -301,7 +301,7 @@ class EagleDrafter(Drafter):
     def _run_alone(self, work: Work) -> torch.Tensor:
         """Run the rows of one sequence with PyTorch's operators, and return their outputs.
 
-        Where no distribution is wanted, only keys and values are computed.
+        Where no distribution is asked for, only keys and values are computed.
         """
         state, hidden = work.state, work.hidden
         store = state.cache

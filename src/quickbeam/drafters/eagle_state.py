@@ -121,8 +121,8 @@ class EagleState(DrafterState):
 class Work(NamedTuple):
     """The rows of one sequence in a pass.
 
-    The last rows stand for nodes whose distributions are wanted. `asked` maps these nodes to their
-    depths.
+    The last rows stand for nodes whose distributions are computed. `asked` maps these nodes to
+    their depths.
     """
 
     state: EagleState

@@ -112,12 +112,14 @@ def _packed(place: Path, target: Model, weights: str, progress: Any, code: bool)
     Returns None for a model that has to be loaded in the ordinary way.
     """
     try:
-        found = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
+        streamed = open_streamed(str(place), None, weights, progress, trust_remote_code=code)
     except InvalidInput as error:
         logger.info("the drafter is loaded as a whole: %s", error)
         return None
     return (
-        found if found is not None and found.source.plan.embedding[0] >= target.vocab_size else None
+        streamed
+        if streamed is not None and streamed.source.plan.embedding[0] >= target.vocab_size
+        else None
     )
 
 

@@ -55,11 +55,11 @@ def begun(model: nn.Module, config: EagleConfig, folder: Path) -> EagleHead:
     Raises `InvalidInput` if its shape is not that of `config`.
     """
     network = EagleHead.load(folder, model.get_input_embeddings())  # type: ignore[operator]
-    there, wanted = asdict(network.config), asdict(config)
+    own, expected = asdict(network.config), asdict(config)
     if others := [
-        f"{name} {there[name]!r} instead of {wanted[name]!r}"
-        for name in wanted
-        if there[name] != wanted[name]
+        f"{name} {own[name]!r} instead of {expected[name]!r}"
+        for name in expected
+        if own[name] != expected[name]
     ]:
         raise InvalidInput(
             f"--start {folder}: of another shape than what is trained for this "

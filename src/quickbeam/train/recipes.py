@@ -48,7 +48,7 @@ class Recipe:
     """First share of the run, in which that weight falls to zero."""
     whole: float = field(default=0.5, metadata=FIXED)
     """First share of the run, in which every token counts, those of users too: text is expensive,
-    and what users say teaches what answers don't contain. After that only answers count."""
+    and what users write holds what answers don't. After that only answers count."""
     clip: float = field(default=1.0, metadata=FIXED)
     """The largest norm of the gradient."""
     seed: int = 0

@@ -18,7 +18,7 @@ from quickbeam.errors import QuickbeamError
 from quickbeam.train.places import Places
 
 CHUNK = 1024  # places at once
-LEAST_MASS = 0.02  # a place with less mass on what is to be found is not trained on
+LEAST_MASS = 0.02  # a place with less mass for the router to find is not trained on
 
 
 @dataclass(frozen=True)

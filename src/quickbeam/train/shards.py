@@ -25,7 +25,7 @@ class Conversation(NamedTuple):
     """A conversation of n tokens.
 
     `tokens`: `[n]` int32. `answer`: `[n]` bool, which of them the model says as an answer; a
-    drafter is wanted for those. `hidden`: `[n, L * d]`, the target's hidden states of L layers
+    drafter is for those. `hidden`: `[n, L * d]`, the target's hidden states of L layers
     after each token. `temperature`: of the answer.
     """
 
@@ -144,10 +144,10 @@ class Shards:
 
     def counts(self, vocab: int) -> torch.Tensor:
         """Return how often each token occurs, `[vocab]` int64."""
-        found = torch.zeros(vocab, dtype=torch.int64)
+        counts = torch.zeros(vocab, dtype=torch.int64)
         for file in self._files:
-            found += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
-        return found
+            counts += torch.bincount(file.get_tensor("tokens").long(), minlength=vocab)
+        return counts
 
     def answered_prompts(self, prompts: Sequence[list[int]]) -> list[bool]:
         """Return for each of the `prompts` (token ids) whether the text holds an answer to it.
@@ -162,11 +162,11 @@ class Shards:
             )
             for ids, answer in zip(tokens, answers, strict=True):
                 there[tuple(ids[: int(answer.int().argmax())].tolist())] += 1
-        found = []
+        answered = []
         for prompt in map(tuple, prompts):
-            found.append(there[prompt] > 0)
+            answered.append(there[prompt] > 0)
             there[prompt] -= 1
-        return found
+        return answered
 
     def __getitem__(self, i: int) -> Conversation:
         file, begin, end, temperature = self._places[i]
@@ -185,7 +185,7 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
     An object is `{"prompt": "…"}`, `{"turns": ["…", …]}` (user turns, of which the first is taken)
     or `{"messages": [{"role": …, "content": …}, …]}`. Raises `InvalidInput`, which names the line.
     """
-    found = []
+    prompts = []
     try:
         lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -209,10 +209,10 @@ def read_prompts(path: Path) -> list[list[dict[str, str]]]:
                 f'[…]}} or {{"messages": […]}}'
             ) from error
         if messages:
-            found.append(messages)
-    if not found:
+            prompts.append(messages)
+    if not prompts:
         raise InvalidInput(f"--prompts {path}: holds no prompts")
-    return found
+    return prompts
 
 
 def spread_lengths(

@@ -183,8 +183,8 @@ class ShortlistTraining(DrafterFolder):
         for rows in (round(len(self.head) * share) for share in SHARES):
             count = (rows - layout.frequent) // layout.size
             if count > 0:
-                found = routed(self.network, router, places, layout.cluster_of, count)
-                scored, listed = found | (rank < layout.frequent), rank < rows
+                hit = routed(self.network, router, places, layout.cluster_of, count)
+                scored, listed = hit | (rank < layout.frequent), rank < rows
                 figures[rows] = recall(places, listed, listed), recall(places, scored, listed)
         return figures
 

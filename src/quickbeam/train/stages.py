@@ -47,7 +47,7 @@ class DrafterTraining:
     """
 
     def __init__(self, plan: Plan, accelerator: Accelerator | None = None) -> None:
-        openers.questions(plan.languages)  # an unknown one is said before anything is loaded
+        openers.questions(plan.languages)  # an unknown one is refused before anything is loaded
         self.plan = plan
         self.accelerator = accelerator or Accelerator()
         self.device = self.accelerator.device
@@ -127,9 +127,9 @@ class DrafterTraining:
         self.plan.out.mkdir(parents=True, exist_ok=True)
         there = sum(f.stat().st_size for f in self.plan.out.rglob("*") if f.is_file())
         free = shutil.disk_usage(self.plan.out).free
-        if (wanted := self.needs().disk - there) > free:
+        if (needed := self.needs().disk - there) > free:
             raise InvalidInput(
-                f"{self.plan.out} has {free / GIB:.1f} GiB free, {wanted / GIB:.1f} "
+                f"{self.plan.out} has {free / GIB:.1f} GiB free, {needed / GIB:.1f} "
                 "are needed: ask for fewer --tokens"
             )
 
@@ -177,9 +177,9 @@ class DrafterTraining:
             here = (fresh + unfinished) * processes
             report(min(there + here, plan.tokens), here / (time.perf_counter() - began))
 
-        wanted = -(-(plan.tokens - there) // processes)
+        share = -(-(plan.tokens - there) // processes)
         try:
-            for conversation in self._writer(shards, prompts, answered, wanted, stepped):
+            for conversation in self._writer(shards, prompts, answered, share, stepped):
                 shards.add(conversation)
                 fresh += len(conversation.tokens)
                 if there + fresh * processes >= plan.tokens:
@@ -321,7 +321,7 @@ with
   {trainer.step:,} steps, {timedelta(seconds=round(trainer.seconds))} on {_machine(self.device)}.
 - **Held-out acceptance**, by depth (how many tokens it drafts ahead, its own drafts having been
   right): how often its likeliest token is the model's, and the mean overlap Σ min(p, q) of the two
-  laws, which is how often a drawn token is accepted at temperature 1.
+  distributions, which is how often a drawn token is accepted at temperature 1.
 
 | depth | agreement | overlap |
 | --- | --- | --- |

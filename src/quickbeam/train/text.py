@@ -36,7 +36,7 @@ class Quote(NamedTuple):
 
 
 # What users ask about a longer text. The answer repeats much of what stands far before it, which no
-# short question teaches. They are ours.
+# short question shows. They are ours.
 QUOTES = (
     Quote("Summarize the following article:\n\n"), Quote("Summarize this in two sentences: "),
     Quote("", "\n\nTL;DR"),
@@ -119,8 +119,8 @@ class Template:
         text = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
         pieces = []
         for mark in marks:
-            before, found, text = text.partition(mark)
-            if not found:
+            before, mark_there, text = text.partition(mark)
+            if not mark_there:
                 raise InvalidInput(
                     "the model's chat template changes what users say: give --prompts FILE.jsonl"
                 )
@@ -238,7 +238,7 @@ class Writer:
                 running[talk] = engine.add(request)
 
     def _enough(self, running: Iterable[Talk]) -> bool:
-        """Return whether the conversations so far likely come to the tokens that are wanted.
+        """Return whether the conversations so far likely come to the tokens that are asked for.
 
         Each of those that run counts as half of the room at least. (The mean of the complete ones
         is too short for them, because short ones are complete first.)

@@ -205,7 +205,7 @@ class Trainer:
                 rate = (self.seen - fresh) / (now - began)
                 left = (self._total - self.seen) / rate
                 mean = sum(losses) / len(losses)
-                self._tell(
+                self._log(
                     Report(
                         self.step,
                         self.seen / self._total,
@@ -261,10 +261,10 @@ class Trainer:
             count += self.shards.length(i)
         return hold_out(self.network, self.shards, chosen, self._head, CHECK_DEPTHS)
 
-    def _tell(self, found: Report, report: Callable[[Report], None]) -> None:
-        record: dict[str, Any] = found._asdict()
-        if found.held is not None:
-            record["held"] = found.held._asdict()
+    def _log(self, record: Report, report: Callable[[Report], None]) -> None:
+        fields: dict[str, Any] = record._asdict()
+        if record.held is not None:
+            fields["held"] = record.held._asdict()
         with (self.folder / "log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
-        report(found)
+            log.write(json.dumps(fields) + "\n")
+        report(record)

@@ -56,11 +56,11 @@ class Layout:
     @cached_property
     def cluster_of(self) -> torch.Tensor:
         """`[vocab]` int64: the cluster of each token, or `FREQUENT` or `ABSENT`."""
-        found = torch.full((self.vocab,), ABSENT, dtype=torch.int64)
-        found[self.order[: self.frequent]] = FREQUENT
+        clusters = torch.full((self.vocab,), ABSENT, dtype=torch.int64)
+        clusters[self.order[: self.frequent]] = FREQUENT
         rest = self.order[self.frequent :]
-        found[rest] = torch.arange(len(rest)) // self.size
-        return found
+        clusters[rest] = torch.arange(len(rest)) // self.size
+        return clusters
 
     def tokens(self, cluster: int) -> torch.Tensor:
         """Return the token ids of a cluster, `[size]` int64; the last cluster may have fewer.
