@@ -238,6 +238,13 @@ def test_routing_is_repeatable_and_leaves_chance_alone(device: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_making_a_shortlist_leaves_chance_alone() -> None:
+    layout, router = Layout(torch.arange(30), 10, 5, 30), Router(RouterConfig(4, 4, 4, 4))
+    before = torch.get_rng_state()
+    Shortlist(torch.zeros(30, 4), layout, router=router, chosen=2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_without_a_router_nothing_is_routed() -> None:
     for kind in ("frequency", "context"):
         assert make(kind).route(*nodes(2), [0, 1]).tolist() == []

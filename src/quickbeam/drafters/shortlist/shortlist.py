@@ -5,6 +5,7 @@ This is the frequent block, clusters that a router chose, and tokens of the cont
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -61,8 +62,7 @@ class Shortlist:
         self.head = BlockHead(weight, layout, most=self.chosen, backend=backend)
         self._router = self.native_router = None
         if router is not None:
-            self._router = Router(router.config).to(weight.device, weight.dtype)
-            self._router.load_state_dict(router.state_dict())
+            self._router = copy.deepcopy(router).to(weight.device, weight.dtype)
             if native_fits(weight) and (library := kernels()) is not None:
                 self.native_router = NativeRouter(router, library)
         self._none = torch.empty(0, dtype=torch.int64, device=weight.device)
