@@ -38,7 +38,6 @@ LONG_FILES = {
 }
 LONG_FUNCTIONS = {
     "llm.__init__",
-    "transformers.params.params_of",
     "transformers.loop.generate",
     "models.model.__init__",
     "models.streamed_loading.open_streamed",

@@ -80,7 +80,7 @@ def params_of(
         for end in one.eos_token_id.tolist()
     }
     padding = [width - len(prompt) for prompt in prompts]
-    found, biases, rank = dict[str, Any](), dict[int, float](), 0
+    options, biases, rank = dict[str, Any](), dict[int, float](), 0
     for processor in processors:
         name, reader = type(processor).__name__, READERS.get(type(processor))
         if reader is None:
@@ -91,49 +91,45 @@ def params_of(
                 f"logits processor {name}: quickbeam applies it before those that "
                 "stand in front of it; put it first"
             )
-        rank = reader.rank
-        said = reader.read(processor)
-        if (
-            getattr(processor, "min_tokens_to_keep", 1) > 1
-            or getattr(processor, "filter_value", -torch.inf) != -torch.inf
-        ):
-            raise InvalidInput(
-                f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"
-            )
-        if "repetition_penalty" in said and not _ignores(processor.prompt_ignore_length, padding):
-            raise InvalidInput(
-                f"{name}: quickbeam counts all of a prompt, and no padding; leave "
-                "prompt_ignore_length out"
-                + (
-                    ", or give rows of one length, as this version of transformers counts padding"
-                    if any(padding)
-                    else ""
-                )
-            )
-        if (
-            said.keys() & {"min_length", "min_tokens"}
-            and set(processor.eos_token_id.tolist()) != ends
-        ):
-            raise InvalidInput(
-                f"{name}: its eos_token_id is not the one that ends the answer "
-                f"({sorted(ends)}); give both the same"
-            )
-        if said.keys() & found.keys() - {"min_tokens"}:
+        rank, own = reader.rank, reader.read(processor)
+        _check(processor, own, padding, ends)
+        if own.keys() & options.keys() - {"min_tokens"}:
             raise InvalidInput(f"logits processor {name}: it is there twice; leave one out")
-        for token, bias in said.pop("logit_bias", {}).items():
+        for token, bias in own.pop("logit_bias", {}).items():
             biases[token] = biases.get(token, 0.0) + bias
-        said["min_tokens"] = max(
-            found.get("min_tokens", 0), said.get("min_tokens", 0), said.pop("min_length", 0) - width
-        )
-        found.update(said)
-    found.setdefault("temperature", 1.0)
+        least = own.get("min_tokens", 0), own.pop("min_length", 0) - width
+        own["min_tokens"] = max(options.get("min_tokens", 0), *least)
+        options.update(own)
+    options.setdefault("temperature", 1.0)
     if not config.do_sample:  # greedy: these don't change which token is the most probable
-        found.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        options.update(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
     longest = (criteria.max_length or config.max_length) - width
-    found["min_tokens"] = min(found.get("min_tokens", 0), longest)
-    return SamplingParams(
-        max_tokens=longest, logit_bias=biases, stop_token_ids=sorted(ends), ignore_eos=True, **found
-    )
+    options["min_tokens"] = min(options.get("min_tokens", 0), longest)
+    fixed: dict[str, Any] = {"stop_token_ids": sorted(ends), "ignore_eos": True}
+    return SamplingParams(max_tokens=longest, logit_bias=biases, **fixed, **options)
+
+
+def _check(processor: Any, own: dict[str, Any], padding: list[int], ends: set[int]) -> None:
+    """Raise `InvalidInput` for a setting of a processor that its parameters `own` can't have."""
+    name = type(processor).__name__
+    if (
+        getattr(processor, "min_tokens_to_keep", 1) > 1
+        or getattr(processor, "filter_value", -torch.inf) != -torch.inf
+    ):
+        raise InvalidInput(
+            f"{name}: min_tokens_to_keep and filter_value can't be chosen; leave them out"
+        )
+    if "repetition_penalty" in own and not _ignores(processor.prompt_ignore_length, padding):
+        more = ", or give rows of one length, as this version of transformers counts padding"
+        raise InvalidInput(
+            f"{name}: quickbeam counts all of a prompt, and no padding; leave "
+            f"prompt_ignore_length out{more if any(padding) else ''}"
+        )
+    if own.keys() & {"min_length", "min_tokens"} and set(processor.eos_token_id.tolist()) != ends:
+        raise InvalidInput(
+            f"{name}: its eos_token_id is not the one that ends the answer "
+            f"({sorted(ends)}); give both the same"
+        )
 
 
 def _ignores(length: Any, padding: Sequence[int]) -> bool:
