@@ -32,7 +32,6 @@ LONG_FILES = {
     "sampling.py",
     "llm.py",
     "engine/engine.py",
-    "engine/budget.py",
     "models/model.py",
     "models/native/program.py",
 }
