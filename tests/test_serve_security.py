@@ -466,6 +466,33 @@ def test_large_bodies_are_read_beside_the_event_loop():
     assert [one == threading.get_ident() for one in threads] == [True, False]
 
 
+def test_grammars_that_compile_slowly_hold_up_nobody_else(llm, monkeypatch):
+    """More of them than there are threads that begin answers."""
+    pytest.importorskip("llguidance")
+
+    def slow(grammar: str) -> str:
+        time.sleep(0.3)
+        return "it takes too long"
+
+    monkeypatch.setattr("quickbeam.grammar.trial.failure", slow)
+
+    async def main() -> tuple[float, list[int]]:
+        async with served(llm) as (_, client):
+            asked = [{"prompt": "x", "max_tokens": 1, "regex": f"a{{{i}}}"} for i in range(1, 41)]
+            others = [
+                asyncio.create_task(client.post("/v1/completions", json=one)) for one in asked
+            ]
+            await asyncio.sleep(0.1)
+            begun = time.perf_counter()
+            plain = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+            took = time.perf_counter() - begun
+            assert plain.status_code == 200
+            return took, [(await one).status_code for one in others]
+
+    took, codes = asyncio.run(main())
+    assert took < 3 and codes == [400] * 40
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [

@@ -23,6 +23,7 @@ from quickbeam.engine.stream import Stream, finish_all
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
+from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import DRAFTER, make_policy
 from quickbeam.methods.base import TreePolicy
 from quickbeam.models.loading import pick_device, wanted_dtype
@@ -243,6 +244,10 @@ class LLM:
             for name, one in PRESETS.items()
             if self._drafter_name or one.without or DRAFTER not in one.sources
         ]
+
+    def compile_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, so that answers with it begin at once. Raises `InvalidInput`."""
+        self._grammars.compile(grammar)
 
     def room(self, prompt: int, method: str | None = None) -> int:
         """Return the most tokens that an answer to a prompt of `prompt` tokens may have.

@@ -42,10 +42,7 @@ class Compiler:
         Raises `InvalidInput` if llguidance is missing, if it can't take the tokenizer or the
         grammar, and if no id is left that could end the answer.
         """
-        compiled = self._known(grammar)
-        if compiled is None:
-            with self._compiling:
-                compiled = self._known(grammar) or self._compiled(grammar)
+        compiled = self.compile(grammar)
         assert self._tokenizer is not None
         known, special = self._tokenizer.vocab_size, self._tokenizer.is_special_token
         closing = [
@@ -58,6 +55,14 @@ class Compiler:
                 "or give a special token in stop_token_ids"
             )
         return Masks(compiled, self._vocab, ends, closing)
+
+    def compile(self, grammar: Grammar) -> Compiled:
+        """Return a grammar compiled, which may take seconds. Raises `InvalidInput` as `begin`."""
+        compiled = self._known(grammar)
+        if compiled is None:
+            with self._compiling:
+                compiled = self._known(grammar) or self._compiled(grammar)
+        return compiled
 
     def _known(self, grammar: Grammar) -> Compiled | None:
         with self._lock:

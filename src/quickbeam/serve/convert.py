@@ -98,6 +98,8 @@ async def _begun(runner: Runner, request: Request, wanted: Wanted) -> Answers:
     params = sampling(request, wanted, runner.defaults)
     with runner.enter(wanted.size, wanted.prompts * params.n, wanted.tokens) as ticket:
         prompts, length = await asyncio.to_thread(_measured, runner.llm, request, wanted)
+        if params.grammar is not None:
+            await runner.compile_grammar(params.grammar)
         _check_logprobs(request, params, len(prompts), max(length))
         # Each prompt gets a seed of its own. With a shared seed, the same prompt given twice would
         # see the same noise and get the same answer.

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from quickbeam import hub
 from quickbeam.aio import AsyncLLM, AsyncStream, Closed
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
+from quickbeam.grammar.spec import Grammar
 from quickbeam.llm import LLM
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import (
@@ -59,6 +61,8 @@ class Runner:
         # parameters of requests that don't give them
         self.defaults: dict[str, Any] = {"temperature": 1.0}
         self._aio: AsyncLLM | None = None
+        # grammars take seconds, so they have a thread of their own: the others begin answers
+        self._compiling = ThreadPoolExecutor(1, "quickbeam-grammar")
         self.metrics = Metrics(self.name, self.gate)
         if llm is not None:
             self.attach(llm, fingerprint_of(llm))
@@ -113,6 +117,11 @@ class Runner:
         except TurnedAway as error:
             self.metrics.refused(error)
             raise
+
+    async def compile_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, after those that were asked for before. Raises `InvalidInput`."""
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._compiling, self.llm.compile_grammar, grammar)
 
     async def begin(self, jobs: Sequence[Job], ticket: Ticket) -> list[AsyncStream]:
         """Return the streams of the jobs' answers, as soon as the engine has started the first one.
@@ -229,6 +238,7 @@ class Runner:
     async def close(self) -> None:
         """End all answers under way, and the engine's thread."""
         self.gate.phase = Phase.draining
+        self._compiling.shutdown(wait=False, cancel_futures=True)
         if self._aio is not None:
             await asyncio.to_thread(self._aio.close)
 
