@@ -100,29 +100,14 @@ class Metrics:
 
         `heartbeat` returns the seconds since the engine's thread last gave a sign of life.
         """
-        for name, text, value in (
-            (
-                "quickbeam:heartbeat_age_seconds",
-                "Since the engine's thread last gave a sign of life.",
-                heartbeat,
-            ),
-            (
-                "vllm:num_requests_running",
-                "Answers that are being read or made.",
-                lambda: len(engine.scheduler.active),
-            ),
-            (
-                "vllm:kv_cache_usage_perc",
-                "Share of the memory for keys and values that is in use (1 is all).",
-                lambda: engine.used,
-            ),
-            (
-                "quickbeam:budget_nodes",
-                "Nodes of the last draft tree, over the answers under way.",
-                lambda: engine.nodes,
-            ),
-        ):
-            self._gauge(name, text, value)
+        age = "Since the engine's thread last gave a sign of life."
+        self._gauge("quickbeam:heartbeat_age_seconds", age, heartbeat)
+        running = "Answers that are being read or made."
+        self._gauge("vllm:num_requests_running", running, lambda: len(engine.scheduler.active))
+        used = "Share of the memory for keys and values that is in use (1 is all)."
+        self._gauge("vllm:kv_cache_usage_perc", used, lambda: engine.used)
+        nodes = "Nodes of the last draft tree, over the answers under way."
+        self._gauge("quickbeam:budget_nodes", nodes, lambda: engine.nodes)
 
     def request(self, params: SamplingParams, prompt: int, entered: float) -> RequestMetrics:
         """Return the counters for one answer.

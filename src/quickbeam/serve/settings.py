@@ -64,16 +64,12 @@ class ServeSettings:
             raise InvalidInput(
                 f"port={self.port}: must be between 0 and 65535 (0: any that is free)"
             )
-        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes"):
-            if getattr(self, name) < 1:
-                raise InvalidInput(f"{name}={getattr(self, name)}: must be at least 1")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise InvalidInput(f"max_prompt_tokens={self.max_prompt_tokens}: must be at least 1")
+        for name in ("max_waiting", "max_waiting_tokens", "max_body_bytes", "max_prompt_tokens"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise InvalidInput(f"{name}={value}: must be at least 1")
         for name in ("read_timeout", "queue_timeout", "keep_alive", "heartbeat_limit"):
-            if not (math.isfinite(getattr(self, name)) and getattr(self, name) > 0):
-                raise InvalidInput(
-                    f"{name}={getattr(self, name)}: must be a number of seconds above 0"
-                )
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise InvalidInput(f"{name}={value}: must be a number of seconds above 0")
         if not (math.isfinite(self.drain_timeout) and self.drain_timeout >= 0):
             raise InvalidInput(
                 f"drain_timeout={self.drain_timeout}: must be a number of seconds of at least 0"
