@@ -496,3 +496,40 @@ def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
             again = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
             assert again.output.token_ids == fresh.output.token_ids
             assert again.statistics.steps == fresh.statistics.steps
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_text_whose_beginning_is_left_out_is_drafted_as_its_end_alone(name: str) -> None:
+    """Fresh, after some reading, and with what was taken over of another text, which stays as it
+    was."""
+    drafter, rng = LMDrafter(tiny(name, torch.bfloat16), VOCAB), random.Random(3)
+    ids = [rng.randrange(VOCAB) for _ in range(150)]
+
+    def laws(context: Context) -> torch.Tensor:
+        request = DraftRequest(context, TokenTree(context.ids[-1]), [0])
+        return drafter.answer([request])[0].dense()
+
+    whole = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
+    expected = laws(whole)
+    chunk = whole.states["drafter"].share(0, 64)
+    short = laws(Context(ids[-41:], torch.zeros(VOCAB)).begin([drafter]))
+    for adopts, reads in ((False, 0), (False, 60), (True, 0)):
+        context = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
+        state = context.states["drafter"]
+        if adopts:
+            state.adopt([chunk], 64)
+        if reads:
+            drafter.read([state], end=reads)
+        state.skip(40)
+        assert state.waiting == 40
+        drafter.read([state], end=len(ids))
+        assert torch.equal(laws(context), short)
+        assert state.share(0, 16) is None
+        state.skip(40)  # nothing is unread
+        context.extend([5, 6])
+        longer = laws(Context([*ids[-41:], 5, 6], torch.zeros(VOCAB)).begin([drafter]))
+        assert torch.equal(laws(context), longer)
+        state.release()
+    again = Context(list(ids), torch.zeros(VOCAB)).begin([drafter])
+    again.states["drafter"].adopt([chunk], 64)
+    assert torch.equal(laws(again), expected)

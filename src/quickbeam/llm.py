@@ -83,7 +83,8 @@ class LLM:
     - `weights`: `bfloat16`, or `int8` or `int4` (on a CPU). The model is quantised at the first
       load, and the result is kept in the cache folder. The promise about answers then holds for the
       quantised model.
-    - `draft_weights`: the same for a smaller model that drafts.
+    - `draft_weights`: the same for a smaller model that drafts. None takes the model's own format,
+      which changes no answer.
     - `memory`: how much the model's weights may take, in bytes or as in `"2GB"`. The weights beyond
       that are brought in every pass (`docs/memory.md`): on a CPU from disk, on CUDA from the host's
       memory.
@@ -126,7 +127,7 @@ class LLM:
         device_map: str | dict[str, Any] | None = None,
         trust_remote_code: bool = False,
         weights: str = BFLOAT16,
-        draft_weights: str = BFLOAT16,
+        draft_weights: str | None = None,
         memory: int | str | None = None,
         progress: Any = None,
     ) -> None:
@@ -142,7 +143,8 @@ class LLM:
             )
         torch_dtype, place = wanted_dtype(dtype), pick_device(device)
         refuse_place(check_weights(weights), place, torch_dtype)
-        refuse_place(check_weights(draft_weights), place, torch_dtype)
+        if draft_weights is not None:
+            refuse_place(check_weights(draft_weights), place, torch_dtype)
         self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
         if limit is not None:
             refuse_memory(fast, place, torch_dtype, device_map)
@@ -175,6 +177,8 @@ class LLM:
         self._progress, self._trusted = progress, trust_remote_code
         self._take(engine, opened.tokenizer, opened.ends, drafter, fast)
         self.prepare(method)
+        if self._choose_budget(method, None) is None:
+            _ = self.engine.budget  # measured here, and not in the first answer
 
     def _take(
         self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool

@@ -223,6 +223,8 @@ def statistics_line(completion: Completion, kernels: str, verbose: bool = False)
     reason = f" ({completion.finish_reason})" if completion.finish_reason != "stop" else ""
     parts = [f"{s.new_tokens} tokens{reason}", f"{s.tokens_per_second:.1f} tokens/s"]
     parts.append(f"{s.mean_accepted_tokens:.2f} tokens a step")
+    if "drafter" in s.sources and s.steps > 8 * max(1, s.drafter_calls):
+        parts.append("the drafter does not pay here")
     if verbose:
         parts += [f"{s.steps} steps", f"prefill {s.prefill_seconds:.2f} s"]
         if completion.seed is not None:

@@ -53,8 +53,8 @@ class Target:
     """Number format of the weights; auto: the one in the model's configuration."""
     weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
     """Quantise the weights (on a CPU): int8 reads half the bytes of bfloat16, int4 a third."""
-    draft_weights: str = field(default="bfloat16", metadata={"choices": FORMATS})
-    """The same of a smaller model that drafts."""
+    draft_weights: str | None = field(default=None, metadata={"choices": FORMATS})
+    """The same of a smaller model that drafts. Default: as the model's."""
     memory: str | None = field(default=None, metadata={"metavar": "SIZE"})
     """For the weights, as in 2GB: the rest is read from disk in every pass (CUDA: from host
     memory). Default: all in memory."""

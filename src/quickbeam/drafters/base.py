@@ -258,6 +258,12 @@ class DrafterState(SourceState):
         Called only where the target provides them (`Drafter.needs_hidden`).
         """
 
+    def skip(self, tail: int) -> None:
+        """Leave unread tokens out, all but the last `tail`, if this drafter can draft without.
+
+        A draft may be wrong, so a drafter may know the end of a text alone.
+        """
+
     def share(self, chunk: int, tokens: int) -> Any:
         """Return what another sequence needs to `adopt` the tokens of one chunk.
 
@@ -295,6 +301,8 @@ class Drafter(Source):
     needs_hidden = False  # whether its states take the target's hidden states
     pool: Pool | None = None  # where its states keep their keys and values
     context_length: int | None = None  # how many tokens it can read; None: no limit
+    weight_bytes: float | None = None  # of the weights that a call reads, if they are known
+    skips = False  # whether its states can leave tokens out (`skip`)
 
     @abstractmethod
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> DrafterState:

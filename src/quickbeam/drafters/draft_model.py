@@ -19,6 +19,7 @@ from quickbeam.models.model import Model
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.weight_file import WeightFile
+from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
 # If about this many committed tokens are unread, they are read as a prompt is: without logits for
@@ -34,6 +35,7 @@ class LMState(DrafterState):
 
     def __init__(self, cache: SequenceCache, ids: Sequence[int]) -> None:
         self.cache, self.ids, self.calls = cache, list(ids), 0
+        self.skipped = 0  # how many tokens of the text came before `ids` and are left out
         self.tree: TokenTree | None = None  # the tree that is being grown
         self.shadow: TokenTree | None = None
         self.done = 0  # how many nodes of the shadow were run
@@ -53,10 +55,18 @@ class LMState(DrafterState):
     def extend(self, tokens: Sequence[int]) -> None:
         self.ids.extend(tokens)
 
+    def skip(self, tail: int) -> None:
+        """Begin anew with the last `tail` tokens, as if the text began there."""
+        if self.waiting <= tail:
+            return
+        self.cache.truncate(0)
+        self.tree = self.shadow = None
+        self.skipped += len(self.ids) - 1 - tail
+        self.ids = self.ids[-1 - tail :]
+
     def share(self, chunk: int, tokens: int) -> Any:
-        return (
-            self.cache.share(chunk, tokens) if (chunk + 1) * tokens <= self.cache.length else None
-        )
+        whole = not self.skipped and (chunk + 1) * tokens <= self.cache.length
+        return self.cache.share(chunk, tokens) if whole else None
 
     def adopt(
         self, chunks: Sequence[Any], tokens: int, hidden: Sequence[torch.Tensor] = ()
@@ -90,6 +100,7 @@ class LMDrafter(Drafter):
     """
 
     name = "drafter"
+    skips = True
     pool: Pool
 
     def __init__(
@@ -107,6 +118,7 @@ class LMDrafter(Drafter):
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
         self.model = Model(model, fast=fast, exact=False, weights=weights, kept=kept, source=source)
         self.pool, self.context_length = self.model.pool, self.model.context_length
+        self.weight_bytes = weight_bytes(self.model.config, weights)
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> LMState:
@@ -117,7 +129,9 @@ class LMDrafter(Drafter):
     def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
         for state in states:
             assert isinstance(state, LMState)
-            last = len(state.ids) - 1 if end is None else min(end, len(state.ids) - 1)
+            last = len(state.ids) - 1
+            if end is not None:
+                last = min(end - state.skipped, last)
             if last - state.cache.length >= max(least, GAP):
                 self._read(state, last)
 

@@ -38,14 +38,14 @@ def load_drafter(
     fast: bool = True,
     progress: Any = None,
     trust_remote_code: bool = False,
-    weights: str = BFLOAT16,
+    weights: str | None = None,
 ) -> Drafter:
     """Load the drafter `name` for `target`.
 
     - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id.
     - `tokenizer`: the target's.
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
-    - `weights`: the weight format of a smaller model (see `Model`).
+    - `weights`: the weight format of a smaller model (see `Model`). None takes the target's.
 
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
     other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
@@ -54,7 +54,7 @@ def load_drafter(
     if not place.exists() and name.count("/") == 1 and not name.startswith((".", "~", "/")):
         place = _fetch(name, trust_remote_code)
     if place.is_dir() and (is_block(place) or is_eagle(place)):
-        if weights != BFLOAT16:
+        if weights not in (None, BFLOAT16):
             raise InvalidInput(
                 f"draft_weights={weights!r}: {name} is a feature drafter, which "
                 "stays bfloat16; leave it out"
@@ -65,6 +65,7 @@ def load_drafter(
                 target.streamed.shared_in_words,
             )
         return _feature_drafter(place, target, fast)
+    weights = weights or target.weights
     if (
         isinstance(target.streamed, StreamedLlama)
         and (streamed := _packed(place, target, weights, progress, trust_remote_code)) is not None

@@ -31,7 +31,7 @@ class Comparison:
     LOST, CLEAR = 0.01, 1.2
     LONGEST = 16  # how many times as long a rest becomes, for either reason
     SLOW = 2.5  # a step counts for no more than so many usual ones: the machine was busy
-    FIRST = 4  # so many of the first steps explore what a call brings
+    FIRST = 4  # so many of the first steps explore what a call brings, where it costs little
 
     def __init__(self, guess: Mapping[str, float]) -> None:
         self._tokens = {mode: speed * self.TRUST for mode, speed in guess.items()}
@@ -48,6 +48,10 @@ class Comparison:
         """Return the speed of a mode, by that of plain decoding."""
         return self._tokens[mode] / self._seconds[mode]
 
+    def others(self, mode: str) -> list[str]:
+        """Return the possible modes but this one."""
+        return [one for one in self._tokens if one != mode]
+
     def explores(self, call: float, reading: float) -> bool:
         """Whether the first call of this step is made, whatever it seems to bring.
 
@@ -60,7 +64,8 @@ class Comparison:
         pause = max(self.REST, call / self.LOST)
         pause = max(pause, min(8 * self.REST, (call + reading) / self.LOST))
         begins = self._changed and self.mode != self.best
-        return begins or self._asked < self.FIRST or self._silent >= pause
+        first = self._asked < self.FIRST and call + reading < 1
+        return begins or first or self._silent >= pause
 
     def observe(self, tokens: float, seconds: float, sequences: int, asked: bool) -> None:
         """Record a step: `tokens` a sequence, in `seconds` by those of a plain step."""

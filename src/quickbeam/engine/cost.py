@@ -35,14 +35,14 @@ class CostModel:
     - `per_sequence`: the seconds that a row adds if it belongs to another sequence and not to the
       same tree.
 
-    Calls belong to a `drafter`, by any name. Before any was timed, one takes the share `call` of a
-    plain pass. Raises `ValueError` if no pass was measured.
+    Calls belong to a `drafter`, by any name. Before any was timed, one takes the share of a plain
+    pass that `expect_calls` gave. Raises `ValueError` if no pass was measured.
     """
 
     RATE = 0.05  # the share of a difference that one pass corrects
     COMMON = 0.5  # the share of a correction that all widths get: the machine's speed has changed
     CALLS = 8  # how many recent calls give the median
-    CALL = 0.25  # see `call`
+    CALL = 0.2  # that share where nothing was said
     MORE = 0.15  # share of a call that each further sequence adds before that was seen
     LEAST = 0.5  # share of a call's seconds that is not reading, at least
 
@@ -58,6 +58,7 @@ class CostModel:
         self._seconds = dict(sorted(seconds.items()))
         self._per_token = dict(sorted((per_token or {1: 0.0}).items()))
         self._calls: dict[Hashable, dict[int, deque[float]]] = {}
+        self._shares: dict[Hashable, float] = {}  # by drafter: see `expect_calls`
         self._reads: dict[Hashable, deque[float]] = {}  # by drafter: seconds a token
 
     @classmethod
@@ -133,6 +134,10 @@ class CostModel:
 
     # drafter calls
 
+    def expect_calls(self, drafter: Hashable, share: float) -> None:
+        """Guess what calls take, by those of a plain pass: the share of the weights, by sizes."""
+        self._shares.setdefault(drafter, share)
+
     def call(self, drafter: Hashable, sequences: int = 1) -> float:
         """Return the expected seconds of a call for `sequences` sequences: a median.
 
@@ -140,7 +145,8 @@ class CostModel:
         """
         seen = self._calls.get(drafter)
         if not seen:
-            return self.CALL * self.alone(1) * (1 + self.MORE * (sequences - 1))
+            share = self._shares.get(drafter, self.CALL)
+            return share * self.alone(1) * (1 + self.MORE * (sequences - 1))
         near = min(seen, key=lambda count: abs(math.log(count / sequences)))
         more = (1 + self.MORE * (sequences - 1)) / (1 + self.MORE * (near - 1))
         return median(seen[near]) * more
@@ -171,7 +177,7 @@ class CostModel:
         """Return the expected seconds in which a drafter reads `tokens` tokens: by a median."""
         if seen := self._reads.get(drafter):
             return tokens * median(seen)
-        return tokens * self.CALL * self.alone(64) / 64
+        return tokens * self._shares.get(drafter, self.CALL) * self.alone(64) / 64
 
     def observe_read(self, drafter: Hashable, tokens: int, seconds: float) -> None:
         """Record that a drafter read `tokens` tokens, apart from any call, in `seconds`."""

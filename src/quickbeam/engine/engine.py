@@ -300,6 +300,8 @@ class Engine:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
         self._nodes.pop(sequence.arrival, None)
+        if self._budget is not None:
+            self._budget.observe_answer(sequence.statistics.new_tokens)
 
     def _whole(self, sequence: SequenceState) -> int:
         """Return how many tokens have keys and values that other sequences can use.
@@ -476,6 +478,8 @@ class Engine:
         request, many = sequence.request, len(self.scheduler.active)
         if request.budget is not None or not sequence.policy.priced or self._budget is None:
             return True
+        if sequence.drafter is not None and sequence.drafter.skips:
+            return False  # it reads the end of the prompt once a call is expected to pay
         return self._budget.asks(frozenset([request.setting]), many)
 
     def _tell_drafters(self, ready: Sequence[Ready]) -> None:
@@ -492,7 +496,7 @@ class Engine:
                 if state is not None and drafter is not None:
                     along = one.growing is None and self._reads_along(sequence)
                     least = 1 if along else MAX_UNREAD_HIDDEN
-                    if state.waiting >= least:
+                    if state.waiting >= least and (along or drafter.needs_hidden):
                         cost = None if self._budget is None else self._budget.cost
                         read(drafter, [sequence], cost, least, sequence.read)
             except Exception as error:

@@ -20,6 +20,7 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained, situation
 from quickbeam.models.model import Model
+from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,7 @@ class Drafting:
         self._make_budget, self._nodes, self._prompts = budget, nodes, prompts
         self._explored = False  # one sequence is enough to explore
         self.asked = False  # whether the drafter was asked
+        self.reading = 0.0  # seconds in which it read what it had missed
 
     @cached_property
     def budget(self) -> Budget:
@@ -115,6 +117,10 @@ class Drafting:
         measured = [one for one in self.running if one.request.budget is None]
         settings = frozenset(one.request.setting for one in measured)
         drafters = [one.drafter for one in measured if one.drafter is not None]
+        for drafter in drafters:
+            if drafter.weight_bytes is not None:
+                target = weight_bytes(self.model.config, self.model.weights)
+                self.budget.cost.expect_calls(drafter, drafter.weight_bytes / target)
         modes = {mode: None for one in measured for mode in _modes(one)}
         return self.budget.comparison(settings, list(modes), drafters[0] if drafters else None)
 
@@ -144,7 +150,8 @@ class Drafting:
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that the step emitted `tokens` in all and took `seconds`."""
         if "comparison" in vars(self):
-            self.budget.observe(self.comparison, tokens, seconds, self.asked)
+            # what it read serves the rest of the answer (`Budget.worth_reading`)
+            self.budget.observe(self.comparison, tokens, seconds - self.reading, self.asked)
 
     def _begin(self, sequence: SequenceState) -> TreeDraft:
         """Decide how many nodes a sequence's tree may have, and begin to grow it."""
@@ -197,9 +204,30 @@ class Drafting:
             ]
             answered = worth_asking(gains, lambda n: self.budget.cost.call(drafter, n), self.rate)
             refused = [one for one, yes in zip(measured, answered, strict=True) if not yes]
+        refused += [one for one in measured if one not in refused and not self._may_read(one)]
         for one in refused:
             self._send(one, None)
         return [one for one in waiting if one not in refused]
+
+    def _may_read(self, one: TreeDraft) -> bool:
+        """Whether the drafter may read what it missed of a sequence before its first call.
+
+        It may where that is expected to pay for the rest of the answer, and to explore. A drafter
+        that can do without the beginning of a text leaves it out where its end is enough.
+        """
+        sequence, budget = one.sequence, self.budget
+        state, drafter, unread = sequence.draft_state, sequence.drafter, _unread(sequence)
+        if one.calls or unread <= CAUGHT_UP or state is None or drafter is None:
+            return True
+        rest = sequence.params.max_tokens - len(sequence.output.token_ids)
+        rest = min(rest, round(budget.answer_tokens))
+        tail = budget.worth_reading(self.comparison, drafter, unread, rest, drafter.skips)
+        context = sequence.context
+        if not tail and context is not None and context.marginal_cost is not None:
+            tail = budget.TAILS[0][0] if context.marginal_cost.explore else 0
+        if tail:
+            state.skip(tail)
+        return bool(tail)
 
     def _answer(self, drafter: Drafter, asked: list[TreeDraft]) -> None:
         """Answer requests in one call, and send each tree its distributions.
@@ -218,7 +246,9 @@ class Drafting:
             except Exception as error:
                 # the call meets it again, and tells which sequence it is
                 logger.info("a drafter can't catch up: %s", error)
-        caught_up, unread = time.perf_counter(), sum(_unread(one.sequence) for one in first)
+        caught_up = time.perf_counter()
+        self.reading += caught_up - began
+        unread = sum(_unread(one.sequence) for one in first)
         answers = self._call(drafter, asked)
         answered = time.perf_counter()
         for one, answer in zip(asked, answers, strict=True):

@@ -1,0 +1,224 @@
+"""A lone request beside a slow drafter, on a simulated clock: what pays goes on, prompts counted.
+pytest tests/test_slow_drafter.py"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from answers import answer
+from drafters import KnownDrafter
+from models import VOCAB, tiny
+from quickbeam import LLM
+from quickbeam.drafters.base import DrafterState, DraftProbs, DraftRequest
+from quickbeam.drafters.draft_model import LMDrafter
+from quickbeam.drafters.ngram import Ngram
+from quickbeam.engine.budget import Budget
+from quickbeam.engine.comparison import ASKED, PLAIN, UNASKED, Comparison
+from quickbeam.engine.cost import CostModel
+from quickbeam.engine.engine import Engine
+from quickbeam.methods.base import NoDraft
+from quickbeam.methods.hybrid import Hybrid
+from quickbeam.models.batch import Batch, Passed
+from quickbeam.models.model import Model
+from quickbeam.params import SamplingParams
+from quickbeam.sizes import weight_bytes
+
+PASS, ROW = 1.0, 0.02  # seconds of a pass, and of each further row
+PROMPT, ANSWER, ANSWERS = 150, 64, 8
+
+
+@cache
+def questions() -> list[tuple[list[int], list[int]]]:
+    """Prompts and their answers."""
+    rng, params = random.Random(5), SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    target, prompts = Model(tiny("llama", seed=3)), list[list[int]]()
+    for _ in range(ANSWERS):
+        prompts.append([rng.randrange(VOCAB) for _ in range(PROMPT)])
+    return [
+        (prompt, answer(target, NoDraft(), params, prompt).output.token_ids) for prompt in prompts
+    ]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class ReadingState(DrafterState):
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.unread = len(ids) - 1
+
+    @property
+    def waiting(self) -> int:
+        return self.unread
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        self.unread += len(tokens)
+
+    def skip(self, tail: int) -> None:
+        self.unread = min(self.unread, tail)
+
+
+class SlowDrafter(KnownDrafter):
+    """A drafter whose calls and reading take time; it says the right token every so often."""
+
+    skips = True
+
+    def __init__(self, clock: Clock, call: float, token: float, right: float) -> None:
+        self.clock, self.call, self.token, self.right = clock, call, token, right
+        self.text, self.tokens_read = list[int](), 0
+        super().__init__(self._probs)
+
+    def _probs(self, context: Sequence[int]) -> torch.Tensor:
+        place = len(context)
+        sure = random.Random(place).random() < self.right and place < len(self.text)
+        token = self.text[place] if sure else random.Random(str(context[-3:])).randrange(VOCAB)
+        probs = torch.full((VOCAB,), 0.4 / VOCAB)
+        probs[token] += 0.6
+        return probs
+
+    def begin(self, ids: Sequence[int], shortlist: object = None) -> ReadingState:
+        return ReadingState(ids)
+
+    def _read(self, states: Sequence[DrafterState]) -> None:
+        for state in states:
+            assert isinstance(state, ReadingState)
+            self.clock.now += self.token * state.unread
+            self.tokens_read += state.unread
+            state.unread = 0
+
+    def read(self, states: Sequence[DrafterState], least: int = 1, end: int | None = None) -> None:
+        self._read(states)
+
+    def answer(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
+        self._read([request.context.states[self.name] for request in requests])
+        self.clock.now += self.call
+        return super().answer(requests)
+
+
+def simulated(
+    monkeypatch: pytest.MonkeyPatch,
+    call: float,
+    right: float,
+    mode: str | None,
+    busy: bool = False,
+) -> tuple[list[float], SlowDrafter]:
+    """The seconds of each answer, its prompt counted, and the drafter. `mode`: the only one, None
+    for all. `busy`: every tenth pass and call takes four times as long, more so at first."""
+    asked, clock, rng = questions(), Clock(), random.Random(5)
+    monkeypatch.setattr("time.perf_counter", clock)
+    target, drafter = Model(tiny("llama", seed=3)), SlowDrafter(clock, call, call / 10, right)
+    forward = target.forward
+
+    def timed(batch: Batch) -> list[Passed]:
+        rows = sum(part.rows for part in batch.parts)
+        slow = 4.0 if busy and rng.random() < 0.1 else 1.0
+        clock.now += slow * (PASS + ROW * (rows - 1))
+        return forward(batch)
+
+    target.forward = timed  # type: ignore[method-assign]
+    budget = Budget(CostModel({1: PASS, 64: PASS + 63 * ROW}))
+    if mode is not None:
+        only = Comparison({mode: 1.2})
+        budget.comparison = lambda *_: only  # type: ignore[method-assign]
+    engine = Engine(target, budget=budget, share=False)
+    policy, params = Hybrid(drafter, Ngram()), SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+    seconds = []
+    for prompt, plain in asked:
+        drafter.text, began = [*prompt, *plain], clock.now
+        drafted = answer(target, policy, params, prompt, budget=None, engine=engine)
+        assert drafted.output.token_ids == plain
+        seconds.append(clock.now - began)
+    return seconds, drafter
+
+
+@pytest.mark.parametrize(("call", "right"), [(0.05, 0.9), (0.3, 0.6), (0.8, 0.4)])
+def test_what_pays_goes_on(monkeypatch: pytest.MonkeyPatch, call: float, right: float) -> None:
+    """Nearly as fast as the best of its modes alone, though it does not know which that is."""
+    alone = {
+        mode: sum(simulated(monkeypatch, call, right, mode)[0]) for mode in (ASKED, UNASKED, PLAIN)
+    }
+    ours = sum(simulated(monkeypatch, call, right, None)[0])
+    assert ours < 1.06 * min(alone.values()), alone
+
+
+def test_a_slow_drafter_reads_ends_of_prompts_and_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, slow = simulated(monkeypatch, 0.8, 0.4, None)
+    assert slow.tokens_read < 0.1 * ANSWERS * (PROMPT + ANSWER)
+    _, fast = simulated(monkeypatch, 0.02, 0.95, None)
+    assert fast.tokens_read > 0.3 * ANSWERS * (PROMPT + ANSWER) and fast.rounds > ANSWERS * 8
+
+
+@pytest.mark.parametrize("call", [0.1, 0.4])
+def test_a_busy_machine_is_no_slower_than_plain_decoding_from_the_first_answer_on(
+    monkeypatch: pytest.MonkeyPatch, call: float
+) -> None:
+    ours, _ = simulated(monkeypatch, call, 0.5, None, busy=True)
+    plain, _ = simulated(monkeypatch, call, 0.5, PLAIN, busy=True)
+    assert ours[0] < 1.05 * plain[0] and sum(ours) < sum(plain)
+
+
+def test_how_much_of_a_text_is_worth_reading() -> None:
+    budget = Budget(CostModel({1: 1.0, 64: 1.5}))
+    budget.begin({0: 0}, {})
+    budget.cost.observe_read("d", 100, 2.0)  # 0.02 s a token
+
+    def worth(asked: float, unread: int, rest: int, skips: bool = True) -> int:
+        comparison = Comparison({ASKED: asked, UNASKED: 1.2, PLAIN: 1.0})
+        return budget.worth_reading(comparison, "d", unread, rest, skips)
+
+    assert worth(2.0, 100, 200) == 100 and worth(2.0, 2000, 200) == 128
+    assert worth(2.0, 2000, 8) == 64 and worth(2.0, 2000, 1) == 0
+    assert worth(2.0, 2000, 20, skips=False) == 0 and worth(2.0, 2000, 4000, skips=False) == 2000
+    assert worth(1.21, 2000, 60) == 0
+    assert worth(0.5, 2000, 1) == 0 < worth(0.5, 2000, 100)  # only to try it
+
+
+def test_what_a_call_takes_is_guessed_by_sizes() -> None:
+    """Parameters of Qwen2.5 1.5B and 0.5B, without the embedding that the head is not tied to."""
+    larger = SimpleNamespace(
+        hidden_size=1536,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        vocab_size=151936,
+    )
+    smaller = SimpleNamespace(
+        hidden_size=896,
+        num_attention_heads=14,
+        num_key_value_heads=2,
+        intermediate_size=4864,
+        num_hidden_layers=24,
+        vocab_size=151936,
+    )
+    assert weight_bytes(larger, "bfloat16") == pytest.approx(2 * 1.54e9, rel=0.02)
+    assert weight_bytes(smaller, "bfloat16") == pytest.approx(2 * 0.49e9, rel=0.02)
+    assert weight_bytes(larger, "int4") < weight_bytes(larger, "int8") < 1.6e9
+    cost = CostModel({1: 2.0})
+    cost.expect_calls("d", 0.3)
+    assert cost.call("d") == pytest.approx(0.6)
+
+
+def test_loading_measures_passes_and_gives_a_smaller_model_the_same_weights(
+    toy_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, measure = list[Model](), CostModel.measure
+    counted = lambda model, limit: measured.append(model) or measure(model, limit)  # noqa: E731
+    monkeypatch.setattr(CostModel, "measure", counted)
+    with LLM(toy_folder, weights="int8", drafter=toy_folder) as llm:
+        drafter = llm.prepare("auto")
+        assert isinstance(drafter, LMDrafter) and drafter.model.weights == "int8"
+        assert measured == [llm.model]
+        llm.generate("abc", SamplingParams(max_tokens=4))
+        assert measured == [llm.model]
+    with LLM(toy_folder, "ar"):
+        assert len(measured) == 1  # it drafts nothing
