@@ -89,6 +89,11 @@ async def begun(runner: Runner, *jobs: Job) -> list[Any]:
         return await runner.begin(jobs, ticket)
 
 
+def begun_answers(runner: Runner) -> int:
+    """How many answers have been begun and are not over."""
+    return sum(len(one.answers) for one in runner._engine._mailboxes.values())
+
+
 def idle(runner: Runner) -> bool:
     """Whether nothing is left of any request."""
     gate, engine = runner.gate, runner.llm.engine

@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 import threading
 import time
 import types
+import weakref
 
 import pytest
 import torch
@@ -18,7 +22,6 @@ from tqdm.auto import tqdm
 
 from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParams
 from quickbeam.engine.stream import Stream
-from quickbeam.engine.turns import Turns
 from quickbeam.sizes import parse_bytes
 
 PROMPTS = [
@@ -29,6 +32,7 @@ PROMPTS = [
     "rain, rain, go away",
 ]
 PARAMS = SamplingParams(max_tokens=24)
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
@@ -282,9 +286,9 @@ def test_finished_answers_keep_no_tensors(llm):
         )
         for i in range(50)
     ]
-    while not all(stream.over for stream in streams):
-        llm.engine.step()
-    shared = [llm, llm.engine, llm.tokenizer, *llm._policies.values()]
+    for stream in streams:
+        stream.result()
+    shared = [llm, llm.engine, llm.thread, llm.tokenizer, *llm._policies.values()]
     sizes = {
         one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
         for one in tensors(*streams, without=shared)
@@ -319,7 +323,7 @@ def test_what_ends_one_of_several_answers_is_raised(llm, monkeypatch):
     forward = llm.model.forward
 
     def broken(batch):
-        if any(part.cache is bad._sequence.cache for part in batch.parts for bad in seen[2:3]):
+        if any(part.cache is bad.sequence.cache for part in batch.parts for bad in seen[2:3]):
             raise RuntimeError("no such pass")
         return forward(batch)
 
@@ -408,34 +412,104 @@ def test_a_request_that_begins_meanwhile_is_told(toy_folder, end):
         if end == "closed":
             await asyncio.to_thread(llm.close)
         else:
-            llm._broken = True
+            llm.llm.thread._loop.error = MemoryError("no more")
         go.set()
         with pytest.raises(QuickbeamError, match=end):
             await asyncio.wait_for(asked, 5)
-        assert not llm.llm.engine.busy
         llm.close()
+        assert not llm.llm.engine.busy
 
     asyncio.run(main())
 
 
-def test_turns_are_taken_in_order():
-    turns, order, go = Turns(), list[int](), threading.Event()
+# --- the engine's thread --------------------------------------------------------------------------
 
-    def work(number: int) -> None:
-        for _ in range(3):
-            with turns, turns:
-                order.append(number)
 
-    with turns:
-        threads = []
-        for number in range(4):
-            threads.append(threading.Thread(target=work, args=(number,)))
-            threads[-1].start()
-            while len(turns._queue) <= number:
-                go.wait(0.001)
-        assert not turns.take_if_free()
-    for thread in threads:
-        thread.join()
-    assert order[:4] == [0, 1, 2, 3]
-    assert turns.take_if_free()
-    turns.leave()
+def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_folder):
+    llm = LLM(toy_folder, "ar")
+    first, thread = llm.generate("hello", PARAMS).token_ids, llm.thread._thread
+    llm.close()
+    assert not thread.is_alive()
+    assert llm.generate("hello", PARAMS).token_ids == first
+    stream = llm.stream("hello", SamplingParams(max_tokens=400, ignore_eos=True))
+    thread, model = llm.thread._thread, weakref.ref(llm.model)
+    del llm
+    assert next(stream) and thread.is_alive()  # a stream keeps its engine
+    del stream
+    gc.collect()
+    thread.join(30)
+    gc.collect()
+    assert not thread.is_alive() and model() is None
+
+
+def test_the_interpreter_ends_in_the_midst_of_an_answer(toy_folder):
+    program = f"""
+from quickbeam import LLM, SamplingParams
+llm = LLM({toy_folder!r}, "pld")
+stream = llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True))
+print(next(stream) != "")
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert (ended.returncode, ended.stdout) == (0, "True\n"), ended.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks are of Unix")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_fork_is_told_that_it_has_no_engine(llm):
+    llm.generate("hello", PARAMS)
+    read, write = os.pipe()
+    if not (child := os.fork()):
+        try:
+            llm.generate("hello", PARAMS)
+        except BaseException as error:
+            os.write(write, str(error).encode())
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    assert "forked" in said and "spawn" in said
+
+
+def test_where_no_thread_can_be_started_it_is_told(toy_folder, monkeypatch):
+    llm, start = LLM(toy_folder, "ar"), threading.Thread.start
+
+    def refused(self):
+        if self.name == "quickbeam-engine":
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refused)
+        with pytest.raises(QuickbeamError, match="can't be started"):
+            llm.generate("hello", PARAMS)
+    assert llm.generate("hello", PARAMS).finish_reason
+
+
+def test_an_observer_that_asks_the_same_model_is_told(llm, alone):
+    """It would wait for itself. Its answer ends with the error, no other does."""
+    other, errors = llm.stream(PROMPTS[0], PARAMS), list[str]()
+
+    def asks(record) -> None:
+        for ask in (lambda: llm.stream("hello", PARAMS), lambda: next(stream), llm.reset):
+            try:
+                ask()
+            except QuickbeamError as error:
+                errors.append(str(error))
+        llm.generate("hello", PARAMS)
+
+    stream = llm.stream("hello", LONG, observer=asks)
+    with pytest.raises(QuickbeamError, match="under way"):
+        stream.result()
+    assert len([error for error in errors if "under way" in error]) >= 2
+    assert other.result().token_ids == alone[PROMPTS[0]]
+
+
+def test_an_observer_may_close_its_stream(llm):
+    stream = llm.stream("hello", LONG, method="ar", observer=lambda _: streams[0].close())
+    streams = [stream]
+    assert stream.result().finish_reason == "interrupted"
+    assert 0 < len(stream.token_ids) < LONG.max_tokens

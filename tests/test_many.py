@@ -1,5 +1,5 @@
-"""Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or set
-back around it.
+"""Many answers at once: each is the one given alone, whatever arrives, leaves, is shared or
+preempted around it.
 
 pytest tests/test_many.py
 """
@@ -158,7 +158,7 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
     )
     policies = world.policies()
     open_ones: list[tuple[SequenceState, tuple[int, ...], dict]] = []
-    every = list(open_ones)
+    every, left = list(open_ones), set[SequenceState]()
     waiting = [text(chance, beginnings) for _ in range(requests)]
     while waiting or open_ones:
         if waiting and (not open_ones or chance.random() < 0.4):
@@ -175,14 +175,16 @@ def play(world: World, seed: int, requests: int = 10) -> Engine:
                 open_ones.append((one, tuple(prompt), sampling))
                 every.append(open_ones[-1])
         if open_ones and chance.random() < 0.06:
-            engine.cancel(chance.choice(open_ones)[0])
+            gone = chance.choice(open_ones)[0]
+            engine.cancel(gone)
+            left.add(gone)
         engine.step()
         open_ones = [known for known in open_ones if not known[0].over]
     for one, prompt, sampling in every:
         assert one.error is None
         expected = world.alone(prompt, one.params.max_tokens, **sampling)
         assert one.output.token_ids == expected[: len(one.output.token_ids)]
-        assert len(one.output.token_ids) == len(expected) or one.cancelled
+        assert len(one.output.token_ids) == len(expected) or one in left
     engine.forget()
     assert world.model.pool.used == 0
     assert world.drafter.pool.used == 0
@@ -273,7 +275,7 @@ def test_chunks_may_be_dropped_while_they_are_adopted(world, monkeypatch):
     assert here.model.pool.used == here.drafter.pool.used == 0
 
 
-def test_sequences_are_set_back_and_go_on(world):
+def test_sequences_are_preempted_and_go_on(world):
     here = world("llama", "native")
     prompts = [tuple((i * 7 + k) % 90 + 3 for k in range(100)) for i in range(4)]
     engine = here.engine(pages=7)
@@ -283,7 +285,7 @@ def test_sequences_are_set_back_and_go_on(world):
     ]
     run(engine, *ones)
     assert sum(one.statistics.set_back for one in ones) > 0
-    assert ones[0].statistics.set_back == 0  # whoever came first is never set back
+    assert ones[0].statistics.set_back == 0  # whoever came first is never preempted
     # nothing of a first prompt was known, whatever the cache holds of answers later
     assert not any(one.statistics.cached_tokens for one in ones)
     assert [one.output.token_ids for one in ones] == [here.alone(prompt, 120) for prompt in prompts]
@@ -493,7 +495,7 @@ def test_an_interrupt_ends_what_runs_and_leaves_the_engine_fit(world):
     assert here.model.pool.used == 0
 
 
-def test_an_interrupt_while_one_is_set_back_loses_none(world, monkeypatch):
+def test_an_interrupt_while_one_is_preempted_loses_none(world, monkeypatch):
     here = world("llama", "native")
     engine, broken = here.engine(pages=7, share=False), list[SequenceState]()
     params = SamplingParams(max_tokens=120, ignore_eos=True)
@@ -749,7 +751,7 @@ def test_whoever_is_admitted_came_first(seed):
 
 @pytest.mark.parametrize("pages", (None, 7))
 def test_who_leaves_while_waiting_changes_no_order(world, pages):
-    """Those that stay begin in order of arrival and answer as alone, some of them set back
+    """Those that stay begin in order of arrival and answer as alone, some of them preempted
     meanwhile."""
     here = world("llama", "native")
     engine, chance, before = (
@@ -764,13 +766,13 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
     ]
     order: list[int] = []
     left = [5]
-    engine.drop(ones[5])  # before a step saw it
+    engine.cancel(ones[5])  # before a step saw it
     assert ones[5].output.finish_reason == "interrupted"
     while engine.busy:
         waiting = [i for i, one in enumerate(ones) if not one.over and one.cache is None]
         if waiting and chance.random() < 0.05:
             left.append(chance.choice(waiting))
-            chance.choice((engine.cancel, engine.drop))(ones[left[-1]])
+            engine.cancel(ones[left[-1]])
             assert ones[left[-1]].output.finish_reason == "interrupted"
         engine.step()
         order += [i for i, one in enumerate(ones) if one.started and i not in order]
@@ -784,35 +786,6 @@ def test_who_leaves_while_waiting_changes_no_order(world, pages):
         assert one.output.token_ids == here.alone(prompts[i], 100)[: len(one.output.token_ids)]
         assert (len(one.output.token_ids) < 100) == (i in left)
     assert here.model.pool.used == before
-
-
-def test_one_dropped_while_a_step_is_under_way_is_over_with_the_next(world):
-    """A finalizer may run in the midst of a step; whoever it drops may not have been seen by
-    one."""
-    here = world("llama", "native")
-    engine = here.engine(share=False)
-    params = SamplingParams(max_tokens=5, ignore_eos=True)
-    kept, dropped, late = (
-        engine.add(request(here.model, NoDraft(), params, [5, 6, 7 + i], budget=1))
-        for i in range(3)
-    )
-    with engine.lock:
-        engine.drop(dropped)
-        assert not dropped.over
-    engine.step()
-    assert dropped.output.finish_reason == "interrupted" and not kept.over
-    late.end("interrupted")
-    engine.cancel(late)  # it was over
-    unseen = engine.add(request(here.model, NoDraft(), params, [5, 6, 7], budget=1))
-    unseen.end("interrupted")  # as where one is cancelled right after it arrived
-    engine.cancel(unseen)
-    assert unseen not in [*engine.scheduler.waiting, *engine.scheduler.active]
-    run(engine, kept)
-    assert (
-        not engine.busy
-        and kept.output.token_ids == here.alone((5, 6, 7), 5)
-        and late.output.token_ids != []
-    )
 
 
 def storage(tensor: torch.Tensor) -> int:

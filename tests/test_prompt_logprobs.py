@@ -118,7 +118,7 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model: Model) -> None
     engine.close()
 
 
-def test_a_set_back_prompt_is_scored_once() -> None:
+def test_a_preempted_prompt_is_scored_once() -> None:
     if library.kernels() is None:
         pytest.skip("no native kernels here")
     model = Model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
@@ -126,17 +126,17 @@ def test_a_set_back_prompt_is_scored_once() -> None:
     params = SamplingParams(max_tokens=120, ignore_eos=True, prompt_logprobs=3)
     alone = [scored(model, prompt, params) for prompt in prompts]
     engine, back = Engine(model, pages=7), []
-    set_back = engine.scheduler.set_back
+    preempt = engine.scheduler.preempt
 
     def noting(sequence: SequenceState) -> None:
         back.append(len(sequence.prompt_logprobs or ()))
-        set_back(sequence)
+        preempt(sequence)
 
-    engine.scheduler.set_back = noting  # type: ignore[method-assign]
+    engine.scheduler.preempt = noting  # type: ignore[method-assign]
     ones = [engine.add(request(model, NoDraft(), params, prompt, budget=1)) for prompt in prompts]
     for _ in range(3):
         engine.step()
-    engine.scheduler.set_back(engine.scheduler.active[-1])  # in the middle of its prompt
+    engine.scheduler.preempt(engine.scheduler.active[-1])  # in the middle of its prompt
     run(engine, ones)
     assert len(back) > 1 and 1 < back[0] < 90
     assert [one.prompt_logprobs for one in ones] == [one.prompt_logprobs for one in alone]

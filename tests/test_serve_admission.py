@@ -12,7 +12,7 @@ from quickbeam import LLM, InvalidInput, SamplingParams
 from quickbeam.serve.admission import LONGEST_WAIT, Busy, Gate, Phase, Unavailable
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.settings import ServeSettings
-from running import LONG, begun, braked, idle, job, served, until
+from running import LONG, begun, begun_answers, braked, idle, job, served, until
 
 SHORT = SamplingParams(max_tokens=4, ignore_eos=True)
 
@@ -255,7 +255,7 @@ def test_nothing_on_the_event_loop_waits_for_a_step(llm):
                 for path in ("/health", "/metrics", "/v1/models", "/"):
                     assert (await client.get(path)).status_code == 200
                 other = asyncio.create_task(begun(runner, job(llm, "another")))
-                await until(lambda: runner.gate.waiting == 2 and len(llm.engine._arrived) == 2)
+                await until(lambda: runner.gate.waiting == 2 and begun_answers(runner) == 2)
                 assert not task.done() and not other.done()
             for stream in await task + await other:
                 stream.close()

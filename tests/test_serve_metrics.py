@@ -185,7 +185,7 @@ def test_what_runs_and_waits_and_how_it_ends(llm, monkeypatch):
     asyncio.run(main())
 
 
-def test_what_is_set_back_is_counted(toy_folder):
+def test_preemptions_are_counted(toy_folder):
     page = LLM(toy_folder, "ar").model.pool.page_bytes
     with LLM(toy_folder, "ar", kv_memory=5 * page) as llm:
 

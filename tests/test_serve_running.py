@@ -26,12 +26,12 @@ from quickbeam import LLM, AsyncLLM, InvalidInput, QuickbeamError, SamplingParam
 from quickbeam.cli.app import app as command
 from quickbeam.cli.fields import split
 from quickbeam.cli.serve import greeting
-from quickbeam.engine.engine import Engine
+from quickbeam.engine.loop import EngineLoop
 from quickbeam.serve import fingerprint
 from quickbeam.serve.runner import Runner, name_of
 from quickbeam.serve.server import Server, listen, run, serve, url
 from quickbeam.serve.settings import ServeSettings
-from running import LONG, begun, braked, idle, job, served, until
+from running import LONG, begun, begun_answers, braked, idle, job, served, until
 from serving import ScriptedRunner
 
 ROOT = Path(__file__).parents[1]
@@ -222,7 +222,7 @@ def test_what_takes_too_long_to_end_is_ended(llm):
                     got = lines(streamed)
                     await anext(got)
                     one.stop()
-                    await until(lambda: one.runner._aio._closing)
+                    await until(lambda: one.runner._aio._closed)
                     brake.release(1)  # the step that is under way
                     rest = [chunk async for chunk in got]
                 assert any("error" in json.loads(chunk) for chunk in rest if chunk != "[DONE]")
@@ -252,7 +252,7 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
                     task = asyncio.create_task(ask())
                     await until(brake.waits.is_set)
                     # the second answer was begun, too
-                    await until(lambda: len(one.runner._aio._followed) == 2)
+                    await until(lambda: begun_answers(one.runner) == 2)
                     if steps:
                         brake.release(steps)
                         await until(
@@ -264,9 +264,11 @@ def test_a_client_that_leaves_frees_its_answer(llm, stream):
                     assert one.runner.gate.inside == 2
                     task.cancel()
                     await asyncio.gather(task, return_exceptions=True)
-                    # a step may be under way
-                    await until(lambda: len(one.runner._aio._dropped) == 2 or idle(one.runner))
-                    brake.release(2)
+                    for _ in range(100):  # answers need 200 steps
+                        brake.release(1)
+                        await asyncio.sleep(0.01)
+                        if idle(one.runner):
+                            break
                     await until(lambda: idle(one.runner))
             llm.reset()
             assert llm.model.pool.used == 0
@@ -294,56 +296,40 @@ def test_health_fails_when_the_engine_is_silent(llm):
     asyncio.run(main())
 
 
-def test_an_idle_engine_has_a_heartbeat(llm, monkeypatch):
-    monkeypatch.setattr("quickbeam.aio.BEAT", 0.01)
-
-    async def main() -> None:
-        async with served(llm) as (runner, _):
-            before = runner._aio.beat
-            await until(lambda: runner._aio.beat > before)
-
-    asyncio.run(main())
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_engine_whose_thread_ends_is_told(llm, monkeypatch):
-    """To those who wait, to `/health`, and to the supervisor."""
+def test_an_engine_whose_thread_ends_is_told(toy_folder, monkeypatch):
+    """To those who wait, and to the supervisor."""
 
-    async def main() -> None:
+    def broken(self):
+        raise MemoryError("no more")
+
+    async def main(llm: LLM) -> None:
         async with listening(llm) as (one, client):
             with braked(llm.engine) as brake:
                 task = asyncio.create_task(client.post("/v1/completions", json=BODY))
                 await until(brake.waits.is_set)
-                monkeypatch.setattr(
-                    AsyncLLM, "_deliver", lambda self: (_ for _ in ()).throw(MemoryError("no more"))
-                )
+                monkeypatch.setattr(EngineLoop, "_step", broken)
                 brake.release(1)
                 assert (await task).status_code == 500
                 with pytest.raises(QuickbeamError, match="thread has ended"):
                     await one.serving
-            assert one.runner.gate.inside == 0
 
-    monkeypatch.setattr(Engine, "close", lambda self: None)
-    try:
-        asyncio.run(main())
-    finally:
-        monkeypatch.undo()
-        llm.close()
+    asyncio.run(main(LLM(toy_folder, "pld")))
 
 
 def test_a_dead_thread_begins_nothing(llm, monkeypatch):
     async def main() -> None:
         async with served(llm) as (runner, client):
-            runner._aio._broken = True
+            monkeypatch.setattr(llm.thread._loop, "error", MemoryError("no more"))
             health = await client.get("/health")
             assert health.status_code == 503 and health.json() == {
                 "status": "the engine's thread has ended"
             }
-            assert (
-                await client.post("/v1/completions", json=BODY | {"model": runner.name})
-            ).status_code == 503
+            asked = BODY | {"model": runner.name}
+            assert (await client.post("/v1/completions", json=asked)).status_code == 503
 
     asyncio.run(main())
+    monkeypatch.undo()
 
 
 def test_a_request_that_begins_while_it_closes_is_turned_away(llm, monkeypatch):
@@ -411,19 +397,19 @@ def test_deltas_make_up_the_answer(llm):
 
 def test_a_step_wakes_the_event_loop_once_for_all_answers(llm, monkeypatch):
     async def main() -> None:
-        loop = asyncio.get_running_loop()
-        calls, steps = list[int](), list[int]()
-        call, step = loop.call_soon_threadsafe, llm.engine.step
-        monkeypatch.setattr(
-            loop,
-            "call_soon_threadsafe",
-            lambda *given: calls.append(threading.get_ident()) or call(*given),
-        )
+        loop, step = asyncio.get_running_loop(), llm.engine.step
+        calls, steps, call = list[str](), list[int](), loop.call_soon_threadsafe
+
+        def counted(*given):
+            calls.append(threading.current_thread().name)
+            return call(*given)
+
+        monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         monkeypatch.setattr(llm.engine, "step", lambda: steps.append(0) or step())
-        async with AsyncLLM(llm=llm) as face:
-            found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
-            assert all(len(one.token_ids) == 200 for one in found)
-            assert calls.count(face._thread.ident) <= len(steps) + 1
+        face = AsyncLLM(llm=llm)
+        found = await asyncio.gather(*(face.generate(f"{i} and so on", LONG) for i in range(8)))
+        assert all(len(one.token_ids) == 200 for one in found)
+        assert 10 < calls.count("quickbeam-engine") <= len(steps) + 1
 
     asyncio.run(main())
 

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 import weakref
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from typing_extensions import Self
 
+from quickbeam.engine.loop import EngineThread
 from quickbeam.engine.result import Completion
-from quickbeam.engine.sequence import Times
+from quickbeam.engine.sequence import SequenceState, Times
 from quickbeam.engine.stream import Delta, Stream
 from quickbeam.engine.trace import StepRecord, Trace
 from quickbeam.errors import QuickbeamError
 from quickbeam.llm import LLM, Message, Observer, Prompt
 from quickbeam.params import SamplingParams
 
-BEAT = 1.0  # seconds between two updates of `AsyncLLM.beat` while there is nothing to do
 NOTHING = Delta("", [], [], [])
 
 
@@ -30,58 +26,33 @@ class Closed(QuickbeamError):
     """An `AsyncLLM` that begins no more answers."""
 
 
-class News(NamedTuple):
-    """What happened to an answer since its event loop was last told of it."""
-
-    delta: Delta
-    begun: bool  # whether the engine has taken it up
-    over: bool
-    error: BaseException | None
-
-
 class Answer:
-    """The state of an answer that is waited for, shared by the engine's thread and the event loop.
+    """The state of an answer on the event loop that waits for it.
 
-    The engine's thread calls `look`; the event loop calls everything else. An `Answer` has no
-    reference to its `AsyncStream`, so that only the user keeps the stream alive.
+    It has no reference to its `AsyncStream`, so that only the user keeps the stream alive.
     """
 
     def __init__(self, stream: Stream, trace: Trace | None, text: Callable[[int], str]) -> None:
         self.stream, self._trace, self._text = stream, trace, text
-        self.loop, self.begun, self.changed = (
-            asyncio.get_running_loop(),
-            asyncio.Event(),
-            asyncio.Event(),
-        )
+        self.begun, self.changed = asyncio.Event(), asyncio.Event()
         self.delta, self.over = NOTHING, False
-        self.error: BaseException | None = None
+        self.closed = False  # whether nobody waits for it any more
         self.on_begun: Callable[[], None] = lambda: None
         self.on_over: Callable[[Stream], None] = lambda _: None
-        self._told = False  # whether `look` has reported that it was taken up
 
-    def look(self) -> News | None:
-        """Return what is new since the last call, or None."""
-        # read this first: another thread's step may end the answer meanwhile
-        over = self.stream.over
-        delta, begun = self.stream.new(), over or self.stream.times.began is not None
-        if self._trace is not None and (steps := self._trace.take(self._text)):
-            delta = delta._replace(steps=steps)
-        fresh = begun and not self._told
-        self._told = begun
-        return (
-            News(delta, begun, over, self.stream.error if over else None)
-            if fresh or over or any(delta)
-            else None
-        )
-
-    def hear(self, news: News) -> None:
-        """Store the news and wake whoever waits for the answer."""
-        if news.begun and not self.begun.is_set():
+    def update(self) -> None:
+        """Take what is new, and wake whoever waits for it."""
+        if self.over:
+            return
+        over = self.stream.over  # before the rest, which may still grow until then
+        if not self.begun.is_set() and (over or self.stream.times.began is not None):
             self.begun.set()
             self.on_begun()
-        self.delta = self.delta.plus(news.delta)
-        if news.over:
-            self.over, self.error = True, news.error
+        delta = self.stream.new()
+        if self._trace is not None:
+            delta = delta._replace(steps=self._trace.take(self._text))
+        self.delta, self.over = self.delta.plus(delta), over
+        if over:
             self.on_over(self.stream)
         self.changed.set()
 
@@ -91,14 +62,42 @@ class Answer:
         Raises the error that ended the answer.
         """
         while not any(self.delta):
-            if self.error is not None:
-                raise self.error
-            if self.over:
+            if self.over and self.stream.error is not None:
+                raise self.stream.error
+            if self.over or self.closed:
                 return None
             self.changed.clear()
             await self.changed.wait()
         delta, self.delta = self.delta, NOTHING
         return delta
+
+
+class Mailbox:
+    """Passes what the engine's thread notifies on to the answers of one event loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, thread: EngineThread) -> None:
+        self._loop, self._thread = weakref.ref(loop), thread
+        self.answers: dict[SequenceState, Answer] = {}
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        """Have these answers updated, in a single call, because each wakes the event loop up."""
+        try:
+            if (loop := self._loop()) is not None:
+                loop.call_soon_threadsafe(self.update, sequences)
+                return
+        except RuntimeError:  # the loop is closed
+            pass
+        for sequence in sequences:
+            self.answers.pop(sequence, None)
+            self._thread.cancel(sequence)
+
+    def update(self, sequences: Sequence[SequenceState]) -> None:
+        """Update answers, on the event loop."""
+        for sequence in sequences:
+            if (answer := self.answers.get(sequence)) is not None:
+                answer.update()
+                if answer.over:
+                    del self.answers[sequence]
 
 
 class AsyncStream(AsyncIterator[str]):
@@ -109,9 +108,10 @@ class AsyncStream(AsyncIterator[str]):
     after the next step.
     """
 
-    def __init__(self, answer: Answer, drop: Callable[[Answer], None]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
-        self._finalizer = weakref.finalize(self, drop, answer)
+        self._finalizer = weakref.finalize(self, answer.stream.cancel)
+        self._finalizer.atexit = False
 
     async def __anext__(self) -> str:
         while (delta := await self._next()) is not None:
@@ -149,13 +149,13 @@ class AsyncStream(AsyncIterator[str]):
         Raises the error that ended it, if there is one by then.
         """
         await self._answer.begun.wait()
-        if self._answer.error is not None:
-            raise self._answer.error
+        if self._answer.over and self._answer.stream.error is not None:
+            raise self._answer.stream.error
 
     def close(self) -> None:
         """Stop here. The answer ends as `interrupted` unless it had ended."""
         self._finalizer()
-        self._answer.over = True
+        self._answer.closed = True
         self._answer.changed.set()
 
     async def aclose(self) -> None:
@@ -176,25 +176,16 @@ class AsyncStream(AsyncIterator[str]):
 class AsyncLLM:
     """`LLM` for asyncio. Takes the same arguments, or a loaded `llm`.
 
-    A thread of its own runs the engine's steps while there is something to answer. `stream` and
-    `chat_stream` return iterators of text; `generate` and `chat` wait for whole answers. A task
-    that is cancelled while it waits ends its answer. With `trace=True` the deltas of a stream carry
-    its steps.
-
-    `beat` is the time (`time.monotonic`) at which the thread last looked for work. It is updated
-    before every step, and every second while there is nothing to do.
+    `stream` and `chat_stream` return iterators of text; `generate` and `chat` wait for whole
+    answers. A task that is cancelled while it waits ends its answer. With `trace=True` the deltas
+    of a stream carry its steps.
     """
 
     def __init__(self, *arguments: Any, llm: LLM | None = None, **options: Any) -> None:
         self.llm = llm or LLM(*arguments, **options)
-        self.beat = time.monotonic()
-        self._wake = threading.Condition()
-        self._followed: dict[Answer, None] = {}
-        self._dropped: deque[Answer] = deque()
-        self._closing = self._broken = False
+        self._mailboxes = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Mailbox]()
+        self._closed = False
         self._texts: dict[int, str] = {}  # the text of each token, for traces
-        self._thread = threading.Thread(target=self._run, name="quickbeam-engine", daemon=True)
-        self._thread.start()
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
@@ -238,16 +229,21 @@ class AsyncLLM:
         **options: Any,
     ) -> AsyncStream:
         self._require_open()
-        kept = Trace() if trace else None
-        # in a thread, because it may load a drafter
-        stream = await asyncio.to_thread(start, observer=_both(kept, observer), **options)
-        answer = Answer(stream, kept, self._text)
+        loop, kept = asyncio.get_running_loop(), Trace() if trace else None
+        mailbox = self._mailboxes.setdefault(loop, Mailbox(loop, self.llm.thread))
+        begin = partial(start, observer=_both(kept, observer), client=mailbox, **options)
         try:
-            self._follow(answer)
-        except Closed:
-            await asyncio.to_thread(stream.close)  # in a thread, because a step may be under way
+            stream = await asyncio.to_thread(begin)  # in a thread, because it may load a drafter
+        except QuickbeamError:
+            self._require_open()
             raise
-        return AsyncStream(answer, self._drop)
+        if self._closed:
+            stream.cancel()
+            self._require_open()
+        mailbox.answers[stream.sequence] = answer = Answer(stream, kept, self._text)
+        # what came before the mailbox knew it; later, so that the caller may `watch` it
+        loop.call_soon(mailbox.update, [stream.sequence])
+        return AsyncStream(answer)
 
     @staticmethod
     async def _finish(stream: AsyncStream) -> Completion:
@@ -257,17 +253,18 @@ class AsyncLLM:
 
     @property
     def alive(self) -> bool:
-        """False if the thread that runs the steps was ended by an error of its own."""
-        return not self._broken
+        """False if the engine's thread was ended by an error of its own."""
+        return self.llm.thread.alive
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the engine's thread began its latest step; 0 while it has nothing to do."""
+        return self.llm.thread.silence
 
     def close(self) -> None:
-        """End all answers that are under way, and the thread."""
-        with self._wake:
-            self._closing = True
-            self._wake.notify()
-        self._thread.join()
+        """End all answers that are under way, and the engine's thread."""
+        self._closed = True
         self.llm.close()
-        self._deliver()
 
     async def __aenter__(self) -> Self:
         return self
@@ -281,84 +278,12 @@ class AsyncLLM:
         return self._texts[token]
 
     def _require_open(self) -> None:
-        if self._closing:
+        if self._closed:
             raise Closed("this AsyncLLM is closed: make another one")
-        if self._broken:
+        if not self.alive:
             raise Closed(
                 "the engine's thread has ended, by a fault of quickbeam's: make another AsyncLLM"
             )
-
-    def _follow(self, answer: Answer) -> None:
-        """Have the event loop of `answer` told of every step.
-
-        Raises `Closed` if there will be no more steps.
-        """
-        with self._wake:
-            self._require_open()
-            self._followed[answer] = None
-            self._wake.notify()
-
-    def _drop(self, answer: Answer) -> None:
-        """Mark an answer that nobody waits for any more. Never blocks: a finalizer may call it."""
-        self._dropped.append(answer)
-
-    def _run(self) -> None:
-        try:
-            while self._wait():
-                self._take_step()
-                self._deliver()
-        except BaseException as error:  # no request's fault: everyone who waits must be told
-            with self._wake:
-                self._broken = True
-                followed = list(self._followed)
-            self._tell([(answer, News(NOTHING, True, True, error)) for answer in followed])
-            raise
-
-    def _take_step(self) -> None:
-        """Close the answers that nobody waits for, then run a step if the engine has work."""
-        while self._dropped:
-            self._dropped.popleft().stream.close()
-        if self.llm.engine.busy:
-            with suppress(Exception):  # each sequence holds the error as its own
-                self.llm.engine.step()
-
-    def _wait(self) -> bool:
-        """Wait for something to do. Returns False if the thread is to end."""
-        with self._wake:
-            self.beat = time.monotonic()
-            while not (self._closing or self._followed):
-                self._wake.wait(BEAT)
-                self.beat = time.monotonic()
-            return not self._closing
-
-    def _deliver(self) -> None:
-        """Pass what is new on to the event loops."""
-        found = [
-            (answer, news) for answer in list(self._followed) if (news := answer.look()) is not None
-        ]
-        for answer, news in found:
-            if news.over:
-                self._followed.pop(answer, None)
-        self._tell(found)
-
-    def _tell(self, every: Sequence[tuple[Answer, News]]) -> None:
-        """Deliver all news of one event loop in a single call, because each call wakes the loop
-        up."""
-        batches: dict[asyncio.AbstractEventLoop, list[tuple[Answer, News]]] = {}
-        for answer, news in every:
-            batches.setdefault(answer.loop, []).append((answer, news))
-        for loop, batch in batches.items():
-            try:
-                loop.call_soon_threadsafe(_hear_all, batch)
-            except RuntimeError:  # the loop is closed
-                for answer, news in batch:
-                    if not news.over:
-                        self._drop(answer)
-
-
-def _hear_all(batch: Sequence[tuple[Answer, News]]) -> None:
-    for answer, news in batch:
-        answer.hear(news)
 
 
 def _both(first: Observer | None, second: Observer | None) -> Observer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -16,10 +17,11 @@ from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.vocabulary import Shortlists, is_listed
 from quickbeam.engine.budget import MAX_NODES_SLOW
 from quickbeam.engine.engine import MOST_ACTIVE, Engine
+from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.output import Output
 from quickbeam.engine.result import Completion
 from quickbeam.engine.sequence import Request
-from quickbeam.engine.stream import Stream, finish_all
+from quickbeam.engine.stream import Ends, Stream, results
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput
 from quickbeam.grammar.compiler import Compiler
@@ -190,6 +192,7 @@ class LLM:
             tokenizer,
             ends,
         )
+        self.thread = EngineThread(engine)
         self._grammars = Compiler(tokenizer, self.model.vocab_size, ends)
         # policies keep what they learned in earlier answers
         self._policies: dict[Setting, TreePolicy] = {}
@@ -282,27 +285,30 @@ class LLM:
         if self._drafter_name is None or DRAFTER not in preset(method).sources:
             return None
         asked = method, vocab, shortlist
-        if asked in self._prepared:  # checked without the lock, which a step may hold for long
-            return self._drafter
-        with self.engine.lock:
-            if self._drafter is None:
-                self._drafter = load_drafter(
-                    self._drafter_name,
-                    self.model,
-                    self.tokenizer,
-                    fast=self._fast,
-                    progress=self._progress,
-                    trust_remote_code=self._trusted,
-                    weights=self._draft_weights,
-                )
-                self._listed, self._shortlists = (
-                    is_listed(self._drafter),
-                    Shortlists(self._drafter, self.model),
-                )
-                self._bound_memory()
-            self._shortlist(self._setting(method, vocab, shortlist))
+        if asked not in self._prepared:
+            self.thread.call(partial(self._load_drafter, method, vocab, shortlist))
             self._prepared.add(asked)
         return self._drafter
+
+    def _load_drafter(self, method: str, vocab: str | None, shortlist: int | None) -> None:
+        """Load the drafter and its shortlist for `method`, on the engine's thread."""
+        if self._drafter is None:
+            assert self._drafter_name is not None
+            self._drafter = load_drafter(
+                self._drafter_name,
+                self.model,
+                self.tokenizer,
+                fast=self._fast,
+                progress=self._progress,
+                trust_remote_code=self._trusted,
+                weights=self._draft_weights,
+            )
+            self._listed, self._shortlists = (
+                is_listed(self._drafter),
+                Shortlists(self._drafter, self.model),
+            )
+            self._bound_memory()
+        self._shortlist(self._setting(method, vocab, shortlist))
 
     def _setting(self, method: str, vocab: str | None, shortlist: int | None) -> Setting:
         """Return the setting of a method. If the method has a drafter, it must be loaded."""
@@ -421,18 +427,19 @@ class LLM:
                 f"{len(every)} parameters for {len(prompts)} prompts: give one for "
                 "all, or one for each"
             )
-        streams = list[Stream]()
+        streams, ends = list[Stream](), Ends()
         try:
             for ids, one in zip(prompts, every, strict=True):
                 for choice in range((one or SamplingParams()).n):
-                    streams.append(self._begin(ids, one, method, options, None, choice))
+                    streams.append(self._begin(ids, one, method, options, None, choice, ends))
             shown = progress if progress is not None else len(streams) > 1 and sys.stderr.isatty()
-            finish_all(self.engine, streams, shown)
+            return results(streams, ends, shown)
         except BaseException:
+            for stream in streams:
+                stream.cancel()
             for stream in streams:
                 stream.close()
             raise
-        return [stream.completion for stream in streams]
 
     def chat_stream(
         self,
@@ -442,13 +449,12 @@ class LLM:
         method: str | None = None,
         observer: Observer | None = None,
         template: dict[str, Any] | None = None,
+        client: Client | None = None,
         **options: Unpack[Options],
     ) -> Stream:
-        """Answer a conversation piece by piece; see `chat`. `observer` is called with every
-        step."""
-        return self._begin(
-            self.encode_chat(messages, **(template or {})), params, method, options, observer
-        )
+        """Answer a conversation piece by piece; see `chat`, and `stream` for the arguments."""
+        ids = self.encode_chat(messages, **(template or {}))
+        return self._begin(ids, params, method, options, observer, 0, client)
 
     def stream(
         self,
@@ -458,14 +464,15 @@ class LLM:
         method: str | None = None,
         observer: Observer | None = None,
         choice: int = 0,
+        client: Client | None = None,
         **options: Unpack[Options],
     ) -> Stream:
         """Continue one prompt piece by piece; see `generate`.
 
-        `observer` is called with every step. `choice`: which of the `n` answers to give, counted
-        from 0.
+        `observer` is called with every step, and `client` is notified of it, both on the engine's
+        thread. `choice`: which of the `n` answers to give, counted from 0.
         """
-        return self._begin(self._ids(prompt), params, method, options, observer, choice)
+        return self._begin(self._ids(prompt), params, method, options, observer, choice, client)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return (
@@ -480,6 +487,7 @@ class LLM:
         options: Options,
         observer: Observer | None,
         choice: int = 0,
+        client: Client | None = None,
     ) -> Stream:
         check_options(options)
         params, name = (
@@ -503,7 +511,7 @@ class LLM:
         masks = (
             None if params.grammar is None else self._grammars.begin(params.grammar, output.ends)
         )
-        sequence = self.engine.add(
+        sequence = self.engine.new_sequence(
             Request(
                 ids,
                 params,
@@ -519,7 +527,7 @@ class LLM:
                 choice,
             )
         )
-        return Stream(self.engine, sequence, self.name, name)
+        return Stream(self.thread, sequence, self.name, name, client)
 
     def encode_chat(
         self,
@@ -559,11 +567,11 @@ class LLM:
 
     def reset(self) -> None:
         """Empty the prefix cache, so that the next prompt is computed from its first token."""
-        self.engine.forget()
+        self.thread.call(self.engine.forget)
 
     def close(self) -> None:
         """End all answers that are under way and free their memory."""
-        self.engine.close()
+        self.thread.close()
 
     def __enter__(self) -> Self:
         return self

@@ -8,7 +8,9 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,8 @@ import numpy as np
 from quickbeam.bench.methods import LLMRunner, MethodItem
 from quickbeam.bench.questions import Question
 from quickbeam.bench.report import markdown, number, same
+from quickbeam.engine.loop import EngineThread
+from quickbeam.engine.sequence import SequenceState
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
@@ -44,19 +48,17 @@ class Asked:
     nodes: int = 0
     cancelled: bool = False
 
-    def follow(self, stream: Stream, at: float) -> None:
-        """Note what a step at the time `at` brought, and go away where the client does."""
-        if len(stream.token_ids) > len(self.token_ids):
-            self.first, self.last, self.token_ids = self.first or at, at, list(stream.token_ids)
-        enough = self.leaves_after is not None and len(self.token_ids) >= self.leaves_after
-        if enough and not stream.over:
-            self.cancelled = True
-            stream.close()
-        if stream.over:
-            if stream.error is not None:
-                raise stream.error
-            statistics = stream.completion.statistics
-            self.steps, self.nodes = statistics.steps, statistics.nodes
+    def follow(self, sequence: SequenceState, at: float) -> bool:
+        """Note what a step at the time `at` brought. Returns whether the client goes away now."""
+        token_ids = sequence.output.token_ids
+        if len(token_ids) > len(self.token_ids):
+            self.first, self.last, self.token_ids = self.first or at, at, list(token_ids)
+        if sequence.over:
+            self.steps, self.nodes = sequence.statistics.steps, sequence.statistics.nodes
+            return False
+        enough = self.leaves_after is not None and len(token_ids) >= self.leaves_after
+        self.cancelled = self.cancelled or enough
+        return enough
 
     def equals(self, whole: list[int]) -> bool:
         """Whether the answer is `whole`, or its beginning where the client went away."""
@@ -113,37 +115,56 @@ def requests(
     return asked
 
 
+class Asking:
+    """The client of one request. It follows the answer on the engine's thread."""
+
+    def __init__(
+        self, asked: Asked, began: float, thread: EngineThread, ended: SimpleQueue[Asking]
+    ) -> None:
+        self.asked, self._began, self._thread, self._ended = asked, began, thread, ended
+        self.stream: Stream | None = None
+        self.error: BaseException | None = None
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        """Look at what a step brought, and go away where the client does."""
+        (sequence,) = sequences
+        if self.asked.follow(sequence, time.perf_counter() - self._began):
+            self._thread.cancel(sequence)
+        if sequence.over:
+            self.error = sequence.error
+            self._ended.put(self)
+
+
 def serve(
     llm: LLM, asked: Sequence[Asked], item: MethodItem, params: SamplingParams, load: int
 ) -> Run:
     """Answer all requests, `load` of them at a time. Raises what an answer raises."""
     llm.reset()
-    llm.engine.scheduler.most = load
-    run, waiting, running = Run(load, item.name), list(asked), list[tuple[Stream, Asked]]()
-    began = before = time.perf_counter()
+    engine, ended = llm.engine, SimpleQueue[Asking]()
+    engine.scheduler.most = load
+    run, waiting, running = Run(load, item.name), list(asked), set[Asking]()
+    seconds, tokens = engine.decoding_seconds, engine.decoding_tokens
+    began = time.perf_counter()
     try:
         while waiting or running:
             while waiting and waiting[0].arrives <= time.perf_counter() - began:
-                one = replace(waiting.pop(0))
-                stream = llm.stream(one.ids, params, **item.options())
-                running.append((stream, one))
-            if not running:
-                time.sleep(max(0.0, waiting[0].arrives - (time.perf_counter() - began)))
-                continue
-            known, before = sum(len(stream.token_ids) for stream, _ in running), time.perf_counter()
-            llm.engine.step()
-            after = time.perf_counter()
-            if not llm.engine.prompt_rows:
-                run.decoding_seconds += after - before
-                run.decoding_tokens += sum(len(stream.token_ids) for stream, _ in running) - known
-            for stream, one in running:
-                one.follow(stream, after - began)
-            run.answers += [one for stream, one in running if stream.over]
-            running = [(stream, one) for stream, one in running if not stream.over]
+                one = Asking(replace(waiting.pop(0)), began, llm.thread, ended)
+                one.stream = llm.stream(one.asked.ids, params, client=one, **item.options())
+                running.add(one)
+            left = waiting[0].arrives - (time.perf_counter() - began) if waiting else None
+            with suppress(Empty):
+                one = ended.get(timeout=left and max(0.0, left))
+                running.remove(one)
+                if one.error is not None:
+                    raise one.error
+                run.answers.append(one.asked)
     finally:
-        for stream, _ in running:
-            stream.close()
+        for one in running:
+            if one.stream is not None:
+                one.stream.close()
     run.seconds = time.perf_counter() - began
+    run.decoding_seconds = engine.decoding_seconds - seconds
+    run.decoding_tokens = engine.decoding_tokens - tokens
     return run
 
 

@@ -135,13 +135,11 @@ def demo(loading: Loading, given: Shown) -> None:
 def answer(
     llm: LLM, method: str, prompt: str, params: SamplingParams, doing: str = "answering"
 ) -> Answer:
-    from quickbeam.engine.stream import finish
-
     steps: list[StepRecord] = []
     progress, messages = stderr(), [{"role": "user", "content": prompt}]
     with progress.status(f"{doing} with {method}") if progress.is_terminal else ExitStack():
         stream = llm.chat_stream(messages, params, method=method, observer=steps.append)
-        completion = finish(stream)
+        completion = stream.result()
     return Answer(completion, sources(len(completion.token_ids), steps))
 
 

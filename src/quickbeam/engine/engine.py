@@ -7,7 +7,6 @@ accepted path.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from quickbeam.engine.prefix_cache import PrefixCache
 from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
-from quickbeam.engine.turns import Turns
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.batch import Batch, Draft, Part, Passed
 from quickbeam.models.inference import inference
@@ -33,9 +31,7 @@ from quickbeam.noise import PLAIN
 from quickbeam.tree import TokenTree
 
 MOST_ACTIVE = 32  # the most sequences side by side, unless told otherwise
-MAX_UNREAD_HIDDEN = (
-    1024  # a drafter that is not asked reads hidden states once this many are waiting
-)
+MAX_UNREAD_HIDDEN = 1024  # hidden states that may wait for a drafter that is not asked
 
 
 class Ready(NamedTuple):
@@ -49,10 +45,34 @@ class Ready(NamedTuple):
     growing: TreeDraft | None = None
 
 
+class Clock:
+    """When a step began, and when its drafts and its pass were done.
+
+    In seconds of `time.perf_counter`.
+    """
+
+    def __init__(self) -> None:
+        self.began = self.drafted = self.verified = time.perf_counter()
+
+    @property
+    def drafting(self) -> float:
+        return self.drafted - self.began
+
+    @property
+    def verifying(self) -> float:
+        return self.verified - self.drafted
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of the step so far."""
+        return time.perf_counter() - self.began
+
+
 class Engine:
     """Answers any number of requests with one model.
 
-    Call `add` for a request, then `step` until it is over, or `cancel` it.
+    Call `add` for a request, then `step` until it is over, or `cancel` it. All calls but
+    `new_sequence` must come from one thread, which `EngineThread` has for many clients.
 
     - `most`: how many sequences run side by side; the others wait.
     - `pages`: pages of keys and values, None for any number.
@@ -60,8 +80,7 @@ class Engine:
     - `budget`: None measures the model's passes when the first tree needs it.
 
     Every request ends with a reason or with an `error` of its own: a failure in one sequence does
-    not touch another. Calls from several threads take turns. Raises `InvalidInput` if `most` is
-    below 1.
+    not touch another. Raises `InvalidInput` if `most` is below 1.
     """
 
     def __init__(
@@ -75,11 +94,8 @@ class Engine:
     ) -> None:
         if most < 1:
             raise InvalidInput(f"{most} sequences side by side: must be at least 1")
-        self.model, self.lock = model, Turns()
+        self.model = model
         self._loops = NativeLoops(model.pool.kernels) if isinstance(model.pool, PagePool) else PLAIN
-        # sequences that no step has seen yet; adding one never waits for the lock
-        self._arrived: deque[SequenceState] = deque()
-        self._cancelled: deque[SequenceState] = deque()  # cancelled ones that no step has seen yet
         self.prefixes = PrefixCache(model.granularity, model.pool) if share else None
         self.scheduler = Scheduler(model, self.prefixes, most)
         model.pool.limit = pages
@@ -88,7 +104,9 @@ class Engine:
         self._budget = budget
         self._nodes: dict[int, int] = {}  # by sequence: nodes of its last tree
         self._stepping = False  # whether a step is under way
-        self.prompt_rows = 0  # how many rows of prompts the last step read
+        self.left: list[SequenceState] = []  # those that ended in the last step
+        # of all steps in which no prompt was read
+        self.decoding_seconds, self.decoding_tokens = 0.0, 0
 
     @property
     def budget(self) -> Budget:
@@ -100,7 +118,13 @@ class Engine:
         return self._budget
 
     def add(self, request: Request) -> SequenceState:
-        """Take a request and return its sequence.
+        """Take a request and return its sequence. Raises what `new_sequence` raises."""
+        sequence = self.new_sequence(request)
+        self.start(sequence)
+        return sequence
+
+    def new_sequence(self, request: Request) -> SequenceState:
+        """Return the sequence of a request, for `start`. May be called from any thread.
 
         Raises `InvalidInput` if the request might not fit the context of the model or of its
         drafter, or the memory.
@@ -123,70 +147,38 @@ class Engine:
             drafter.check_shortlist(request.shortlist)
             drafter.check_length(prompt, most)
         self.scheduler.check(sequence)
-        self._arrived.append(sequence)
         return sequence
+
+    def start(self, sequence: SequenceState) -> None:
+        """Let a sequence wait for its turn, unless it is over."""
+        if sequence.over:
+            return
+        if self.prefixes is not None and self.prefixes.drafter is None:
+            self.prefixes.drafter = sequence.drafter
+        self.scheduler.add(sequence)
 
     def cancel(self, sequence: SequenceState) -> None:
         """End a sequence as `interrupted`, unless it is over, and free what it holds."""
-        with self.lock:
-            self._mark(sequence)
-            self._sort()
-
-    def drop(self, sequence: SequenceState) -> None:
-        """Do as `cancel` does, but never wait.
-
-        If nothing is under way, it happens now, otherwise with the next step.
-        """
-        self._mark(sequence)
-        if self.lock.take_if_free():
-            try:
-                self._sort()
-            finally:
-                self.lock.leave()
-
-    def _mark(self, sequence: SequenceState) -> None:
-        sequence.cancelled = True
         if not sequence.over:
-            self._cancelled.append(sequence)
-
-    def _sort(self) -> None:
-        """Hand sequences that arrived to the scheduler, and end cancelled ones."""
-        # looked at first and removed last, so that an interrupt in between loses none
-        while self._arrived:
-            sequence = self._arrived[0]
-            if not sequence.over:  # not cancelled before it was taken up
-                drafter = sequence.drafter
-                if self.prefixes is not None and self.prefixes.drafter is None:
-                    self.prefixes.drafter = drafter
-                self.scheduler.add(sequence)
-            self._arrived.popleft()
-        while self._cancelled:
-            sequence = self._cancelled[0]
-            if not sequence.over:
-                sequence.end("interrupted")
-                self._leave(sequence)
-            self._cancelled.popleft()
+            sequence.end("interrupted")
+            self._leave(sequence)
 
     def close(self) -> None:
         """End all sequences and forget all texts."""
-        with self.lock:
-            self._sort()
-            for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
-                self._mark(sequence)
-            self._sort()
-            self.forget()
-            self.model.close()
+        for sequence in [*self.scheduler.active, *self.scheduler.waiting]:
+            self.cancel(sequence)
+        self.forget()
+        self.model.close()
 
     def forget(self) -> None:
         """Empty the prefix cache, so that the next prompt is computed from its first token."""
-        with self.lock:
-            if self.prefixes is not None:
-                self.prefixes.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return bool(self.scheduler.active or self.scheduler.waiting or self._arrived)
+        return bool(self.scheduler.active or self.scheduler.waiting)
 
     @property
     def used(self) -> float:
@@ -216,72 +208,74 @@ class Engine:
     def step(self) -> None:
         """Run one step of all sequences.
 
-        However it ends, by an interrupt too, the outputs hold all that was emitted. An interrupt
-        ends all sequences that were under way. Raises `QuickbeamError` inside a step, which an
+        However it ends, the outputs hold all that was emitted. An error that belongs to no sequence
+        ends all that were under way. Raises it then, and `QuickbeamError` inside a step, which an
         observer could otherwise begin.
         """
-        with self.lock:
-            if self._stepping:
-                raise QuickbeamError(
-                    "a step of this model is under way: an observer can't ask the same model for "
-                    "more; keep what it is told, and ask after the answer"
-                )
-            self._stepping = True
-            try:
-                self._step()
-            except BaseException as error:
-                for sequence in list(self.scheduler.active):
-                    sequence.end("interrupted", error if isinstance(error, Exception) else None)
-                    self._leave(sequence)
-                raise
-            finally:
-                self._stepping = False
+        if self._stepping:
+            raise QuickbeamError(
+                "a step of this model is under way: an observer can't ask the same model for "
+                "more; keep what it is told, and ask after the answer"
+            )
+        self._stepping, self.left = True, []
+        try:
+            self._step()
+        except BaseException as error:
+            for sequence in list(self.scheduler.active):
+                sequence.end("interrupted", error if isinstance(error, Exception) else None)
+                self._leave(sequence)
+            raise
+        finally:
+            self._stepping = False
 
     def _step(self) -> None:
-        began = time.perf_counter()
-        self._sort()
+        clock = Clock()
+        # schedule
         self.scheduler.admit()
-        self._let_go()
+        self._release_finished()
         running = [one for one in self.scheduler.active if one.running]
         reading = [Ready(one, part) for one, part in self.scheduler.to_read()]
-        self.prompt_rows = sum(one.part.rows for one in reading)
-        drafting = Drafting(self.model, lambda: self.budget, running, self._nodes, self.prompt_rows)
+        prompts = sum(one.part.rows for one in reading)
+        # draft
+        drafting = Drafting(self.model, lambda: self.budget, running, self._nodes, prompts)
         growing = drafting.grow()
-        self._let_go()  # those that failed: their pages are free before anyone is set back
-        drafted = time.perf_counter()
+        self._release_finished()  # those that failed: before anyone is preempted for their pages
         ready = [
             Ready(one.sequence, Draft(self._cache(one.sequence), one.tree), one) for one in growing
         ]
+        clock.drafted = time.perf_counter()
+        # verify
         ready = self._with_room(ready + reading)
         passed = self._forward(ready)
-        verified = time.perf_counter()
-        emitted = 0
-        for one, result in zip(ready, passed, strict=True):
-            if one.sequence.over or result is None:
-                continue
-            try:
-                if one.growing is None:
-                    emitted += self._have_read(one, result)
-                else:
-                    emitted += self._take(
-                        one.sequence,
-                        one.growing,
-                        one.part.tree,  # type: ignore[union-attr]
-                        result,
-                        drafted - began,
-                        verified - drafted,
-                        began,
-                    )
-            except Exception as error:
-                fail(one.sequence, error)
-        self._tell_drafters(ready)
-        seconds = time.perf_counter() - began
-        self._clock(ready, seconds, verified - drafted)
-        if not self.prompt_rows:
+        clock.verified = time.perf_counter()
+        # commit
+        emitted = sum(
+            self._commit_part(one, result, clock)
+            for one, result in zip(ready, passed, strict=True)
+            if result is not None and not one.sequence.over
+        )
+        self._advance_drafters(ready)
+        seconds = clock.seconds
+        self._record_times(ready, seconds, clock.verifying)
+        if not prompts:
+            self.decoding_seconds += seconds
+            self.decoding_tokens += emitted
             drafting.observe(emitted, seconds)
-        self._let_go()
+        self._release_finished()
 
-    def _let_go(self) -> None:
+    def _commit_part(self, one: Ready, passed: Passed, clock: Clock) -> int:
+        """Commit what a pass says of one sequence. Returns how many tokens its tree emitted."""
+        try:
+            if one.growing is None:
+                self._commit_text(one, passed)
+                return 0
+            assert isinstance(one.part, Draft)
+            return self._commit_tree(one.sequence, one.growing, one.part.tree, passed, clock)
+        except Exception as error:
+            fail(one.sequence, error)
+            return 0
+
+    def _release_finished(self) -> None:
         """Free what finished sequences hold."""
         for sequence in [one for one in self.scheduler.active if one.over]:
             self._leave(sequence)
@@ -299,6 +293,7 @@ class Engine:
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
             self.prefixes.remember(sequence, self._whole(sequence))
         self.scheduler.remove(sequence)
+        self.left.append(sequence)
         self._nodes.pop(sequence.arrival, None)
         if self._budget is not None:
             self._budget.observe_answer(sequence.statistics.new_tokens)
@@ -317,7 +312,7 @@ class Engine:
         """Return the parts that can run.
 
         If the pool runs short, trees shrink to their roots. If that is not enough, the latest
-        sequences are set back.
+        sequences are preempted.
         """
         pool = self.model.pool
         if pool.limit is None:
@@ -358,7 +353,7 @@ class Engine:
                 return []
             if self.prefixes is not None:
                 self.prefixes.remember(last, self._whole(last))
-            self.scheduler.set_back(last)
+            self.scheduler.preempt(last)
             self._nodes.pop(last.arrival, None)
             ready = [one for one in ready if one.sequence is not last]
 
@@ -383,7 +378,7 @@ class Engine:
             torch.cuda.synchronize(device)
         return passed
 
-    def _have_read(self, one: Ready, passed: Passed) -> int:
+    def _commit_text(self, one: Ready, passed: Passed) -> None:
         """Commit tokens of a text that was read. After the last token of a prompt, emit the first
         token, if one is wanted."""
         sequence, part = one.sequence, one.part
@@ -391,27 +386,24 @@ class Engine:
         if sequence.scoring:
             sequence.score(passed.logits)
         if sequence.started or sequence.unread:
-            return 0
+            return
         if not sequence.params.max_tokens:
             sequence.end("length")
-            return 0
+            return
         logits = passed.logits[-1].clone()  # a slice would keep the logits of all rows in memory
         token = first_token(
             sequence.request.sampler, logits, sequence.randomness, len(sequence.ids)
         )
         sequence.emit([token], lambda _: logits)
         sequence.extend([token], logits)
-        return 0
 
-    def _take(
+    def _commit_tree(
         self,
         sequence: SequenceState,
         growing: TreeDraft,
         tree: TokenTree,
         passed: Passed,
-        draft_seconds: float,
-        verify_seconds: float,
-        began: float,
+        clock: Clock,
     ) -> int:
         """Accept a path of a tree, commit it and emit its tokens. Returns how many."""
         path, token = accept(
@@ -434,17 +426,11 @@ class Engine:
                 growing.seconds,
             )
         self._nodes[sequence.arrival] = len(tree)
-        growing.count(tree, path, emitted, draft_seconds, verify_seconds)
+        growing.count(tree, path, emitted, clock.drafting, clock.verifying)
         if (observer := sequence.request.observer) is not None:
             observer(
                 StepRecord(
-                    tree,
-                    path,
-                    token,
-                    emitted,
-                    draft_seconds,
-                    verify_seconds,
-                    time.perf_counter() - began,
+                    tree, path, token, emitted, clock.drafting, clock.verifying, clock.seconds
                 )
             )
         return len(tokens)
@@ -482,7 +468,7 @@ class Engine:
             return False  # it reads the end of the prompt once a call is expected to pay
         return self._budget.asks(frozenset([request.setting]), many)
 
-    def _tell_drafters(self, ready: Sequence[Ready]) -> None:
+    def _advance_drafters(self, ready: Sequence[Ready]) -> None:
         """Let drafters read prompts, and hidden states that have waited for long.
 
         Whole chunks of texts that are read are entered in the prefix cache.
@@ -505,7 +491,7 @@ class Engine:
             if self.prefixes is not None and one.growing is None:
                 self.prefixes.remember(sequence, self._whole(sequence))
 
-    def _clock(self, ready: Sequence[Ready], seconds: float, passing: float) -> None:
+    def _record_times(self, ready: Sequence[Ready], seconds: float, verifying: float) -> None:
         """Count the step's time, and let the budget learn from its pass."""
         for one in ready:
             if one.growing is None:
@@ -518,4 +504,4 @@ class Engine:
         cost = self._budget.cost
         # their tokens are committed by now, which changes little
         reading = sum(cost.reading(one.part.rows, len(one.sequence.ids)) for one in trees)
-        cost.observe(sum(one.part.rows for one in ready), passing, reading, len(trees))
+        cost.observe(sum(one.part.rows for one in ready), verifying, reading, len(trees))

@@ -186,11 +186,15 @@ class Output:
     def close(self, reason: str) -> None:
         """End the answer here, with the text that the detokenizer held back. Does nothing after the
         end."""
-        if self.finish_reason is None:
+        if self.finish_reason is not None:
+            return
+        try:
             self._decode()
             with self._reading:
-                stopped = self._add(self._detokenizer.flush())
-            self.finish_reason = "stop" if stopped else reason
+                if self._add(self._detokenizer.flush()):
+                    reason = "stop"
+        finally:  # a tokenizer that fails ends the answer, too
+            self.finish_reason = reason
 
     def take(self) -> str:
         """Return the text that has become certain since the last call, for streaming.

@@ -59,7 +59,7 @@ class Scheduler:
     Active sequences are read or run; at most `most` are active.
 
     A sequence is admitted when there is room for its text, and never before one that came earlier.
-    If memory runs short later, the active sequence that came last is set back: its text stays, and
+    If memory runs short later, the active sequence that came last is preempted: its text stays, and
     its keys and values are computed anew when there is room again. So the first one always makes
     progress.
     """
@@ -90,7 +90,7 @@ class Scheduler:
 
     def remove(self, sequence: SequenceState) -> None:
         """Remove a sequence that is over, and free what it holds."""
-        sequence.release()  # first, so that it can be done again after an interrupt
+        sequence.release()
         if sequence in self.active:
             self.active.remove(sequence)
         self.waiting.remove(sequence)
@@ -103,9 +103,8 @@ class Scheduler:
                 return
             if self._soon_known(sequence):
                 return
-            # added first, so that it is ended like the others if the rest fails
-            insort(self.active, sequence, key=lambda one: one.arrival)
             self.waiting.remove(sequence)
+            insort(self.active, sequence, key=lambda one: one.arrival)
             try:
                 sequence.begin(self.pool.new())
                 sequence.statistics.exact = self.model.exact
@@ -115,7 +114,7 @@ class Scheduler:
                 sequence.end("error", error)
 
     def _fits(self, sequence: SequenceState) -> bool:
-        """Whether a sequence's text and a tree fit without setting an active sequence back.
+        """Whether a sequence's text and a tree fit without preempting an active sequence.
 
         What the active sequences are still going to read counts as taken.
         """
@@ -192,13 +191,13 @@ class Scheduler:
         if not sequence.statistics.set_back:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
 
-    def set_back(self, sequence: SequenceState) -> None:
+    def preempt(self, sequence: SequenceState) -> None:
         """Free everything of an active sequence but its text, and let it wait for its turn
         again."""
         sequence.release()
         sequence.statistics.set_back += 1
-        self.add(sequence)  # before it leaves the others, so that an interrupt does not lose it
         self.active.remove(sequence)
+        self.add(sequence)
 
     def to_read(self) -> list[tuple[SequenceState, Part]]:
         """Return the sequences whose text is read in this step, each with the part that is read."""
@@ -234,7 +233,7 @@ class Scheduler:
         if self.model.native or read < prompt:
             last = not sequence.started and read + count == prompt
             return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
-        # After a set-back, tokens of the answer are run as a draft, as they were before.
+        # After a preemption, tokens of the answer are run as a draft, as they were before.
         deepest = min(self.model.depth_limit(cache) + 1, self.model.nodes_of(TREE))
         tree = TokenTree(tokens[0])
         for token in tokens[1:deepest]:

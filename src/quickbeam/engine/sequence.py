@@ -86,8 +86,8 @@ class SequenceState:
 
     A sequence waits, then its prompt is read, then it runs, and then it is over.
     `output.finish_reason` then says why, or `error` holds what went wrong. `context` exists only
-    while it is active. If the sequence is set back, `ids`, `output` and the generators survive, and
-    the rest is computed anew.
+    while it is active. If it is preempted, `ids`, `output` and the generators survive, and the rest
+    is computed anew.
 
     The request's seed makes the noise of its places. If none was given, a seed is drawn. For the
     residual rule the seed makes two generators: one for what is emitted, and one for what is drawn
@@ -114,7 +114,6 @@ class SequenceState:
             None if request.params.prompt_logprobs is None else [None]
         )
         self.error: BaseException | None = None
-        self.cancelled = False
         self.ids = list(request.prompt)
         self.logits = torch.empty(0)  # the logits that the last of the ids was chosen from
         self.cache: SequenceCache | None = None
@@ -137,7 +136,7 @@ class SequenceState:
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self.error is not None or self.output.finish_reason is not None
+        return self.output.finish_reason is not None
 
     @property
     def started(self) -> bool:
@@ -216,9 +215,13 @@ class SequenceState:
 
     def end(self, reason: str, error: BaseException | None = None) -> None:
         """End the sequence. Does nothing if it is over."""
-        if not self.over:
-            self.error = error
+        if self.over:
+            return
+        self.error = error
+        try:
             self.output.close(reason)
+        except Exception as broken:  # of the tokenizer
+            self.error = error or broken
 
     def score(self, logits: torch.Tensor) -> None:
         """Record log-probabilities of the prompt's tokens.

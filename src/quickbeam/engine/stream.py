@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import deque
 from collections.abc import Iterator, Sequence
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from tqdm.auto import tqdm
 
-from quickbeam.engine.engine import Engine
+from quickbeam.engine.loop import Client, EngineThread
 from quickbeam.engine.result import Completion, Logprob
 from quickbeam.engine.sequence import SequenceState, Times
 
@@ -32,53 +33,105 @@ class Delta(NamedTuple):
         )
 
 
+class News:
+    """Wakes the thread that waits for a stream."""
+
+    def __init__(self) -> None:
+        self.changed, self.ended = threading.Event(), threading.Event()
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        if sequences[0].over:
+            self.ended.set()
+        self.changed.set()
+
+
+class Ends(SimpleQueue[SequenceState]):
+    """Sequences in the order in which they end."""
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        for sequence in sequences:
+            if sequence.over:
+                self.put(sequence)
+
+
 class Stream(Iterator[str]):
     """The pieces of an answer's text as they come.
 
-    `completion` gives the whole answer afterwards, or the answer so far at any time. Any number of
-    streams may be open at once, in any threads. A step that one of them takes advances all. A
-    stream that is dropped frees what it held.
+    The engine's thread makes the answer, whether or not anybody reads it. `completion` gives the
+    whole answer afterwards, or the answer so far at any time. Any number of streams may be open at
+    once, in any threads. A stream that is dropped ends its answer.
     """
 
-    def __init__(self, engine: Engine, sequence: SequenceState, model: str, method: str) -> None:
-        self._engine, self._sequence = engine, sequence
+    def __init__(
+        self,
+        thread: EngineThread,
+        sequence: SequenceState,
+        model: str,
+        method: str,
+        client: Client | None = None,
+    ) -> None:
+        self._thread, self.sequence = thread, sequence
         self._model, self._method = model, method
         self._given = 0  # how many tokens `new` has returned
-        weakref.finalize(self, engine.drop, sequence)
+        self._news = News()
+        # before the request is put into the queue, so that an interrupt in between ends it
+        weakref.finalize(self, thread.cancel, sequence).atexit = False
+        thread.submit(sequence, [self._news] if client is None else [self._news, client])
 
     def __next__(self) -> str:
         while True:
-            with self._engine.lock:
-                if piece := self._sequence.output.take():
-                    return piece
-                if not self.advance():
-                    raise StopIteration
+            self._news.changed.clear()
+            over = self._news.ended.is_set()  # before the text, which may still grow until then
+            if piece := self.sequence.output.take():
+                return piece
+            if over:
+                self._raise_error()
+                raise StopIteration
+            self._wait_for_news()
 
-    def advance(self) -> bool:
-        """Take a step, unless the answer is over. Returns whether it was taken.
+    def wait(self, tokens: int) -> None:
+        """Wait until the answer has so many tokens, or is over. Raises the error that ended it."""
+        while True:
+            self._news.changed.clear()
+            if len(self.token_ids) >= tokens:
+                return
+            if self._news.ended.is_set():
+                self._raise_error()
+                return
+            self._wait_for_news()
 
-        Raises the error that ended the answer.
-        """
-        sequence = self._sequence
-        with self._engine.lock:
-            if sequence.error is not None:
-                raise sequence.error
-            if not sequence.over:
-                self._engine.step()
-                return True
-        return False
+    def result(self) -> Completion:
+        """Wait for the whole answer and return it. Raises the error that ended it."""
+        if not self._news.ended.is_set():
+            self._thread.check()
+            self._news.ended.wait()
+        self._raise_error()
+        return self.completion
+
+    def _wait_for_news(self) -> None:
+        self._thread.check()
+        self._news.changed.wait()
+
+    def _raise_error(self) -> None:
+        if self.sequence.error is not None:
+            raise self.sequence.error
 
     def close(self) -> None:
-        """Stop here. The answer ends as `interrupted` unless it had ended."""
-        self._engine.cancel(self._sequence)
+        """Stop here. The answer ends as `interrupted` unless it had ended.
 
-    def taken(self) -> str:
-        """Return the text since the last call, without taking a step."""
-        return self._sequence.output.take()
+        Waits for the step that is under way. In an observer it returns at once.
+        """
+        self.cancel()
+        if not self._thread.inside:
+            self._news.ended.wait()
+
+    def cancel(self) -> None:
+        """Do as `close` does, but never wait."""
+        self._thread.cancel(self.sequence)
 
     def new(self) -> Delta:
-        """Return the new part of the answer since the last call, without taking a step."""
-        sequence, start = self._sequence, self._given
+        """Return the new part of the answer since the last call, without waiting."""
+        sequence, start = self.sequence, self._given
         text, ids = sequence.output.take(), sequence.output.token_ids[start:]
         self._given += len(ids)
         return Delta(
@@ -91,27 +144,27 @@ class Stream(Iterator[str]):
     @property
     def token_ids(self) -> Sequence[int]:
         """The token ids of the answer so far."""
-        return self._sequence.output.token_ids
+        return self.sequence.output.token_ids
 
     @property
     def times(self) -> Times:
         """When the request arrived, was taken up, and had its first token."""
-        return self._sequence.times
+        return self.sequence.times
 
     @property
     def over(self) -> bool:
         """Whether nothing more will come."""
-        return self._sequence.over
+        return self.sequence.over
 
     @property
     def error(self) -> BaseException | None:
         """The error that ended the answer, or None."""
-        return self._sequence.error
+        return self.sequence.error
 
     @property
     def completion(self) -> Completion:
         """The answer so far. Its `finish_reason` is `interrupted` unless it came to its end."""
-        sequence = self._sequence
+        sequence = self.sequence
         output = sequence.output
         return Completion(
             text=output.text,
@@ -126,31 +179,14 @@ class Stream(Iterator[str]):
         )
 
 
-def finish(stream: Stream) -> Completion:
-    """Run an answer to its end and return it. Raises the error that ended it."""
-    while stream.advance():
-        pass
-    return stream.completion
+def results(streams: Sequence[Stream], ends: Ends, shown: bool) -> list[Completion]:
+    """Wait for all answers, of which `ends` is notified, and return them.
 
-
-def finish_all(engine: Engine, streams: Sequence[Stream], shown: bool) -> None:
-    """Run answers side by side, in order of arrival, to their ends.
-
-    `shown`: whether to show a bar. Raises the error that ended one of them.
+    `shown`: whether to show a bar. Raises the error that ended one of them, as soon as it has.
     """
-    running, later = list[Stream](), deque(streams)
     with tqdm(total=len(streams), disable=not shown, unit="answer", leave=False) as bar:
-        while running or later:
-            # no later one can be over yet, since sequences run in order of arrival
-            while later and len(running) < engine.scheduler.most:
-                running.append(later.popleft())
-            with engine.lock:
-                if not any(one.over for one in running):
-                    engine.step()
-            before, running = running, []
-            for one in before:
-                if one.over:
-                    finish(one)
-                    bar.update(1)
-                else:
-                    running.append(one)
+        for _ in streams:
+            if (error := ends.get().error) is not None:
+                raise error
+            bar.update(1)
+    return [stream.completion for stream in streams]

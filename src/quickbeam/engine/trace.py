@@ -94,7 +94,9 @@ class Trace:
 
         `text` returns the text of a token.
         """
-        steps, self._steps = self._steps, []
+        # the engine's thread may append meanwhile
+        steps = self._steps[:]
+        del self._steps[: len(steps)]
         _name(steps, text)
         return steps
 

@@ -201,8 +201,8 @@ class Runner:
 
     @property
     def heartbeat(self) -> float:
-        """Seconds since the engine's thread last gave a sign of life."""
-        return 0.0 if self._aio is None else time.monotonic() - self._aio.beat
+        """Seconds since the engine's thread began its latest step; 0 while it is idle."""
+        return 0.0 if self._aio is None else self._aio.silence
 
     @property
     def healthy(self) -> bool:

@@ -17,7 +17,6 @@ import torch
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel, StoppingCriteriaList
 from transformers.generation import GenerateDecoderOnlyOutput, GenerationMode
 
-from quickbeam.engine.engine import Engine
 from quickbeam.engine.stream import Stream
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.models.loading import refuse_unfit
@@ -96,7 +95,6 @@ def generate(
                 )
             )
         sequences = _columns(
-            llm.engine,
             streams,
             input_ids,
             stopping_criteria,
@@ -238,7 +236,6 @@ def _prompts(input_ids: torch.Tensor, kwargs: dict[str, Any]) -> list[list[int]]
 
 
 def _columns(
-    engine: Engine,
     streams: Sequence[Stream],
     ids: torch.Tensor,
     criteria: StoppingCriteriaList,
@@ -255,7 +252,7 @@ def _columns(
     going, column = torch.ones(len(streams), dtype=torch.bool, device=ids.device), 0
     while bool(going.any()):
         needed = [i for i, on in enumerate(going.tolist()) if on or not ends]
-        _advance(engine, [streams[i] for i in needed], column)
+        _wait([streams[i] for i in needed], column)
         tokens = (
             torch.zeros(len(streams), dtype=ids.dtype)
             if pad is None
@@ -275,16 +272,12 @@ def _columns(
     return ids
 
 
-def _advance(engine: Engine, streams: Sequence[Stream], column: int) -> None:
-    """Take steps until each stream has a token in this column.
+def _wait(streams: Sequence[Stream], column: int) -> None:
+    """Wait until each stream has a token in this column.
 
     Raises the error that ended a stream, or `QuickbeamError` if the engine was closed.
     """
     for stream in streams:
-        with engine.lock:
-            while len(stream.token_ids) <= column:
-                if stream.over:
-                    raise stream.error or QuickbeamError(
-                        "the answer was interrupted: the engine was closed"
-                    )
-                engine.step()
+        stream.wait(column + 1)
+        if len(stream.token_ids) <= column:
+            raise QuickbeamError("the answer was interrupted: the engine was closed")

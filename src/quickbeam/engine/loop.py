@@ -1,0 +1,252 @@
+"""The engine's thread. It owns the engine and its loop; clients put requests into its queue.
+
+Nothing is locked: whatever touches the engine is a command in the queue, and runs between two
+steps. After each step the thread notifies those who wait for an answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Protocol, TypeVar
+
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.errors import QuickbeamError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Command = Callable[[], object]
+
+
+class Client(Protocol):
+    """Whoever waits for answers."""
+
+    def notify(self, sequences: Sequence[SequenceState]) -> None:
+        """Note that these sequences may have changed.
+
+        Called on the engine's thread, so it must not wait for anything.
+        """
+
+
+class EngineLoop:
+    """What the thread runs: commands of clients, then a step, over and over.
+
+    It has no reference to `EngineThread`, so that the thread of one that is forgotten can end.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.inbox: SimpleQueue[Command | None] = SimpleQueue()  # None ends the thread
+        self.clients: dict[SequenceState, Sequence[Client]] = {}
+        self.began: float | None = None  # when its latest work began; None while it is idle
+        self.error: BaseException | None = None  # what ended the thread, if nobody asked for it
+
+    def run(self, before: threading.Thread | None) -> None:
+        """Run until the queue says that this is the end. `before` is the thread before this one."""
+        if before is not None:
+            before.join()
+        try:
+            while self._run_commands():
+                self._step()
+        except BaseException as error:
+            self.error = error
+            for sequence in self.clients:
+                sequence.end("error", error)
+            self._notify(list(self.clients))
+            raise
+        finally:
+            self.began = None
+
+    def _run_commands(self) -> bool:
+        """Run the commands in the queue, and wait for one if there is nothing else to do.
+
+        Returns False at the end.
+        """
+        while True:
+            if not self.engine.busy:
+                self.began = None
+            try:
+                command = self.inbox.get(block=not self.engine.busy)
+            except Empty:
+                return True
+            self.began = time.monotonic()
+            if command is None:
+                return False
+            command()
+            del command  # it may keep a model alive while the thread waits
+
+    def _step(self) -> None:
+        self.began = time.monotonic()
+        try:
+            self.engine.step()
+        except BaseException as error:  # of an observer, or each sequence that it ended holds it
+            logger.info("a step failed: %s", error)
+        self._notify([*self.engine.left, *self.engine.scheduler.active])
+
+    def start(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
+        self.clients[sequence] = clients
+        self.engine.start(sequence)
+        if sequence.over:
+            self._notify([sequence])
+
+    def cancel(self, sequence: SequenceState) -> None:
+        self.engine.cancel(sequence)
+        self._notify([sequence])
+
+    def close(self) -> None:
+        self.engine.close()
+        self._notify(list(self.clients))
+
+    def _notify(self, sequences: Sequence[SequenceState]) -> None:
+        """Notify each client once of all its sequences among these."""
+        changed: dict[Client, list[SequenceState]] = {}
+        for sequence in sequences:
+            for client in self.clients.get(sequence, ()):
+                changed.setdefault(client, []).append(sequence)
+            if sequence.over:
+                self.clients.pop(sequence, None)
+        for client, own in changed.items():
+            try:
+                client.notify(own)
+            except Exception:
+                logger.exception("a client can't be notified")
+
+
+class EngineThread:
+    """The clients' side of the engine's thread. All methods may be called from any thread.
+
+    The thread starts with the first request. It ends with `close`, when this object is forgotten,
+    and when the interpreter exits. After `close` the next request starts it again.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._loop = EngineLoop(engine)
+        self._thread: threading.Thread | None = None
+        self._before: threading.Thread | None = None  # the one that was closed last
+        self._process: int | None = None  # the process in which the thread runs
+        self._starting = threading.Lock()
+        # an object that dies may be collected on any thread, this one included: nothing waits
+        weakref.finalize(self, self._loop.inbox.put, None).atexit = False
+
+    def submit(self, sequence: SequenceState, clients: Sequence[Client]) -> None:
+        """Put a request's sequence into the queue. `clients` are notified of what becomes of it.
+
+        Raises `QuickbeamError` as `call` does.
+        """
+        self._put(partial(self._loop.start, sequence, clients))
+
+    def cancel(self, sequence: SequenceState) -> None:
+        """End a sequence as `interrupted` after the step that is under way, unless it is over.
+
+        Never waits, so that finalizers may call it.
+        """
+        self._loop.inbox.put(partial(self._loop.cancel, sequence))
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread, between two steps, and return its result.
+
+        Raises what it raises. Raises `QuickbeamError` if this is the engine's thread itself, if the
+        thread can't be started or has failed, or in a process that was forked from the thread's.
+        """
+        self.check()
+        result: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result.set_result(function())
+            except BaseException as error:
+                result.set_exception(error)
+
+        self._put(run)
+        return result.result()
+
+    def check(self) -> None:
+        """Raise `QuickbeamError` where waiting for the thread would never end; see `call`."""
+        if self.inside:
+            raise QuickbeamError(
+                "a step of this model is under way: an observer can't ask the same model for "
+                "more; keep what it is told, and ask after the answer"
+            )
+        if self._process not in (None, os.getpid()):
+            raise QuickbeamError(
+                "this process was forked from the one that loaded the model, and has no thread of "
+                "its engine: load the model in this process (multiprocessing: start it with "
+                "'spawn')"
+            )
+        if self._loop.error is not None:
+            raise QuickbeamError(
+                "the engine's thread has ended, by a fault of quickbeam's: load the model again"
+            ) from self._loop.error
+
+    @property
+    def inside(self) -> bool:
+        """Whether this is the engine's own thread, as in an observer."""
+        return self._thread is threading.current_thread()
+
+    @property
+    def alive(self) -> bool:
+        """False if the thread was ended by an error of its own."""
+        return self._loop.error is None
+
+    @property
+    def silence(self) -> float:
+        """Seconds since the thread began its latest step; 0 while there is nothing to do."""
+        began = self._loop.began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def close(self) -> None:
+        """End all answers and the thread, and give back what both hold."""
+        if self._process not in (None, os.getpid()):
+            return
+        with self._starting:
+            thread, self._thread = self._thread, None
+            if thread is None or not thread.is_alive():
+                self.engine.close()
+                return
+            self._before = thread
+            self._loop.inbox.put(self._loop.close)
+            self._loop.inbox.put(None)
+        if thread is not threading.current_thread():
+            thread.join()
+
+    def _put(self, command: Command) -> None:
+        self.check()
+        with self._starting:
+            if self._thread is None:
+                self._start()
+            self._loop.inbox.put(command)
+
+    def _start(self) -> None:
+        thread = threading.Thread(
+            target=self._loop.run, args=(self._before,), name="quickbeam-engine", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:
+            raise QuickbeamError(
+                f"the engine's thread can't be started ({error}): this process may start no more "
+                "threads; raise its limit (ulimit -u)"
+            ) from error
+        self._thread, self._before, self._process = thread, None, os.getpid()
+        _running.add(self)
+
+
+_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """End the threads before the interpreter takes itself apart under them."""
+    for one in list(_running):
+        one.close()
