@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, overload
 
@@ -465,14 +465,17 @@ class LLM:
         observer: Observer | None = None,
         choice: int = 0,
         client: Client | None = None,
+        tenant: Hashable = None,
         **options: Unpack[Options],
     ) -> Stream:
         """Continue one prompt piece by piece; see `generate`.
 
         `observer` is called with every step, and `client` is notified of it, both on the engine's
-        thread. `choice`: which of the `n` answers to give, counted from 0.
+        thread. `choice`: which of the `n` answers to give, counted from 0. `tenant`: whose request
+        it is; tenants take turns where requests wait.
         """
-        return self._begin(self._ids(prompt), params, method, options, observer, choice, client)
+        ids = self._ids(prompt)
+        return self._begin(ids, params, method, options, observer, choice, client, tenant)
 
     def _ids(self, prompt: Prompt) -> list[int]:
         return (
@@ -488,6 +491,7 @@ class LLM:
         observer: Observer | None,
         choice: int = 0,
         client: Client | None = None,
+        tenant: Hashable = None,
     ) -> Stream:
         check_options(options)
         params, name = (
@@ -525,6 +529,7 @@ class LLM:
                 self._shortlist(setting) if drafter is not None else None,
                 observer,
                 choice,
+                tenant,
             )
         )
         return Stream(self.thread, sequence, self.name, name, client)

@@ -1,9 +1,14 @@
-"""The scheduler: first come, first served, as long as there is room for keys and values."""
+"""The scheduler: which sequences run, and what of their texts is read in a step.
+
+Tenants take turns; of one tenant's sequences the first one to come is served first. All this holds
+as long as there is room for keys and values.
+"""
 
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import takewhile
 
@@ -16,6 +21,9 @@ from quickbeam.models.model import Model
 from quickbeam.tree import TokenTree
 
 TREE = 64  # how many rows a sequence may need besides its tokens
+QUANTUM = 256  # tokens that a tenant's turn is worth
+MANY_PLACES = 8  # with so many places, the last one is kept for tenants that hold none,
+SHORT = 1024  # for sequences of at most so many tokens, so that it is free again soon
 
 
 class Queue:
@@ -53,12 +61,67 @@ class Queue:
             self._order.clear()
 
 
+class FairQueue:
+    """Waiting sequences: deficit round robin over their tenants (Shreedhar and Varghese, 1995).
+
+    A tenant whose turn comes may begin sequences worth `QUANTUM` tokens more. What it does not use
+    is kept for its next turn, while it has sequences that wait. With one tenant alone, the order is
+    that of arrival.
+    """
+
+    def __init__(self) -> None:
+        # by tenant; the first one has its turn
+        self._queues: OrderedDict[Hashable, Queue] = OrderedDict()
+        self._credit: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._queues.values()))
+
+    def __iter__(self) -> Iterator[SequenceState]:
+        return iter([one for queue in self._queues.values() for one in queue])
+
+    def add(self, sequence: SequenceState) -> None:
+        tenant = sequence.request.tenant
+        if tenant not in self._queues:
+            self._queues[tenant], self._credit[tenant] = Queue(), 0
+        self._queues[tenant].add(sequence)
+
+    def first(self) -> SequenceState:
+        """Return the sequence that is next. There must be one."""
+        while True:
+            tenant, queue = next(iter(self._queues.items()))
+            sequence = queue.first()
+            if self._credit[tenant] >= sequence.cost:
+                return sequence
+            self._queues.move_to_end(tenant)
+            self._credit[next(iter(self._queues))] += QUANTUM
+
+    def heads(self) -> list[SequenceState]:
+        """Return the first sequence of each tenant."""
+        return [queue.first() for queue in self._queues.values()]
+
+    def take(self, sequence: SequenceState) -> None:
+        """Remove a sequence that begins, at the cost of its tenant."""
+        self._credit[sequence.request.tenant] -= sequence.cost
+        self.remove(sequence)
+
+    def remove(self, sequence: SequenceState) -> None:
+        """Remove a sequence. Does nothing if it is not waiting."""
+        tenant = sequence.request.tenant
+        if (queue := self._queues.get(tenant)) is not None:
+            queue.remove(sequence)
+            if not queue:
+                del self._queues[tenant], self._credit[tenant]
+
+
 class Scheduler:
-    """`waiting` and `active` sequences, both in order of arrival.
+    """`waiting` sequences, and `active` ones in order of arrival.
 
     Active sequences are read or run; at most `most` are active.
 
-    A sequence is admitted when there is room for its text, and never before one that came earlier.
+    A sequence is admitted when there is room for its text, and never before one whose turn it is.
+    Where there are `MANY_PLACES`, a tenant's sequences leave the last one free, so that a short one
+    of another tenant need not wait for them.
     If memory runs short later, the active sequence that came last is preempted: its text stays, and
     its keys and values are computed anew when there is room again. So the first one always makes
     progress.
@@ -66,7 +129,7 @@ class Scheduler:
 
     def __init__(self, model: Model, prefixes: PrefixCache | None, most: int) -> None:
         self.model, self.prefixes, self.most = model, prefixes, most
-        self.waiting = Queue()
+        self.waiting = FairQueue()
         self.active: list[SequenceState] = []
 
     @property
@@ -97,13 +160,12 @@ class Scheduler:
 
     def admit(self) -> None:
         """Make waiting sequences active, in order, as long as there is room."""
-        while self.waiting and len(self.active) < self.most:
-            sequence = self.waiting.first()
+        while (sequence := self._next()) is not None:
             if self.active and not self._fits(sequence):
                 return
             if self._soon_known(sequence):
                 return
-            self.waiting.remove(sequence)
+            self.waiting.take(sequence)
             insort(self.active, sequence, key=lambda one: one.arrival)
             try:
                 sequence.begin(self.pool.new())
@@ -112,6 +174,18 @@ class Scheduler:
                     self._reuse(sequence, self.prefixes)
             except Exception as error:
                 sequence.end("error", error)
+
+    def _next(self) -> SequenceState | None:
+        """Return the sequence that is admitted next, if there is a place for it."""
+        free = self.most - len(self.active)
+        if free <= 0 or not self.waiting:
+            return None
+        first = self.waiting.first()
+        if free > 1 or self.most < MANY_PLACES or first.request.tenant is None:
+            return first
+        served = {one.request.tenant for one in self.active}
+        short = (one for one in self.waiting.heads() if one.cost <= SHORT)
+        return next((one for one in short if one.request.tenant not in served), None)
 
     def _fits(self, sequence: SequenceState) -> bool:
         """Whether a sequence's text and a tree fit without preempting an active sequence.
@@ -207,7 +281,7 @@ class Scheduler:
         running = len(reading) < len(self.active)
         found = list[tuple[SequenceState, Part]]()
         if self.model.native:
-            room = self.model.beside if running else self.model.chunk
+            room = self.model.beside if running else self._room(reading)
             counts = shares([one.unread for one in reading], room)
             return [
                 (one, self._text(one, count))
@@ -224,6 +298,18 @@ class Scheduler:
             end = min(text, (one.read // chunk + 1) * chunk)
             found.append((one, self._text(one, end - one.read)))
         return found
+
+    def _room(self, reading: Sequence[SequenceState]) -> int:
+        """Return how many tokens of texts a step reads where nothing else runs.
+
+        The passes over a tenant's text are short, since another's request may come at any time.
+        """
+        tenants = {one.request.tenant for one in reading}
+        if tenants == {None}:
+            return self.model.chunk
+        return (
+            self.model.beside if len(tenants) > 1 else min(self.model.chunk, 2 * self.model.beside)
+        )
 
     def _text(self, sequence: SequenceState, count: int) -> Part:
         """Return the next `count` tokens to be read, as a part of a pass."""

@@ -50,6 +50,7 @@ class Request:
       learned for each setting.
     - `observer`: called with every step.
     - `choice`: which of several answers to the prompt this is.
+    - `tenant`: whose request it is. Tenants take turns; None for a program's own requests.
     """
 
     def __init__(
@@ -64,6 +65,7 @@ class Request:
         shortlist: Shortlist | None = None,
         observer: Callable[[StepRecord], None] | None = None,
         choice: int = 0,
+        tenant: Hashable = None,
     ) -> None:
         self.prompt, self.params, self.policy, self.output, self.sampler = (
             list(prompt),
@@ -72,6 +74,7 @@ class Request:
             output,
             sampler,
         )
+        self.tenant = tenant
         self.budget, self.setting, self.shortlist, self.observer, self.choice = (
             budget,
             setting,
@@ -132,6 +135,13 @@ class SequenceState:
             Noise(self.seed, choice, request.sampler.vocab_size, loops) if coupled else None,
             self.generator,
         )
+
+    @property
+    def cost(self) -> int:
+        """How many tokens it may take of its tenant's share; nothing after a preemption."""
+        if self.statistics.set_back:
+            return 0
+        return len(self.request.prompt) + self.params.max_tokens
 
     @property
     def over(self) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
+from collections import Counter, deque
+from collections.abc import Hashable
 from enum import Enum
 
 from typing_extensions import Self
@@ -79,8 +80,8 @@ class Ticket:
     `with` block ends the places that were not taken with `place`.
     """
 
-    def __init__(self, gate: Gate, tokens: int, choices: int) -> None:
-        self.gate, self.tokens = gate, tokens
+    def __init__(self, gate: Gate, tokens: int, choices: int, tenant: Hashable = None) -> None:
+        self.gate, self.tokens, self.tenant = gate, tokens, tenant
         self.entered = time.perf_counter()
         self._free = [Place(self) for _ in range(choices)]
         self._inside = choices  # number of places that are not over
@@ -108,7 +109,7 @@ class Ticket:
         self._inside -= 1
         if not self._inside:
             self.lighten()
-        self.gate.left()
+        self.gate.left(self.tenant)
 
     def __enter__(self) -> Self:
         return self
@@ -121,6 +122,8 @@ class Ticket:
 class Gate:
     """Lets requests in or turns them away.
 
+    No tenant may take the whole queue: an eighth of it is left to others.
+
     `phase` says whether any request may enter. `places` is the number of answers that the engine
     computes at the same time. `inside` counts the answers that are not over, `waiting` those of
     them that the engine has not started, and `waiting_tokens` the tokens of their prompts.
@@ -129,18 +132,19 @@ class Gate:
     def __init__(self, settings: ServeSettings) -> None:
         self.settings, self.phase, self.places = settings, Phase.starting, 0
         self.inside = self.waiting = self.waiting_tokens = 0
+        self._inside_of = Counter[Hashable]()  # by tenant
         self._began = deque[float](maxlen=SEEN)
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def enter(self, tokens: int, choices: int = 1) -> Ticket:
+    def enter(self, tokens: int, choices: int = 1, tenant: Hashable = None) -> Ticket:
         """Let a request in, and return its ticket.
 
-        `tokens` is the estimated number of its prompt tokens, `choices` the number of its answers.
-        Raises `Unavailable` if the server is not ready, `InvalidInput` for more answers than can
-        ever be let in, and `Busy` if too many answers or prompt tokens wait already. A prompt of
-        more than `max_waiting_tokens` is let in if no prompt is waiting, because its turn would
-        never come otherwise.
+        `tokens` is the estimated number of its prompt tokens, `choices` the number of its answers,
+        `tenant` whose it is. Raises `Unavailable` if the server is not ready, `InvalidInput` for
+        more answers than can ever be let in, and `Busy` if too many answers or prompt tokens wait
+        already, of all tenants or of this one. A prompt of more than `max_waiting_tokens` is let in
+        if no prompt is waiting, because its turn would never come otherwise.
         """
         self.check()
         settings = self.settings
@@ -155,6 +159,13 @@ class Gate:
                 "come back later",
                 self.retry_after(choices),
             )
+        share = most - settings.max_waiting // 8
+        if tenant is not None and choices <= share < self._inside_of[tenant] + choices:
+            raise Busy(
+                f"{self._inside_of[tenant]} requests of this client are under way, and {share} "
+                f"may be; this one asks for {choices}: come back later",
+                self.retry_after(choices),
+            )
         if self.waiting_tokens and self.waiting_tokens + tokens > settings.max_waiting_tokens:
             raise Busy(
                 f"prompts of about {self.waiting_tokens} tokens wait for their turn, and "
@@ -164,9 +175,10 @@ class Gate:
             )
         self.inside += choices
         self.waiting += choices
+        self._inside_of[tenant] += choices
         self.waiting_tokens += tokens
         self._empty.clear()
-        return Ticket(self, tokens, choices)
+        return Ticket(self, tokens, choices, tenant)
 
     def check(self) -> None:
         """Raise `Unavailable` if the server is not ready."""
@@ -200,9 +212,12 @@ class Gate:
         """Record that the engine has started an answer."""
         self._began.append(time.perf_counter())
 
-    def left(self) -> None:
+    def left(self, tenant: Hashable = None) -> None:
         """Record that an answer is over."""
         self.inside -= 1
+        self._inside_of[tenant] -= 1
+        if not self._inside_of[tenant]:
+            del self._inside_of[tenant]
         if not self.inside:
             self._empty.set()
 

@@ -15,6 +15,7 @@ from quickbeam.serve import endpoints, errors, tokens
 from quickbeam.serve.page import page
 from quickbeam.serve.runner import Runner
 from quickbeam.serve.security import LOOPBACK, OPEN, BodyLimit, Keys, Origins
+from quickbeam.serve.tenants import Tenants
 
 
 def create_app(runner: Runner) -> FastAPI:
@@ -46,6 +47,7 @@ def create_app(runner: Runner) -> FastAPI:
 def protect(app: FastAPI, runner: Runner) -> None:
     """Add the middlewares that the settings ask for. A request passes the last one added first."""
     settings = runner.settings
+    app.add_middleware(Tenants, keyed=bool(settings.api_keys))
     app.add_middleware(answer_head)
     app.add_middleware(BodyLimit, limit=settings.max_body_bytes, seconds=settings.read_timeout)
     if settings.api_keys:

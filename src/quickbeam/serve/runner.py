@@ -32,6 +32,7 @@ from quickbeam.serve.admission import (
 from quickbeam.serve.fingerprint import fingerprint_of
 from quickbeam.serve.metrics import Metrics
 from quickbeam.serve.settings import ServeSettings
+from quickbeam.serve.tenants import TENANT
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +113,9 @@ class Runner:
         """
         try:
             return self.gate.enter(
-                tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN), choices
+                tokens if tokens is not None else -(-text_size // BYTES_A_TOKEN),
+                choices,
+                TENANT.get(),
             )
         except TurnedAway as error:
             self.metrics.refused(error)
@@ -173,6 +176,7 @@ class Runner:
                 choice=job.choice,
                 observer=counting.step,
                 trace=job.trace,
+                tenant=ticket.tenant,
             )
         except BaseException as error:
             place.end()

@@ -1,0 +1,183 @@
+"""Tenants take turns: nobody's many requests, nor a long prompt, hold another's short one up.
+
+In steps, not in seconds. pytest tests/test_fairness.py
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from answers import answer, request
+from models import tiny
+from quickbeam.engine.engine import Engine
+from quickbeam.engine.scheduler import QUANTUM, FairQueue
+from quickbeam.engine.sequence import SequenceState
+from quickbeam.methods.base import NoDraft
+from quickbeam.models.model import Model
+from quickbeam.params import SamplingParams
+from quickbeam.serve.admission import Busy, Gate, Phase
+from quickbeam.serve.settings import ServeSettings
+from quickbeam.serve.tenants import TENANT, Tenants
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return Model(tiny("llama", torch.bfloat16, seed=3))
+
+
+def add(engine: Engine, tenant: str | None, prompt: list[int], tokens: int) -> SequenceState:
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    asked = request(engine.model, NoDraft(), params, prompt, budget=1)
+    asked.tenant = tenant
+    return engine.add(asked)
+
+
+def steps_until_started(engine: Engine, one: SequenceState) -> int:
+    steps = 0
+    while not one.started:
+        engine.step()
+        steps += 1
+    return steps
+
+
+class Waits:
+    """A sequence as the queue sees it."""
+
+    def __init__(self, arrival: int, tenant: str, cost: int) -> None:
+        self.arrival, self.cost, self.request = arrival, cost, SimpleNamespace(tenant=tenant)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tenants_get_equal_shares_whatever_the_size_of_their_requests(seed):
+    """At any time, two that wait have been served the same, but for a turn and a request."""
+    rng, queue, served = random.Random(seed), FairQueue(), Counter[str]()
+    largest = {"small": 40, "large": 1500, "mixed": 600}
+    for arrival in range(600):
+        tenant = rng.choice(list(largest))
+        queue.add(Waits(arrival, tenant, rng.randint(1, largest[tenant])))
+    while len(queue._queues) == len(largest):
+        one = queue.first()
+        assert queue.first() is one  # looking changes nothing
+        queue.take(one)
+        served[one.request.tenant] += one.cost
+        assert max(served.values()) - min(served[name] for name in largest) <= 1500 + 2 * QUANTUM
+
+
+def test_one_tenants_sequences_keep_the_order_of_arrival():
+    rng, queue = random.Random(0), FairQueue()
+    ones = [Waits(i, "alone", rng.randint(1, 2000)) for i in range(50)]
+    for one in rng.sample(ones, 50):
+        queue.add(one)
+    order = []
+    while queue:
+        order.append(queue.first())
+        queue.take(order[-1])
+    assert order == ones and not queue._credit
+
+
+@pytest.mark.parametrize(("tenants", "most_steps"), [(("many", "few"), 3), (("same", "same"), 60)])
+def test_a_short_request_need_not_wait_for_anothers_many(model, tenants, most_steps):
+    """The second case is the wrong version: without tenants, it waits for half of the others."""
+    engine = Engine(model, most=8, share=False)
+    others = [add(engine, tenants[0], [3 + i, 4, 5], 60) for i in range(24)]
+    for _ in range(10):
+        engine.step()
+    one = add(engine, tenants[1], [9, 8, 7], 8)
+    steps = steps_until_started(engine, one)
+    assert steps <= most_steps if tenants[0] != tenants[1] else steps > most_steps
+    while engine.busy:
+        engine.step()
+    alone = answer(model, NoDraft(), one.params, [9, 8, 7], budget=1)
+    assert one.output.token_ids == alone.output.token_ids
+    assert all(len(other.output.token_ids) == 60 for other in others)
+    engine.close()
+
+
+def test_a_tenant_alone_uses_all_places_but_the_kept_one(model):
+    for tenant, most, used in (("a", 8, 7), ("a", 4, 4), (None, 8, 8)):
+        engine = Engine(model, most=most, share=False)
+        for i in range(20):
+            add(engine, tenant, [3 + i, 4, 5], 30)
+        for _ in range(5):
+            engine.step()
+        assert len(engine.scheduler.active) == used
+        engine.close()
+
+
+def test_a_long_request_does_not_take_the_kept_place(model):
+    engine = Engine(model, most=8, share=False)
+    for i in range(20):
+        add(engine, "many", [3 + i, 4, 5], 30)
+    engine.step()
+    long = add(engine, "long", [7] * 3, 2000)
+    short = add(engine, "short", [8] * 3, 5)
+    assert steps_until_started(engine, short) <= 3
+    assert not long.started
+    assert steps_until_started(engine, long) < 60  # it is next when a place is free
+    engine.close()
+
+
+def test_a_short_request_is_read_beside_a_long_prompt(model):
+    """No step reads so much that the first token of another waits for long."""
+    if not model.native:
+        pytest.skip("no native kernels on this machine")
+    engine, rows, forward = Engine(model, share=False), list[int](), model.forward
+
+    def counted(batch):
+        rows.append(sum(part.rows for part in batch.parts))
+        return forward(batch)
+
+    model.forward = counted
+    try:
+        long = add(engine, "long", [3 + i * 7 % 90 for i in range(1500)], 2)
+        for _ in range(3):
+            engine.step()
+        rows.clear()
+        one = add(engine, "short", [9, 8, 7] * 5, 4)
+        assert steps_until_started(engine, one) <= 2 and not long.started
+        assert sum(rows) <= 3 * model.beside < model.chunk
+        while not long.over:
+            engine.step()
+    finally:
+        del model.forward
+        engine.close()
+
+
+def test_a_tenant_leaves_a_part_of_the_queue_to_others():
+    gate = Gate(ServeSettings(max_waiting=16))
+    gate.places, gate.phase = 1, Phase.ready
+    tickets = [gate.enter(1, 1, "many") for _ in range(15)]
+    with pytest.raises(Busy, match="of this client"):
+        gate.enter(1, 1, "many")
+    gate.enter(1, 2, "few")
+    with pytest.raises(Busy):  # all is full
+        gate.enter(1, 1, "few")
+    tickets[0].place().end()
+    gate.enter(1, 1, "many")
+    assert gate.inside == 17 and gate._inside_of == {"many": 15, "few": 2}
+
+
+def test_tenants_are_keys_or_addresses():
+    async def tenant_of(keyed: bool, key: str, address: str):
+        seen = []
+
+        async def app(scope, receive, send) -> None:
+            seen.append(TENANT.get())
+
+        scope = {"type": "http", "client": (address, 1), "headers": []}
+        scope["headers"].append((b"authorization", f"Bearer {key}".encode()))
+        await Tenants(app, keyed)(scope, None, None)
+        return seen[0]
+
+    def run(*given):
+        return asyncio.run(tenant_of(*given))
+
+    assert run(True, "a", "1.1.1.1") == run(True, "a", "2.2.2.2") != run(True, "b", "1.1.1.1")
+    assert run(False, "a", "1.1.1.1") == run(False, "b", "1.1.1.1") != run(False, "a", "2.2.2.2")
+    assert TENANT.get() is None
