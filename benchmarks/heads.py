@@ -20,10 +20,11 @@ from quickbeam.drafters.shortlist.head import BlockHead
 from quickbeam.drafters.shortlist.layout import Layout
 from quickbeam.drafters.shortlist.native import NativeRouter, rows_format
 from quickbeam.drafters.shortlist.router import Router, RouterConfig
-from quickbeam.models.linear import native_linear
+from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native.library import kernels
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Program
+from quickbeam.models.native.quantised import BFLOAT16, Packer
 
 # as `quickbeam train` makes them: tokens of a cluster, and the router's hidden width; one token in
 # `FREQUENT` of those scored is in the frequent block
@@ -89,8 +90,12 @@ def measure(
         part.copy_(torch.randn(part.shape, generator=generator))
     linear = nn.Linear(1, 1, bias=False)
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    full = native_linear([linear]) or linear
-    drafter = native_linear([linear], rows_format(weight)) or full
+    found = kernels()
+    full: nn.Module = linear
+    drafter: nn.Module = linear
+    if found is not None:
+        full = NativeLinear(found, Packer(found, BFLOAT16).pack([weight]))
+        drafter = NativeLinear(found, Packer(found, rows_format(weight)).pack([weight]))
     rows_of_table, sweep = [], torch.zeros(SWEEP)
     for share in shares:
         short, layout, tokens = shortlist(weight, share)

@@ -11,7 +11,7 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import TreePolicy
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 

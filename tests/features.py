@@ -17,14 +17,14 @@ from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.eagle_state import EagleState
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
 WIDE = EagleConfig(
     32, 48, heads=4, kv_heads=2, head_dim=8, layers=(1, 2, 4), target_size=32, vocab_size=VOCAB
 )
-KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether fast, of drafter
+KINDS: dict[str, tuple[str, bool, EagleConfig]] = {  # of target, whether native, of drafter
     "attention": ("llama", True, WIDE),
     "own-head": ("mistral-window", True, replace(WIDE, layers=(4, 1), draft_vocab_size=20)),
     "input": ("llama", True, replace(WIDE, layers=(4,), join="input", final_norm=False)),
@@ -53,21 +53,21 @@ def head_of(config: EagleConfig, model: PreTrainedModel, seed: int = 0) -> Eagle
 
 class Pair:
     """A drafter at its target, and the same two as they are written down, in float32. `dtype`: of
-    the drafter and its target, whose weights both pairs then have; `fast`: as the kind has it where
-    None."""
+    the drafter and its target, whose weights both pairs then have; `native`: None takes the
+    kind's."""
 
     def __init__(
-        self, kind: str, dtype: torch.dtype = torch.float32, fast: bool | None = None
+        self, kind: str, dtype: torch.dtype = torch.float32, native: bool | None = None
     ) -> None:
         layout, usual, self.config = KINDS[kind]
-        fast = usual if fast is None else fast
+        native = usual if native is None else native
         self.model = tiny(layout, seed=3).to(dtype).float()
         self.network = head_of(self.config, self.model).to(dtype).float()
         self.network.rotary = self.config.rotary()  # no rounded angles
-        self.target = Model(copy.deepcopy(self.model).to(dtype), fast=fast, chunk=6)
+        self.target = make_model(copy.deepcopy(self.model).to(dtype), native=native, chunk=6)
         network = EagleHead(self.config, self.target.embedding, self.target.head)
         network.load_state_dict(self.network.state_dict())
-        self.drafter = EagleDrafter(network, self.target, fast=fast)
+        self.drafter = EagleDrafter(network, self.target, native=native)
 
     @torch.inference_mode()
     def layer(self, hidden: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:

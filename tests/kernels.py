@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from quickbeam.models.kv_cache import Page
+from quickbeam.models.kv import Page
 from quickbeam.models.native import build, library, reference
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList, Rows
@@ -86,7 +86,7 @@ def relocated(store: PagedStore, seed: int = 0) -> PagedStore:
         moved = Page(memory[place, 32:].copy_(page.data))
         moved.users = 1
         other._pages.append(moved)
-    other.pool.take(len(pages))
+    other.pool.used += len(pages)
     other.bind()
     other.length = store.length
     return other

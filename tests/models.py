@@ -74,6 +74,9 @@ CONFIGS = {
     ),
 }
 
+# the layouts that the native kernels run
+NATIVE = [name for name in CONFIGS if name.startswith(("llama", "mistral", "qwen"))]
+
 
 def tiny(
     name: str,

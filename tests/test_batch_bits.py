@@ -15,36 +15,16 @@ from typing import Any
 import pytest
 import torch
 
-from models import VOCAB, tiny
-from quickbeam.models.batch import Batch, Chain, Draft, Part, Passed
-from quickbeam.models.bit_exact import attention_is_order_free
-from quickbeam.models.kv_cache import Page, PagedSequence, SequenceCache, SharedPages
-from quickbeam.models.kv_store import KVStore
-from quickbeam.models.model import Model
+from models import NATIVE, VOCAB, tiny
+from quickbeam.models.base import Batch, Chain, Draft, Model, Part, Passed
+from quickbeam.models.kv import Page, SequenceCache
 from quickbeam.models.native import library
+from quickbeam.models.opening import make_model
 from quickbeam.models.pages import PagedStore, PagePool
 from quickbeam.tree import TokenTree
 
 needs_kernels = pytest.mark.skipif(library.kernels() is None, reason="no native kernels here")
-needs_order = pytest.mark.skipif(
-    not attention_is_order_free(64) and not attention_is_order_free(64, wide=True),
-    reason="this machine's bfloat16 kernels give different bits; quickbeam says so and doesn't "
-    "promise it",
-)
-ways = pytest.mark.parametrize(
-    "way", [pytest.param("native", marks=needs_kernels), pytest.param("eager", marks=needs_order)]
-)
-LAYOUTS = [
-    "llama",
-    "qwen3",
-    "gemma2-softcap-window",
-    "gemma3-window",
-    "mistral-window",
-    "gpt-neox",
-    "gpt2",
-]
-ALWAYS = ["llama", "gemma2-softcap-window"]  # by PyTorch's operators, which take long
-CHUNK = 16  # tokens of a prompt that PyTorch's operators read at once
+CHUNK = 16  # tokens of a prompt that a pass reads
 WIDEST = 128  # rows that a part has at most, and more
 
 
@@ -58,26 +38,10 @@ def one_thread() -> Iterator[None]:
 
 @dataclass
 class Text:
-    """A sequence, and how its tokens were computed: (tokens of a pass, how many of them are still
-    there); of a prompt, or of a tree."""
+    """A sequence and its tokens."""
 
     cache: SequenceCache
     ids: list[int] = field(default_factory=list)
-    history: list[tuple[bool, list[int], int]] = field(default_factory=list)
-
-    def cut(self, length: int) -> list[tuple[bool, list[int], int]]:
-        """The history of the first tokens."""
-        kept = []
-        for prompt, tokens, count in self.history:
-            if length > 0:
-                kept.append((prompt, tokens, min(count, length)))
-            length -= count
-        return kept
-
-    @property
-    def prompt(self) -> int:
-        """Tokens that were read as a prompt."""
-        return sum(count for prompt, _, count in self.history if prompt)
 
 
 class World:
@@ -89,7 +53,7 @@ class World:
         self.model, self.other, self.rng = model, other, random.Random(seed)
         self.texts: list[Text] = []
         # chunks with what they hold
-        self.shared: list[tuple[Any, list[int], list[tuple[bool, list[int], int]]]] = []
+        self.shared: list[tuple[Any, list[int]]] = []
         self.wrong = self.compared = 0
         self.done = Counter[str]()
 
@@ -100,49 +64,29 @@ class World:
         return [self.below(VOCAB) for _ in range(count)]
 
     def anew(self, text: Text) -> SequenceCache:
-        """The same text in the other model: at once, or where bits depend on how it was computed,
-        in the same way."""
+        """The same text in the other model, read at once."""
         cache = self.other.pool.new()
-        if self.other.native:
-            if text.ids:
-                self.other.forward(Batch([Chain(cache, text.ids, False)]))
-                cache.commit(range(len(text.ids)))
-            return cache
-        for prompt, tokens, count in text.history:
-            if prompt:
-                self.other.forward(Batch([Chain(cache, tokens, False)]))
-                cache.commit(range(count))
-                continue
-            for token in tokens[:count]:
-                self.other.forward(Batch([Draft(cache, TokenTree(token))]))
-                cache.commit([0])
+        if text.ids:
+            self.other.forward(Batch([Chain(cache, text.ids, False)]))
+            cache.commit(range(len(text.ids)))
         return cache
 
     def tree(self, text: Text) -> TokenTree:
-        tree, deepest = TokenTree(self.below(VOCAB)), self.model.depth_limit(text.cache)
+        tree = TokenTree(self.below(VOCAB))
         for _ in range(self.rng.choice([0, 1, 5, 17, 40])):
             parent, token = (
                 self.rng.choice([len(tree) - 1, self.below(len(tree))]),
                 self.below(VOCAB),
             )
-            if tree.depth[parent] < deepest and tree.child(parent, token) is None:
+            if tree.child(parent, token) is None:
                 tree.add(parent, token, "random")
         return tree
 
     def part(self, text: Text) -> Part:
         """A piece of prompt or a tree."""
         length = text.cache.length
-        if self.model.native and self.rng.random() < (0.4 if length else 0.9):
+        if self.rng.random() < (0.4 if length else 0.9):
             return Chain(text.cache, self.tokens(self.rng.choice([1, 7, 40, 90])))
-        if (
-            not self.model.native
-            and length == text.prompt
-            and length % CHUNK == 0
-            and self.rng.random() < 0.8
-        ):
-            return Chain(
-                text.cache, self.tokens(self.rng.choice([CHUNK, CHUNK, 1 + self.below(CHUNK)]))
-            )
         return Draft(text.cache, self.tree(text))
 
     def passes(self) -> None:
@@ -171,7 +115,6 @@ class World:
                 tokens = [part.tree.token[node] for node in path]
             text.cache.commit(path)
             text.ids += tokens
-            text.history.append((isinstance(part, Chain), tokens, len(tokens)))
 
     def compare(self, got: Passed, alone: Passed) -> None:
         assert got.logits.shape == alone.logits.shape and len(got.logits)
@@ -188,7 +131,7 @@ class World:
     def fork(self) -> None:
         if self.texts and len(self.texts) < 6:
             text = self.rng.choice(self.texts)
-            self.texts.append(Text(text.cache.fork(), list(text.ids), list(text.history)))
+            self.texts.append(Text(text.cache.fork(), list(text.ids)))
             self.done["fork"] += bool(text.ids)
 
     def truncate(self) -> None:
@@ -196,7 +139,6 @@ class World:
             text = self.rng.choice(self.texts)
             length = self.below(text.cache.length + 1)
             self.done["truncate"] += 0 < length < len(text.ids)
-            text.history = text.cut(length)
             del text.ids[length:]
             text.cache.truncate(length)
 
@@ -204,7 +146,7 @@ class World:
         """Often, what nobody else holds is spoiled first."""
         if self.texts:
             text = self.texts.pop(self.below(len(self.texts)))
-            if isinstance(text.cache, PagedSequence) and self.rng.random() < 0.7:
+            if self.rng.random() < 0.7:
                 for page in text.cache._pages:
                     if page.users == 1:
                         page.data.fill_(torch.nan)
@@ -215,25 +157,22 @@ class World:
         """Hold a beginning beyond its sequence's life; now and then, let go of one."""
         size = self.model.granularity
         if self.shared and self.rng.random() < 0.2:
-            chunks, _, _ = self.shared.pop(self.below(len(self.shared)))
+            chunks, _ = self.shared.pop(self.below(len(self.shared)))
             for chunk in chunks:
                 self.model.pool.drop(chunk)
-        known = [
-            (text, (len(text.ids) if self.model.native else text.prompt) // size)
-            for text in self.texts
-        ]
+        known = [(text, len(text.ids) // size) for text in self.texts]
         if known := [(text, count) for text, count in known if count]:
             text, count = self.rng.choice(known)
             chunks = [text.cache.share(i, size) for i in range(count)]
             for chunk in chunks:
                 self.model.pool.keep(chunk)
-            self.shared.append((chunks, text.ids[: count * size], text.cut(count * size)))
+            self.shared.append((chunks, text.ids[: count * size]))
 
     def adopt(self) -> None:
         """A sequence that begins with what is held."""
         if self.shared and len(self.texts) < 6:
-            chunks, ids, history = self.rng.choice(self.shared)
-            text = Text(self.model.pool.new(), list(ids), list(history))
+            chunks, ids = self.rng.choice(self.shared)
+            text = Text(self.model.pool.new(), list(ids))
             text.cache.adopt(chunks, self.model.granularity)
             self.done["adopt"] += 1
             self.texts.append(text)
@@ -257,20 +196,16 @@ class World:
     def end(self) -> None:
         while self.texts:
             self.release()
-        for chunks, _, _ in self.shared:
+        for chunks, _ in self.shared:
             for chunk in chunks:
                 self.model.pool.drop(chunk)
         assert self.model.pool.used == self.other.pool.used == 0
 
 
-def models(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Model, Model]:
-    monkeypatch.setenv("QUICKBEAM_KERNELS", way)
-    pair = tuple(
-        Model(tiny(name, torch.bfloat16, wide=way == "eager"), exact=True, chunk=CHUNK)
-        for _ in range(2)
-    )
-    assert all(model.native == (way == "native") and model.exact for model in pair)
+def models(name: str) -> tuple[Model, Model]:
+    pair = tuple(make_model(tiny(name, torch.bfloat16), chunk=CHUNK) for _ in range(2))
     for model in pair:
+        assert model.exact
         model.watch([1, 3])
     return pair[0], pair[1]
 
@@ -284,57 +219,32 @@ def wrong_rows(model: Model, other: Model, seeds: range, steps: int) -> int:
         assert world.compared > steps / 2
         wrong, done = wrong + world.wrong, done + world.done
     # that happened
-    assert {*+done} >= {"fork", "truncate", "adopt", *(["spoil"] if model.native else [])}
+    assert {*+done} >= {"fork", "truncate", "adopt", "spoil"}
     return wrong
 
 
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        *(pytest.param(name, "native", marks=needs_kernels) for name in LAYOUTS),
-        *(
-            pytest.param(
-                name,
-                "eager",
-                marks=needs_order if name in ALWAYS else (needs_order, pytest.mark.long),
-            )
-            for name in LAYOUTS
-        ),
-    ],
-)
-def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(
-    name: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@needs_kernels
+@pytest.mark.parametrize("name", NATIVE)
+def test_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
     """Random prefixes, trees and pieces of prompts; forks, truncations, pages that were used
     before, and beginnings that are shared."""
-    assert (
-        wrong_rows(
-            *models(name, way, monkeypatch),
-            *((range(2), 120) if way == "native" else (range(1), 60)),
-        )
-        == 0
-    )
+    assert wrong_rows(*models(name), range(2), 120) == 0
 
 
 @pytest.mark.long
-@ways
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(
-    name: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert (
-        wrong_rows(*models(name, way, monkeypatch), range(1, 8), 400 if way == "native" else 100)
-        == 0
-    )
+@needs_kernels
+@pytest.mark.parametrize("name", NATIVE)
+def test_many_rows_side_by_side_have_the_bits_of_the_same_rows_alone(name: str) -> None:
+    assert wrong_rows(*models(name), range(1, 8), 400) == 0
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt2"])
+@pytest.mark.parametrize("name", ["llama", "qwen2-window", "qwen3"])
 def test_every_row_of_a_batch_is_that_of_its_own_tokens(
-    name: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
 ) -> None:
     """Each node of each tree, against its path read as a plain text."""
-    model, other = models(name, "native", monkeypatch)
+    model, other = models(name)
     world = World(model, other, 0)
     for length in (1, 63, 64, 130):
         text = Text(model.pool.new())
@@ -361,18 +271,10 @@ def test_every_row_of_a_batch_is_that_of_its_own_tokens(
     )
 
 
-def unshared_copy(self: KVStore) -> KVStore:
-    other = KVStore(self.pool)
-    other.reserve(max(self.length, 1))
-    other._tensors, other.capacity, other.length = self._tensors, self.capacity, self.length
-    other._bind()
-    return other
-
-
-def early(self: SharedPages, page: Page) -> None:
+def early(self: PagePool, page: Page) -> None:
     page.users -= 1
     if not page.users:
-        self.give(1)
+        self.used -= 1
     self._unused.append(page)
 
 
@@ -397,17 +299,10 @@ def early(self: SharedPages, page: Page) -> None:
 def test_memory_that_is_shared_wrongly_is_seen(
     owner: type, name: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, other = models("llama", "native", monkeypatch)
+    model, other = models("llama")
     with monkeypatch.context() as patch:
         patch.setattr(owner, name, wrong)
         assert sum(seen(model, other, seed) for seed in range(4)) > 5
-
-
-@needs_order
-def test_a_fork_that_is_no_copy_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, other = models("llama", "eager", monkeypatch)
-    monkeypatch.setattr(KVStore, "fork", unshared_copy)
-    assert sum(seen(model, other, seed, 60) for seed in range(2)) > 5
 
 
 def seen(model: Model, other: Model, seed: int, steps: int = 100) -> int:
@@ -418,9 +313,9 @@ def seen(model: Model, other: Model, seed: int, steps: int = 100) -> int:
 
 @needs_kernels
 @torch.inference_mode()
-def test_nan_that_a_page_held_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_that_a_page_held_is_not_read_again() -> None:
     """The whole memory is NaN when the next sequence takes it."""
-    model, other = models("gemma2-softcap-window", "native", monkeypatch)
+    model, other = models("mistral-window")
     cache = model.pool.new()
     cache.reserve(6 * model.pool.page)
     assert isinstance(cache, PagedStore)

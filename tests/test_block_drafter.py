@@ -29,7 +29,8 @@ from quickbeam.drafters.block_model import BlockConfig, BlockNetwork, is_block, 
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.model import Model
+from quickbeam.models.gathered import RowPool
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.params import SamplingParams
 from quickbeam.tree import TokenTree
@@ -50,7 +51,7 @@ class Toy:
 
     def __init__(self, config: BlockConfig, seed: int = 0) -> None:
         self.model = tiny("llama", seed=3).float()
-        self.target = Model(copy.deepcopy(self.model), chunk=6)
+        self.target = make_model(copy.deepcopy(self.model), chunk=6)
         torch.manual_seed(seed)
         self.network = BlockNetwork(config, self.target.embedding, self.target.head)
         for parameter in self.network.parameters():
@@ -118,6 +119,12 @@ class Toy:
                     z = z + weight["markov_head.markov_w2.weight"] @ e
                 probs[row] = z.softmax(-1)
         return probs
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings are shared in whole pages."""
+    monkeypatch.setattr(RowPool, "page", 16)
 
 
 @pytest.fixture(scope="module")

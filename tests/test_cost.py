@@ -8,9 +8,9 @@ import torch
 
 from models import tiny
 from quickbeam.engine.cost import CostModel
-from quickbeam.models.batch import Batch, Passed
-from quickbeam.models.kv_cache import NoRoom
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Passed
+from quickbeam.models.kv import NoRoom
+from quickbeam.models.opening import make_model
 
 # --- the cost of a pass ---------------------------------------------------------------------------
 
@@ -24,17 +24,16 @@ def test_cost_is_interpolated_and_measured() -> None:
         CostModel({})
     many = CostModel({1: 1.0, 8: 2.0}, {1: 0.01}, per_sequence=0.5)
     assert [many.alone(8, n) for n in (1, 2, 5)] == [2.0, 2.5, 4.0]
-    measured = CostModel.measure(Model(tiny("qwen3", seed=5)), 16)
+    measured = CostModel.measure(make_model(tiny("qwen3", seed=5)), 16)
     assert all(measured.alone(n) > 0 and measured.reading(n, 50) >= 0 for n in (1, 5, 16, 40))
 
 
-@pytest.mark.parametrize("gathered", [False, True])
 def test_measuring_is_not_bound_by_the_memory_limit(
-    gathered: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The limit holds before, after, and meanwhile for all who look at it; nothing that is kept is
     given up for it."""
-    model = Model(tiny("qwen3", torch.float32, seed=5), gathered=gathered)
+    model = make_model(tiny("qwen3", torch.float32, seed=5))
     pool, limits, forward = model.pool, set[int | None](), model.forward
     pool.limit, pool.spare = 2, lambda: pytest.fail("nothing is to be given up")
     held = pool.new()
@@ -97,9 +96,9 @@ def test_a_followed_cost_comes_to_the_slope_between_measured_widths() -> None:
 def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slow moments of the machine while it is measured, the first one above all, are left out: a
     narrow pass can't take longer than a wide one, or what stands before it would cost nothing."""
-    model, asked = Model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
+    model, asked = make_model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
 
-    def timed(model: Model, nodes: int, context: int, sequences: int) -> float:
+    def timed(model: make_model, nodes: int, context: int, sequences: int) -> float:
         asked.append((nodes, context, sequences))
         busy = 60.0 if len(asked) in (1, 2, 5, 20) else 0.0
         slow = 3.0 if (nodes, context, sequences) in ((1, 0, 1), (4, 0, 1)) else 0.0

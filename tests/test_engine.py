@@ -28,8 +28,8 @@ from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.methods import make_policy
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.batch import Batch, Draft, Passed
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Draft, Model, Passed
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 
@@ -47,7 +47,7 @@ class Letters:
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(tiny("qwen3", seed=5))
+    return make_model(tiny("qwen3", seed=5))
 
 
 def policy_of(method: str):
@@ -153,7 +153,7 @@ def test_a_prompt_and_answer_beyond_the_context_are_refused(model: Model) -> Non
 
 
 def test_an_answer_may_fill_the_context_to_its_last_token() -> None:
-    model = Model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
+    model = make_model(tiny("gpt2"))  # positions are looked up in a table: one too many would raise
     sequence = run(
         model,
         "logitspec",
@@ -330,7 +330,7 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
 ) -> None:
     """Ctrl-C in any part of a step: what was under way ends with what was emitted, what waits goes
     on, and nothing of the rest is lost."""
-    model = Model(tiny("qwen3", seed=5), chunk=8)
+    model = make_model(tiny("qwen3", seed=5), chunk=8)
     params, engine = SamplingParams(max_tokens=30, ignore_eos=True), Engine(model, most=2)
     policy = make_policy(("ngram",), "chain")
     prompts = [prompt_of(4, 20), prompt_of(5, 20), prompt_of(6, 20)]
@@ -342,8 +342,8 @@ def test_an_interrupt_anywhere_leaves_answers_and_engine_whole(
         for prompt in prompts
     ]
     owner, name = {
-        "prefill": (Model, "forward"),
-        "forward": (Model, "forward"),
+        "prefill": (type(model), "forward"),
+        "forward": (type(model), "forward"),
         "accept": (engine_module, "accept"),
         "commit": (type(model.pool.new()), "commit"),
         "emit": (SequenceState, "emit"),

@@ -8,6 +8,7 @@ pytest tests/test_feature_drafter.py
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -19,10 +20,19 @@ from features import KINDS, WIDE, Pair, head_of
 from models import VOCAB, tiny
 from quickbeam.drafters import eagle
 from quickbeam.drafters.eagle import EagleDrafter
-from quickbeam.models.model import Model
+from quickbeam.models.gathered import RowPool
+from quickbeam.models.opening import make_model
 from quickbeam.train.shards import Conversation
 from quickbeam.train.unroll import collate, unroll
 from quickbeam.tree import TokenTree
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pages() -> Iterator[None]:
+    """Beginnings are shared in whole pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowPool, "page", 2)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +204,7 @@ def test_bad_weights_propose_nothing_and_a_tiny_temperature_leaves_one_token(
 
 def test_bfloat16_does_not_round_the_rotary_angles() -> None:
     model = tiny("llama", torch.bfloat16)
-    drafter = EagleDrafter(head_of(WIDE, model), Model(model))
+    drafter = EagleDrafter(head_of(WIDE, model), make_model(model))
     x, at = torch.zeros(1), torch.tensor([[3000]])
     got, wanted = drafter.network.rotary(x, at), WIDE.rotary()(x, at)
     assert all(map(torch.equal, got, wanted))

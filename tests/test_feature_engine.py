@@ -33,8 +33,17 @@ from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model
+from quickbeam.models.gathered import RowPool
 from quickbeam.params import SamplingParams
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_pages() -> Iterator[None]:
+    """Beginnings are shared in whole pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowPool, "page", 6)
+        yield
 
 
 @pytest.fixture(scope="module")

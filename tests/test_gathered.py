@@ -17,9 +17,9 @@ from quickbeam.drafters.ngram import Ngram
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.models.batch import Batch, Chain, Draft
+from quickbeam.models.base import Batch, Chain, Draft, Model
 from quickbeam.models.gathered import RowPool
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 
 DEVICES = [
@@ -31,16 +31,15 @@ DEVICES = [
 
 
 def gathered(name: str, device: str = "cpu", **options) -> Model:
-    return Model(tiny(name, seed=4).to(device), exact=False, gathered=True, **options)
+    return make_model(tiny(name, seed=4).to(device), **options)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_trees_and_texts_side_by_side(name, fast, device):
+def test_trees_and_texts_side_by_side(name, device):
     """Several trees behind texts of other lengths, a text in two parts, and a tree that goes on
     from an earlier pass."""
-    plain, model = tiny(name, seed=4).to(device), gathered(name, device, fast=fast)
+    plain, model = tiny(name, seed=4).to(device), gathered(name, device)
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     texts = [[chance.randrange(3, VOCAB) for _ in range(length)] for length in (3, 70, 130, 64)]
     caches = [model.pool.new() for _ in texts]
@@ -100,7 +99,10 @@ def test_answers_are_those_given_alone(name):
     model, params = gathered(name), SamplingParams(max_tokens=20, ignore_eos=True)
     prompts = [[5, 6, 7] * (1 + 11 * i) for i in range(4)]
     alone = [
-        answer(model, NoDraft(), params, prompt, budget=1).output.token_ids for prompt in prompts
+        answer(
+            model, NoDraft(), params, prompt, engine=Engine(model, share=False), budget=1
+        ).output.token_ids
+        for prompt in prompts
     ]
     engine = Engine(model)
     ones = [
@@ -110,5 +112,5 @@ def test_answers_are_those_given_alone(name):
     while engine.busy:
         engine.step()
     assert [one.output.token_ids for one in ones] == alone
-    engine.forget()
+    engine.close()
     assert model.pool.used == 0

@@ -28,7 +28,7 @@ from quickbeam.methods.constrained import constrained, lay_runs
 from quickbeam.methods.drafted import DraftedPolicy
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.hybrid import Hybrid
-from quickbeam.models.batch import Passed
+from quickbeam.models.base import Passed
 from quickbeam.noise import Noise
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler

@@ -40,7 +40,7 @@ from quickbeam.methods.dyspec_threshold import Threshold
 from quickbeam.methods.eagle2 import Eagle2
 from quickbeam.methods.sequoia import Sequoia
 from quickbeam.methods.specinfer import Branches
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 from quickbeam.tree import TokenTree
@@ -173,7 +173,7 @@ def test_reranked_candidates_are_no_draws() -> None:
 
 @pytest.mark.parametrize("name", DRAFTED)
 def test_greedy_output_is_plain_decodings(name: str) -> None:
-    model, params = Model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
+    model, params = make_model(tiny("llama")), SamplingParams(max_tokens=40, ignore_eos=True)
     prompt = [3, 1, 4, 1, 5]
     plain = answer(model, make_policy((), "none"), params, prompt).output.token_ids
 

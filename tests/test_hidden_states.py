@@ -117,12 +117,11 @@ class Walk:
         self.prompt()
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_hidden_states_are_those_of_a_plain_run(name: str, fast: bool) -> None:
+def test_hidden_states_are_those_of_a_plain_run(name: str) -> None:
     model = tiny(name)
     layers = all_layers(model)
-    target = Target(copy.deepcopy(model), fast=fast, chunk=4)
+    target = Target(copy.deepcopy(model), chunk=4)
     target.model.watch(layers)
     for seed in range(3):
         walk = Walk(target, model, layers, seed)
@@ -174,11 +173,10 @@ def test_the_mirror_of_a_lone_token_leaves_no_trace() -> None:
     close(target.take_hidden(), plain_states(model, [*PREFIX, 50, 51], (1, 4)))
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("layers", [(1,), (4,), (2, 1, 4, 3)])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_watching_changes_no_logits(name: str, layers: tuple[int, ...], fast: bool) -> None:
-    watched, other = (Target(tiny(name), fast=fast, chunk=4) for _ in range(2))
+def test_watching_changes_no_logits(name: str, layers: tuple[int, ...]) -> None:
+    watched, other = (Target(tiny(name), chunk=4) for _ in range(2))
     watched.model.watch(layers)
     tree = random_tree(torch.Generator().manual_seed(1), 9)
     for _ in range(2):
@@ -197,19 +195,17 @@ def test_without_watching_nothing_is_kept() -> None:
     assert target.taken == len(PREFIX) + 1 and len(target.take_hidden()) == 0
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("layers", [(), (0,), (1, 5), (-1,)])
-def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...], fast: bool) -> None:
-    target = Target(tiny("llama"), fast=fast)
+def test_layers_that_are_not_there_are_refused(layers: tuple[int, ...]) -> None:
+    target = Target(tiny("llama"))
     with pytest.raises(InvalidInput, match=r"the model has 1 to 3, and 4 for the final norm"):
         target.model.watch(layers)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3-window"])
-def test_embedding_and_head_are_the_models(name: str, fast: bool) -> None:
+def test_embedding_and_head_are_the_models(name: str) -> None:
     model = tiny(name)
-    target = Target(copy.deepcopy(model), fast=fast)
+    target = Target(copy.deepcopy(model))
     states = plain_states(model, PREFIX, (model.config.num_hidden_layers + 1,))
     with torch.inference_mode():
         close(target.model.head(states), model(torch.tensor([PREFIX])).logits[0])

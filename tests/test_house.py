@@ -32,15 +32,12 @@ LONG_FILES = {
     "sampling.py",
     "llm.py",
     "engine/engine.py",
-    "models/model.py",
     "models/native/program.py",
 }
 LONG_FUNCTIONS = {
     "llm.__init__",
     "transformers.loop.generate",
-    "models.model.__init__",
     "models.streamed_loading.open_streamed",
-    "models.bit_exact.attention_is_order_free",
     "models.loading.load_model",
     "models.fused_llama.__init__",
     "models.native.library.__init__",

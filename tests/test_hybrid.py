@@ -27,7 +27,7 @@ from quickbeam.methods.acceptance import Likeliest, Printed
 from quickbeam.methods.best_first import Search
 from quickbeam.methods.dyspec import DySpec
 from quickbeam.methods.hybrid import LONGEST, OTHER, SAME, UNASKED, Hybrid, Repeats
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.options import Setting
 from quickbeam.tree import TokenTree
 from quickbeam.verify import verify_equal
@@ -242,7 +242,7 @@ def test_policies_tell_how_repeats_came_out_and_thank_the_drafter_for_its_own() 
 @pytest.mark.parametrize("budget", [1, 2, 7, 24, None])
 def test_output_is_plain_decodings(budget: int | None) -> None:
     """A text that goes in circles now and then, a drafter that is right now and then."""
-    target, params = Model(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
+    target, params = make_model(tiny("llama")), SamplingParams(max_tokens=60, ignore_eos=True)
     model = ToyModel(VOCAB, 3)
     prompt = [5, 6, 7, 8, 5, 6, 7, 8, 5, 6]
     plain = answer(target, make_policy((), "none"), params, prompt).output.token_ids

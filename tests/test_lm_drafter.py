@@ -25,9 +25,9 @@ from quickbeam.errors import InvalidInput
 from quickbeam.methods import make_policy
 from quickbeam.methods.base import Grown, Growth, NoDraft, TreePolicy
 from quickbeam.methods.perturbed import proposals
-from quickbeam.models.batch import Batch, Draft, Passed
-from quickbeam.models.kv_store import KVStore
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Draft, Model, Passed
+from quickbeam.models.kv import SequenceCache
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.presets import PRESETS
 from quickbeam.sampling import draw
@@ -379,7 +379,7 @@ def test_padded_tails_may_differ() -> None:
 
 @pytest.fixture(scope="module")
 def target() -> Model:
-    return Model(tiny("llama", seed=3))
+    return make_model(tiny("llama", seed=3))
 
 
 def policy_of(method: str, drafter: LMDrafter) -> TreePolicy:
@@ -474,10 +474,10 @@ def test_a_drafter_with_bad_weights_drafts_nothing_and_the_answer_is_plain_decod
 def test_an_interrupt_in_the_drafter_leaves_it_fit_for_the_next_request(
     target: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target)
+    drafter, engine = LMDrafter(tiny("llama", seed=3), VOCAB), Engine(target, share=False)
     params, prompt = SamplingParams(max_tokens=30, ignore_eos=True), [4, 5, 6] * GAP
     fresh = answer(target, DrafterChain(drafter), params, prompt, budget=6, engine=engine)
-    for place, where in ((drafter.model, "forward"), (drafter.model, "_run"), (KVStore, "commit")):
+    for place, where in ((drafter.model, "forward"), (SequenceCache, "commit")):
         for when in range(1, 6):
             engine.forget()
             inner, calls = getattr(place, where), []

@@ -31,8 +31,6 @@ from quickbeam.drafters import loading as drafters
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import loading
-from quickbeam.models.bit_exact import examine
-from quickbeam.models.eager_llama import LeanModel
 from quickbeam.models.fused_llama import FusedLlama
 from quickbeam.models.loading import load_model, parse_dtype, wanted_dtype
 from quickbeam.models.outline import outline
@@ -94,12 +92,11 @@ def weights(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
     )
 
 
-@pytest.mark.parametrize("fast", [True, False])
 @pytest.mark.parametrize(
     ("rope", "length"), [(LONGROPE, 4 * CONTEXT), (LONGROPE, CONTEXT), (DYNAMIC, CONTEXT)]
 )
 def test_angles_that_follow_the_length_are_those_of_transformers(
-    folder: Path, rope: dict[str, Any], length: int, fast: bool
+    folder: Path, rope: dict[str, Any], length: int
 ) -> None:
     write(folder, rope_parameters=rope, max_position_embeddings=length)
     prompt = [3, 1, 4, 1, 5, 9, 2, 6] * 4
@@ -111,7 +108,7 @@ def test_angles_that_follow_the_length_are_those_of_transformers(
         "eos_token_id": None,
     }
     expected = model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
-    llm = LLM(str(folder), "pld", dtype="float32", fast=fast)
+    llm = LLM(str(folder), "pld", dtype="float32")
     params = SamplingParams(max_tokens=CONTEXT - len(prompt), ignore_eos=True)
     for _ in range(2):  # what ran at the end of the context may not show in the next answer
         assert llm.generate(prompt, params).token_ids == expected
@@ -140,50 +137,40 @@ class Adapted(nn.Linear):
 
 
 @pytest.mark.parametrize("part", ["self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj"])
-def test_lean_forwards_take_plain_linears_only(part: str) -> None:
+def test_the_kernels_take_plain_linears_only(part: str) -> None:
     model = tiny("llama")
-    assert LeanModel.fits(model) and FusedLlama.fits(model)
+    assert FusedLlama.fits(model)
     model.model.layers[1].set_submodule(part, Adapted(32, 32))
-    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
-    assert examine([], [Adapted(32, 32)]).broken == ("the products of Adapted are not known",)
+    assert not FusedLlama.fits(model)
 
 
-def test_lean_forwards_take_plain_embeddings_and_classes_of_transformers_only() -> None:
+def test_the_kernels_take_plain_embeddings_and_classes_of_transformers_only() -> None:
     model = tiny("llama")
     model.model.embed_tokens = type("Scaled", (nn.Embedding,), {})(97, 32)
-    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
+    assert not FusedLlama.fits(model)
     model = tiny("llama")
     model.__class__ = type(
         "LlamaForCausalLM", (type(model),), {"__module__": "came_with_the_model"}
     )
-    assert not LeanModel.fits(model) and not FusedLlama.fits(model)
+    assert not FusedLlama.fits(model)
 
 
-def test_quantised_weights_that_are_no_parameters_are_not_known() -> None:
-    packed, mask, table = nn.Module(), nn.Module(), nn.Module()
-    table.register_buffer("position_ids", torch.arange(8)[None], persistent=False)
-    assert examine([], [table]).broken == ()
-    packed.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
-    mask.register_buffer("bias", torch.ones(4, 4, dtype=torch.bool))
-    assert examine([], [packed]).broken == ("the products of Module are not known",)
-    assert examine([], [mask]).broken == ()
-
-
-def test_experts_in_bfloat16_are_said_to_break_the_promise(
+def test_what_the_kernels_do_not_run_is_said_to_be_not_promised(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = Path(shutil.copytree(folder, tmp_path / "plain"))
     experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
     write(folder, model_type="qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **experts)
-    with caplog.at_level("WARNING", "quickbeam"), LLM(str(folder)) as llm:
+    with caplog.at_level("INFO", "quickbeam"), LLM(str(folder)) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
     assert not answer.statistics.exact and answer.to_json()["exact"] is False
-    (warning,) = [record for record in caplog.records if "promise" in record.message]
-    assert "the experts of Qwen3MoeExperts" in warning.message
+    (line,) = [record.message for record in caplog.records if "promise" in record.message]
+    assert "Qwen3MoeForCausalLM" in line and "Qwen3MoeForCausalLM" in llm.kernels
     caplog.clear()
-    with caplog.at_level("WARNING", "quickbeam"), LLM(str(write(plain))) as llm:
+    with caplog.at_level("INFO", "quickbeam"), LLM(str(write(plain))) as llm:
         answer = llm.generate([3, 1, 4], SamplingParams(max_tokens=4))
-        assert answer.statistics.exact == llm.model.exact == (not caplog.records)
+        said = any("promise" in record.message for record in caplog.records)
+        assert answer.statistics.exact == llm.model.exact == (not said)
 
 
 def test_an_adapter_without_peft_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +203,7 @@ def test_an_adapter_is_merged(folder: Path, tmp_path: Path, beside: bool) -> Non
     place = folder if beside else tmp_path / "adapter"
     adapted.save_pretrained(place)
     model = load(place)
-    assert LeanModel.fits(model) and FusedLlama.fits(model)
+    assert FusedLlama.fits(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=1e-4, atol=1e-4)
 

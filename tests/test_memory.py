@@ -29,11 +29,11 @@ from quickbeam.engine.budget import MAX_NODES_SLOW, Budget
 from quickbeam.engine.cost import CostModel
 from quickbeam.errors import InvalidInput, QuickbeamError
 from quickbeam.llm import LLM
-from quickbeam.models.batch import Batch, Chain, Draft
+from quickbeam.models.base import Batch, Chain, Draft
 from quickbeam.models.loading import load_model
 from quickbeam.models.memory import HUGE, room_for_weights
-from quickbeam.models.model import Model
 from quickbeam.models.native import build, library
+from quickbeam.models.opening import make_model
 from quickbeam.models.streamed_llama import likeliest
 from quickbeam.models.streamed_loading import open_streamed
 from quickbeam.models.target import Target
@@ -104,7 +104,7 @@ def test_a_model_read_from_disk_has_the_bits_of_one_in_memory(
         disk.model.streamed is not None
         and disk.model.streamed.streamed_bytes > 0 < disk.model.streamed.resident_bytes
     )
-    alike(Target(Model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
+    alike(Target(make_model(tiny(layout, torch.bfloat16, wide=True), weights=kind)), disk)
     disk.model.close()
 
 
@@ -120,7 +120,7 @@ def test_longrope_read_from_disk_has_the_bits_of_one_in_memory(
     plain = load_model(folder, torch.bfloat16, torch.device("cpu"))[0]
     assert plain.model.rotary_emb.attention_scaling > 1.05
     disk = on_disk(folder, limits(folder)[1])
-    alike(Target(Model(plain)), disk, (1, 17))
+    alike(Target(make_model(plain)), disk, (1, 17))
     disk.model.close()
 
 
@@ -132,7 +132,7 @@ def test_every_instruction_set_reads_from_disk(
     library.load(isa)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "native")
     monkeypatch.setenv("QUICKBEAM_ISA", isa)
-    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
+    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True), weights=kind))
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"), kind)[1], kind)
     assert disk.model.pool.kernels.name == isa  # type: ignore[attr-defined]
     alike(memory, disk, (1, 17, 64))
@@ -143,7 +143,7 @@ def test_every_instruction_set_reads_from_disk(
 def test_every_division_of_the_memory_gives_the_same_bits(
     folder: Callable[[str], str], kind: str
 ) -> None:
-    memory = Target(Model(tiny("llama-multi-head", torch.bfloat16, wide=True), weights=kind))
+    memory = Target(make_model(tiny("llama-multi-head", torch.bfloat16, wide=True), weights=kind))
     resident = []
     for limit in limits(folder("llama-multi-head"), kind):
         disk = on_disk(folder("llama-multi-head"), limit, kind)
@@ -159,7 +159,7 @@ def test_every_division_of_the_memory_gives_the_same_bits(
 
 def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str], str]) -> None:
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2]).model
-    alone = Model(tiny("qwen2", torch.bfloat16, wide=True))
+    alone = make_model(tiny("qwen2", torch.bfloat16, wide=True))
     for model in (alone, disk):
         caches = [model.pool.new() for _ in range(3)]
         model.forward(
@@ -176,7 +176,7 @@ def test_several_sequences_and_long_prompts_share_a_pass(folder: Callable[[str],
 
 def test_hidden_states_are_the_same(folder: Callable[[str], str]) -> None:
     disk = on_disk(folder("qwen2"), limits(folder("qwen2"))[2])
-    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True)))
+    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
     for target in (memory, disk):
         target.verify(bush(3))  # a program without them first
         target.model.watch([1, 3, 4])
@@ -201,7 +201,7 @@ def test_slow_reads_are_waited_for(
         read(self, offset, buffer)
 
     monkeypatch.setattr(File, "read", slow)
-    alike(Target(Model(tiny("qwen2", torch.bfloat16, wide=True))), disk, (1, 9))
+    alike(Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))), disk, (1, 9))
     disk.model.close()
 
 
@@ -210,7 +210,7 @@ def test_a_buffer_that_is_given_back_too_early_shows(
 ) -> None:
     """The wrong version that the tests above must catch."""
     memory, disk = (
-        Target(Model(tiny("qwen2", torch.bfloat16, wide=True))),
+        Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
         on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
     )
     take = WeightStream.take
@@ -235,7 +235,7 @@ def test_a_pass_that_was_broken_off_is_followed_by_a_whole_one(
     folder: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, disk = (
-        Target(Model(tiny("qwen2", torch.bfloat16, wide=True))),
+        Target(make_model(tiny("qwen2", torch.bfloat16, wide=True))),
         on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
     )
     take = WeightStream.take
@@ -258,7 +258,7 @@ def test_two_models_and_threads_that_end(folder: Callable[[str], str]) -> None:
         on_disk(folder("qwen2"), limits(folder("qwen2"))[0]),
         on_disk(folder("llama"), limits(folder("llama"))[0]),
     )
-    memory = Target(Model(tiny("qwen2", torch.bfloat16, wide=True)))
+    memory = Target(make_model(tiny("qwen2", torch.bfloat16, wide=True)))
     second.prefill(ids(20))
     alike(memory, first, (1,))
     assert sum(thread.name == "weights" for thread in threading.enumerate()) == 4
@@ -402,7 +402,6 @@ def test_what_cannot_be_read_while_computing_is_refused(
     for told, words in (
         ({"memory": "much"}, "not a size of memory"),
         ({"dtype": "float32"}, "goes with bfloat16"),
-        ({"fast": False}, "native kernels"),
         ({"device_map": "cpu"}, "device_map"),
     ):
         with pytest.raises(InvalidInput, match=words):
@@ -567,6 +566,6 @@ def test_the_weights_of_a_pass_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch
         pytest.skip("no kernels, or no huge pages")
     monkeypatch.setattr("quickbeam.models.memory.HUGE", 4096)
     for kind in ("bfloat16", "int8"):
-        model = Model(tiny("llama", torch.bfloat16, wide=True), weights=kind)
+        model = make_model(tiny("llama", torch.bfloat16, wide=True), weights=kind)
         assert model._fused is not None
         assert " hg" in flags_of(model._fused._weights.data_ptr())

@@ -395,7 +395,7 @@ def test_a_tree_gives_the_bits_of_one_token_at_a_time(
     isa: str, name: str, native: Callable[[str], None]
 ) -> None:
     native(isa)
-    target = Target(tiny(name, torch.bfloat16), exact=True)
+    target = Target(tiny(name, torch.bfloat16))
     assert isinstance(target.store, PagedStore) and target.store.kernels.name == isa
     ids = text(78)
     prompt, tokens = ids[:52], ids[52:]  # across the end of a page
@@ -411,7 +411,7 @@ def test_many_trees_give_the_bits_of_one_token_at_a_time(
     isa: str, name: str, wide: bool, native: Callable[[str], None]
 ) -> None:
     native(isa)
-    target = Target(tiny(name, torch.bfloat16, wide=wide), exact=True)
+    target = Target(tiny(name, torch.bfloat16, wide=wide))
     ids = text(300, 1)
     for begin in (1, 100, 200):
         prompt, tokens = ids[:begin], ids[begin : begin + 80]
@@ -485,7 +485,7 @@ def test_widths_up_to_128_give_the_same_bits(
 ) -> None:
     native(isa)
     target, ids, rng = (
-        Target(tiny(name, torch.bfloat16, wide=True), exact=True),
+        Target(tiny(name, torch.bfloat16, wide=True)),
         text(70),
         random.Random(0),
     )
@@ -558,7 +558,7 @@ def bits_hold_behind(target: Target, length: int) -> bool:
 @best_set
 def test_long_contexts_give_the_same_bits(isa: str, native: Callable[[str], None]) -> None:
     native(isa)
-    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16), exact=True), 1500)
+    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), 1500)
 
 
 @pytest.mark.long
@@ -568,7 +568,7 @@ def test_contexts_to_4000_give_the_same_bits(
     isa: str, length: int, native: Callable[[str], None]
 ) -> None:
     native(isa)
-    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16), exact=True), length)
+    assert bits_hold_behind(Target(tiny("llama", torch.bfloat16)), length)
 
 
 @every_set

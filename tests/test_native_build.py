@@ -19,7 +19,7 @@ import torch
 from kernels import SETS
 from models import tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv_store import KVStore
+from quickbeam.models.gathered import RowStore
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.native import build, library
 from quickbeam.models.pages import PagedStore
@@ -121,7 +121,7 @@ def test_the_environment_says_which_kernels(monkeypatch: pytest.MonkeyPatch) -> 
     assert found is not None and found.name == SETS[0]
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
     assert library.kernels() is None and "QUICKBEAM_KERNELS=eager" in library.describe()
-    assert isinstance(Target(tiny("llama", torch.bfloat16)).store, KVStore)
+    assert isinstance(Target(tiny("llama", torch.bfloat16)).store, RowStore)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "fast")
     with pytest.raises(
         InvalidInput, match="QUICKBEAM_KERNELS='fast': must be one of auto, native, eager"
@@ -159,7 +159,7 @@ def test_without_a_compiler_a_target_runs_on_pytorchs_operators(
     assert "/nonexistent" in library.describe()
     target = Target(tiny("llama", torch.bfloat16))
     target.prefill([1, 2, 3])
-    assert isinstance(target.store, KVStore) and bool(target.verify(TokenTree(4)).isfinite().all())
+    assert isinstance(target.store, RowStore) and bool(target.verify(TokenTree(4)).isfinite().all())
     for name, wish in (("QUICKBEAM_KERNELS", "native"), ("QUICKBEAM_ISA", "plain")):
         with monkeypatch.context() as patch:
             patch.setenv(name, wish)

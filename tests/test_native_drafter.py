@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import quantised
 from cases import examples
 from features import KINDS, WIDE, Pair, grown, head_of, rounds
 from kernels import best_set, every_set, load, number
@@ -33,12 +34,11 @@ from quickbeam.drafters.shortlist.native import (
 )
 from quickbeam.drafters.shortlist.router import EPS, Router, RouterConfig
 from quickbeam.drafters.shortlist.shortlist import Shortlist
-from quickbeam.models import quantised
-from quickbeam.models.model import Model
 from quickbeam.models.native import reference
 from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT8
+from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
 from test_shortlist_head import expected, spread
 
@@ -94,13 +94,13 @@ def test_distributions_are_as_near_to_the_equations_as_those_of_pytorchs_operato
     found = {}
     for way in (isa, "eager"):
         native(way)
-        pair = Pair(kind, torch.bfloat16, fast=True)
+        pair = Pair(kind, torch.bfloat16, native=True)
         assert (pair.drafter._native is not None) is (way != "eager")
         found[way] = distance(pair)
     assert found[isa] <= 1.25 * found["eager"] + 0.02, found
     native(isa)
     monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
-    assert distance(Pair(kind, torch.bfloat16, fast=True)) <= 1.25 * found["eager"] + 1e-3
+    assert distance(Pair(kind, torch.bfloat16, native=True)) <= 1.25 * found["eager"] + 1e-3
 
 
 @every_set
@@ -109,9 +109,9 @@ def test_every_set_computes_the_same_distributions_up_to_rounding(
 ) -> None:
     monkeypatch.setattr("quickbeam.drafters.eagle_native.rows_format", lambda weight: BFLOAT16)
     native("eager")
-    usual = distance(Pair("ours", torch.bfloat16, fast=True))
+    usual = distance(Pair("ours", torch.bfloat16, native=True))
     native(isa)
-    pair = Pair("ours", torch.bfloat16, fast=True)
+    pair = Pair("ours", torch.bfloat16, native=True)
     assert distance(pair) <= 1.25 * usual + 1e-3
 
 
@@ -448,7 +448,7 @@ def test_drafters_of_other_activations_and_odd_sizes_stay_with_pytorchs_operator
     model = tiny("llama", torch.bfloat16)
     for config in (replace(WIDE, activation="gelu"), replace(WIDE, intermediate_size=47)):
         assert (
-            EagleDrafter(head_of(config, model), Model(tiny("llama", torch.bfloat16)))._native
+            EagleDrafter(head_of(config, model), make_model(tiny("llama", torch.bfloat16)))._native
             is None
         )
 
@@ -481,7 +481,7 @@ def test_the_bias_of_a_head_counts(isa: str, native: Callable[[str], None]) -> N
             model.lm_head.weight.detach().clone(),
             model.lm_head.bias.detach().float().clone(),
         )
-        target = Model(model, fast=fast)
+        target = make_model(model, native=fast)
         drafter = EagleDrafter(EagleHead(WIDE, target.embedding, target.head), target)
         assert drafter._native is not None
         right = quantised.product(feature, quantised.quantise(weight, INT8)) + bias

@@ -16,7 +16,7 @@ from models import tiny
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import opening
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.models.pinned import (
     BUFFERS,
     Copies,
@@ -71,7 +71,7 @@ def limits(model: PreTrainedModel) -> list[int]:
 def pinned(model: PreTrainedModel, memory: int, copies: Copies | None = None) -> Target:
     found = pin_layers(model, memory, CPU, copies)
     assert found is not None
-    return Target(Model(model, pinned=found))
+    return Target(make_model(model, pinned=found))
 
 
 def outputs(target: Target) -> list[torch.Tensor]:
@@ -98,7 +98,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_layers_that_come_and_go_compute_what_the_whole_model_does(
     layout: str, copies: type[Direct]
 ) -> None:
-    expected = outputs(Target(Model(deep(layout), fast=False)))
+    expected = outputs(Target(make_model(deep(layout))))
     assert same(outputs(pinned(deep(layout), limits(deep(layout))[1], copies())), expected)
 
 
@@ -142,14 +142,14 @@ class Trusting(PinnedLayers):
 
 @pytest.mark.parametrize(("wrong", "copies"), [(Hasty, Direct), (Trusting, Late)])
 def test_wrong_orders_of_copies_are_caught(wrong: type[PinnedLayers], copies: type[Direct]) -> None:
-    expected = outputs(Target(Model(deep("llama"), fast=False)))
+    expected = outputs(Target(make_model(deep("llama"))))
     model = deep("llama")
     made = wrong(model, decoder_layers(model), [3], CPU, copies())
-    assert not same(outputs(Target(Model(model, pinned=made))), expected)
+    assert not same(outputs(Target(make_model(model, pinned=made))), expected)
 
 
 def test_a_pass_that_ends_midway_leaves_nothing_wrong() -> None:
-    expected = outputs(Target(Model(deep("llama"), fast=False)))
+    expected = outputs(Target(make_model(deep("llama"))))
     model = deep("llama")
     target = pinned(model, limits(model)[1])
     handle = decoder_layers(model)[3].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -184,9 +184,7 @@ def test_an_llm_gives_the_answers_of_the_whole_model(
     drafts."""
     big = saved("qwen2", tmp_path / "big", toy_folder, layers=DEEP)
     params = SamplingParams(max_tokens=20, temperature=0.7, seed=3, ignore_eos=True)
-    plain = LLM(big, dtype="float32", method="ar", fast=False).generate(
-        [[3, 4, 5, 3, 4], [7, 8]], params
-    )
+    plain = LLM(big, dtype="float32", method="ar").generate([[3, 4, 5, 3, 4], [7, 8]], params)
     limit = limits(tiny("qwen2", wide=True, layers=DEEP))[1]
     monkeypatch.setattr(opening, "reads_disk", lambda device: False)
     monkeypatch.setattr("quickbeam.llm.refuse_memory", lambda *_: None)
@@ -210,7 +208,7 @@ def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype)
     device = torch.device("cuda")
     plain = deep("llama", dtype).to(device)
     everything = Target(
-        Model(
+        make_model(
             plain,
             pinned=PinnedLayers(
                 plain, decoder_layers(plain), range(3, DEEP), device, SideStream(device)
@@ -220,7 +218,7 @@ def test_on_cuda_copies_beside_the_passes_give_the_same_bits(dtype: torch.dtype)
     model = deep("llama", dtype)
     found = pin_layers(model, limits(model)[0], device)
     assert found is not None
-    target = Target(Model(model, pinned=found))
+    target = Target(make_model(model, pinned=found))
     for _ in range(5):
         assert all(
             torch.equal(a, b) for a, b in zip(outputs(target), outputs(everything), strict=True)

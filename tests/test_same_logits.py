@@ -41,10 +41,9 @@ from transformers import (
 
 from models import CONFIGS, SIZES, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models import model as models
-from quickbeam.models import same_logits
-from quickbeam.models.eager_llama import LeanModel
-from quickbeam.models.model import Model
+from quickbeam.models import opening, same_logits
+from quickbeam.models import torch as torch_back_end
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 
 EXPERTS = dict(num_local_experts=4, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
@@ -118,7 +117,7 @@ def errors(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
     relative_error = same_logits.relative_error
     monkeypatch.setattr(same_logits, "relative_error", noted)
-    monkeypatch.setattr(models.LeanModel, "fits", lambda model: False)
+    monkeypatch.setattr(opening, "why_not_native", lambda model: "for the test")
     return found
 
 
@@ -128,7 +127,7 @@ def test_good_models_load_with_room_to_spare(
     name: str, dtype: torch.dtype, errors: list[float]
 ) -> None:
     for seed in range(3):
-        Model(made(GOOD[name], dtype, seed))
+        make_model(made(GOOD[name], dtype, seed))
     room = same_logits.TOLERANCE.get(dtype, same_logits.TOLERANCE_FLOAT32)
     assert len(errors) == 3 and max(errors) < room / 2
 
@@ -140,7 +139,7 @@ def test_bad_models_are_refused_with_the_true_reason(name: str, dtype: torch.dty
     for seed in range(2):
         model = made(config, dtype, seed)
         with pytest.raises(InvalidInput, match=reason) as caught:
-            Model(model)
+            make_model(model)
         assert str(caught.value).startswith(f"{type(model).__name__} can't be used: ")
         assert "recurrent" not in str(caught.value) and "Use another model" in str(caught.value)
 
@@ -165,7 +164,7 @@ def test_what_reads_earlier_tokens_beside_attention_is_refused(
         for layer in model.model.layers:
             layer.mlp = Convolved(layer.mlp)
         with pytest.raises(InvalidInput, match=r"Olmo2ForCausalLM can't be used: on a text of 20 "):
-            Model(model)
+            make_model(model)
     logits, rounding = errors[::2], errors[1::2]
     assert min(logits) > 2 * same_logits.TOLERANCE[torch.bfloat16]
     assert min(logits) > 5 * same_logits.KERNELS * max(rounding)
@@ -179,7 +178,7 @@ def test_an_error_that_kernels_of_transformers_make_as_well_is_rounding(
     target = Target(tiny("olmo2"))
     assert target.prefill([1, 2, 3]).isfinite().all()
     with pytest.raises(InvalidInput, match=r"30.0% off"):
-        Model(tiny("olmo2"))
+        make_model(tiny("olmo2"))
 
 
 def test_a_window_that_only_the_mask_knows_of_is_heeded() -> None:
@@ -195,23 +194,22 @@ def test_layouts_that_are_described_are_not_run_for_it(monkeypatch: pytest.Monke
     def fail(*_: object) -> None:
         raise AssertionError("checked")
 
-    monkeypatch.setattr(models, "expect", fail)
+    monkeypatch.setattr(torch_back_end, "expect", fail)
     for name in ("llama", "qwen2", "qwen3", "mistral-window"):
-        assert LeanModel.fits(tiny(name))
-        Model(tiny(name))
+        make_model(tiny(name, torch.bfloat16))
     with pytest.raises(AssertionError, match="checked"):
-        Model(tiny("olmo2"))
+        make_model(tiny("olmo2", torch.bfloat16))
 
 
 def test_a_model_of_nans_is_left_to_its_answers_error() -> None:
     model = tiny("olmo2")
     with torch.no_grad():
         model.lm_head.weight.fill_(torch.nan)
-    Model(model)
+    make_model(model)
 
 
 def test_a_forward_that_fails_is_no_crash() -> None:
     model = AutoModelForCausalLM.from_config(CONFIGS["olmo2"])
     model.model.layers[1].mlp = nn.Linear(3, 3)
     with pytest.raises(InvalidInput, match=r"transformers' own forward fails on a text \(mat1"):
-        Model(model)
+        make_model(model)

@@ -25,12 +25,7 @@ from transformers import (
 from cases import examples
 from models import CONFIGS, SIZES, VOCAB, path_logits, random_tree, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.attention import Layer, Step, attend_grouped, attend_plain, attend_sdpa
-from quickbeam.models.eager_llama import LeanModel
-from quickbeam.models.kv_cache import LayerShape
-from quickbeam.models.kv_store import KVPool
-from quickbeam.models.linear import FastLinear, pack_linears, pack_weight
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.tree import TokenTree
 
@@ -40,14 +35,13 @@ PREFIX = [5, 9, 13, 44, 2, 71, 9, 13, 60, 33, 8]
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
     got, expected = got.detach().clone(), expected.detach().clone()
     scale = expected.abs().max()
-    torch.testing.assert_close(got / scale, expected / scale, atol=1e-5, rtol=0)
+    torch.testing.assert_close(got / scale, expected / scale, atol=5e-5, rtol=0)
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_tree_logits_equal_separate_paths(name: str, fast: bool) -> None:
+def test_tree_logits_equal_separate_paths(name: str) -> None:
     reference = tiny(name)
-    target = Target(copy.deepcopy(reference), fast=fast, chunk=4)
+    target = Target(copy.deepcopy(reference), chunk=4)
     generator = torch.Generator().manual_seed(1)
     close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
     ids = list(PREFIX)
@@ -60,23 +54,21 @@ def test_tree_logits_equal_separate_paths(name: str, fast: bool) -> None:
         assert target.ids == ids
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
-def test_layers_that_share_keys_and_values_read_those_of_all_rows(fast: bool) -> None:
+def test_layers_that_share_keys_and_values_read_those_of_all_rows() -> None:
     kinds = ["sliding_attention", "full_attention"] * 2
     shared = dict(num_hidden_layers=4, layer_types=kinds, num_kv_shared_layers=2, head_dim=8)
     small = dict(vocab_size_per_layer_input=VOCAB, hidden_size_per_layer_input=8)
     config = Gemma4TextConfig(**SIZES | shared | small, sliding_window=6)
     reference = tiny("", config=config)
-    target = Target(copy.deepcopy(reference), fast=fast, chunk=4)
+    target = Target(copy.deepcopy(reference), chunk=4)
     close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
     tree = random_tree(torch.Generator().manual_seed(1), 9)
     close(target.verify(tree), path_logits(reference, PREFIX, tree))
 
 
-@pytest.mark.parametrize("fast", [True, False], ids=["fast", "plain"])
 @pytest.mark.parametrize("name", ["llama", "gemma3-window", "gpt-neox", "mistral-window"])
-def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str, fast: bool) -> None:
-    target = Target(tiny(name), fast=fast)
+def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str) -> None:
+    target = Target(tiny(name))
     generator = torch.Generator().manual_seed(2)
     target.prefill(PREFIX)
     for cuts in ((1, 17), (1, 2, 3, 17), (4, 9, 17)):
@@ -90,53 +82,6 @@ def test_a_tree_run_in_parts_gives_what_it_gives_at_once(name: str, fast: bool) 
             base = len(part)
         close(torch.cat(rows), whole)
         target.commit(tree, tree.path(len(tree) - 1))
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in CONFIGS if "llama" in name or "mistral" in name or "qwen" in name]
-)
-def test_lean_forward_is_taken_and_equal(name: str) -> None:
-    model = tiny(name)
-    assert LeanModel.fits(model)
-    assert Target(copy.deepcopy(model)).model._lean is not None
-    assert Target(model, fast=False).model._lean is None
-
-
-@pytest.mark.parametrize("attend", [attend_grouped, attend_sdpa])
-@pytest.mark.parametrize(
-    "layer",
-    [
-        Layer(0, 0.3),
-        Layer(0, 0.3, window=5),
-        Layer(0, 0.3, softcap=4.0),
-        Layer(0, 0.3, sinks=torch.randn(4)),
-    ],
-)
-@pytest.mark.parametrize("pairwise", [False, True])
-def test_attention_equals_plain(attend, layer: Layer, pairwise: bool) -> None:
-    torch.manual_seed(0)
-    for start, n, chain in (
-        (0, 5, True),
-        (6, 1, True),
-        (7, 1, True),
-        (7, 6, False),
-        (400, 9, False),
-        (401, 9, True),
-    ):
-        store = KVPool(
-            [LayerShape(2, 8, 6)], torch.float32, torch.device("cpu"), pairwise=pairwise
-        ).new()
-        store.reserve(start)
-        store.write(0, store.rows(range(start)), torch.randn(2, start, 8), torch.randn(2, start, 6))
-        store.length = start
-        tree = random_tree(torch.Generator().manual_seed(start), n)
-        visible, depth = (None, list(range(n))) if chain else (tree.visible(), tree.depth)
-        step = Step(store, torch.tensor(depth) + start, visible, exact=pairwise)
-        store.write(0, step.rows, torch.randn(2, step.n, 8), torch.randn(2, step.n, 6))
-        query = torch.randn(step.n, 4, 8)
-        torch.testing.assert_close(
-            attend(query, step, layer), attend_plain(query, step, layer), atol=2e-6, rtol=1e-5
-        )
 
 
 @examples(60)
@@ -174,31 +119,6 @@ def _pair() -> tuple[Target, Target]:
     return _targets[0], _targets[1]
 
 
-def test_store_grows_in_blocks_and_keeps_what_is_there() -> None:
-    for pairwise in (False, True):
-        shapes = [LayerShape(2, 4, 4), LayerShape(1, 6, 2), LayerShape(2, 4, 4)]
-        store = KVPool(shapes, torch.float32, torch.device("cpu"), pairwise=pairwise, block=8).new()
-        keys = [torch.randn(shape.kv_heads, 20, shape.key_dim) for shape in shapes]
-        values = [torch.randn(shape.kv_heads, 20, shape.value_dim) for shape in shapes]
-        for order in range(20):
-            store.reserve(order + 2)
-            for layer in range(3):
-                store.write(
-                    layer,
-                    store.rows([order]),
-                    keys[layer][:, order : order + 1],
-                    values[layer][:, order : order + 1],
-                )
-            store.commit([0])
-        assert store.capacity == 24
-        rows = store.rows(range(20))
-        for layer in range(3):
-            assert torch.equal(store.key[layer][:, rows], keys[layer])
-            assert torch.equal(store.value[layer][:, rows], values[layer])
-        with pytest.raises(ValueError, match="20 tokens to 21"):
-            store.truncate(21)
-
-
 def test_prefill_in_any_chunks_and_from_any_common_prefix() -> None:
     reference = tiny("mistral-window")
     ids = torch.randint(VOCAB, (50,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -210,32 +130,6 @@ def test_prefill_in_any_chunks_and_from_any_common_prefix() -> None:
         close(target.prefill(ids, keep=30), expected)
         with pytest.raises(ValueError, match="not the committed ones"):
             target.prefill([1, 2, 3], keep=2)
-
-
-def test_packed_and_fused_linears_equal_plain_ones() -> None:
-    torch.manual_seed(0)
-    first, second = torch.nn.Linear(24, 10), torch.nn.Linear(24, 6, bias=False)
-    x = torch.randn(5, 24)
-    expected = torch.cat([first(x), second(x)], -1)
-    torch.testing.assert_close(FastLinear(first, second)(x), expected)
-    sequence = torch.nn.Sequential(copy.deepcopy(first), torch.nn.ReLU())
-    assert pack_linears(sequence) == int(pack_weight(first.weight) is not None)
-    torch.testing.assert_close(sequence(x), first(x).relu())
-
-
-def test_unpacked_where_the_private_operator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*_: object) -> None:
-        raise AttributeError("no such operator")
-
-    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", missing, raising=False)
-    linear = torch.nn.Linear(8, 4)
-    fast = FastLinear(linear)
-    assert not fast.packed
-    x = torch.randn(3, 8)
-    assert torch.equal(fast(x), linear(x))
-    reference = tiny("llama")
-    target = Target(copy.deepcopy(reference))
-    close(target.prefill(PREFIX), reference(input_ids=torch.tensor([PREFIX])).logits[0, -1])
 
 
 SMALL = dict(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2)
@@ -277,8 +171,6 @@ def test_bad_calls_name_what_is_wrong() -> None:
         target.prefill([])
     with pytest.raises(InvalidInput, match=f"token id {VOCAB} is outside"):
         target.prefill([1, VOCAB])
-    with pytest.raises(InvalidInput, match="bfloat16 on a CPU"):
-        Target(tiny("llama"), exact=True)
     target.prefill([1, 2])
     tree = TokenTree(3)
     child = tree.add(0, 4, "a")
@@ -289,6 +181,6 @@ def test_bad_calls_name_what_is_wrong() -> None:
 
 
 def test_context_length_is_the_models() -> None:
-    assert Model(tiny("llama")).context_length == 4096
+    assert make_model(tiny("llama")).context_length == 4096
     short = LlamaConfig(**{**SMALL, **HEADS, "max_position_embeddings": 32})
-    assert Model(AutoModelForCausalLM.from_config(short)).context_length == 32
+    assert make_model(AutoModelForCausalLM.from_config(short)).context_length == 32

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from models import VOCAB, tiny
 from quickbeam.errors import InvalidInput
-from quickbeam.models.batch import Batch, Draft, Passed
-from quickbeam.models.kv_cache import Pool, SequenceCache
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Draft, Model, Passed
+from quickbeam.models.kv import Page, Pool, SequenceCache
+from quickbeam.models.opening import make_model
 from quickbeam.train import text
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import RepetitionDetector
@@ -48,7 +48,7 @@ def plain(
 
 def watched(model: PreTrainedModel, layers: tuple[int, ...]) -> Model:
     """A model that gives hidden states, as training makes it."""
-    made = Model(model, exact=False)
+    made = make_model(model)
     made.watch(layers)
     return made
 
@@ -322,40 +322,25 @@ def test_every_prompt_is_answered_once(chat: Chat) -> None:
 
 
 class Place(SequenceCache):
-    """Where a sequence of a script is. Holds nothing."""
+    """Where a sequence of a script is. Its pages hold nothing."""
 
-    def missing(self, tokens: int) -> int:
-        return 0
-
-    def reserve(self, tokens: int) -> None:
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
         pass
-
-    def commit(self, path: Sequence[int]) -> None:
-        self.length += len(path)
-
-    def share(self, chunk: int, tokens: int) -> Any:
-        raise NotImplementedError
-
-    def adopt(self, chunks: Sequence[Any], tokens: int) -> None:
-        raise NotImplementedError
-
-    def fork(self) -> SequenceCache:
-        raise NotImplementedError
-
-    def release(self) -> None:
-        self.length = 0
 
 
 class Places(Pool):
     """Places without end."""
 
     page = 64
-    new = staticmethod(Place)
 
-    def keep(self, chunk: Any) -> None:
+    def new(self) -> Place:
+        return Place(self)
+
+    def make(self) -> Page:
+        return Page(None)
+
+    def copy(self, source: Page, target: Page) -> None:
         raise NotImplementedError
-
-    drop = idle = keep
 
 
 class Script:
@@ -364,25 +349,21 @@ class Script:
 
     streamed = None
     after: ClassVar[dict[int, int]] = {1: 10, 10: 2, 3: 11, 2: 12, 12: 11, 11: 2, 4: 10}
-    device, native, exact, vocab_size, chunk, granularity, beside = (
+    device, exact, vocab_size, chunk, granularity, beside = (
         torch.device("cpu"),
-        True,
         True,
         20,
         512,
         64,
         64,
     )
-    context_length = most_nodes = None
+    context_length = None
 
     def __init__(self) -> None:
         self.pool = Places()
 
     def check_prompt(self, ids: Sequence[int]) -> None:
         assert ids
-
-    def depth_limit(self, cache: SequenceCache) -> int:
-        return 100
 
     def close(self) -> None:
         pass

@@ -37,7 +37,7 @@ from cases import few
 from models import CONFIGS, VOCAB, tiny
 from quickbeam import InvalidInput
 from quickbeam.methods import make_policy
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.sampling import Sampler
 from quickbeam.transformers import engines, generate, generator
@@ -98,7 +98,7 @@ def test_greedy_rows_are_those_of_transformers(layout: str, method: str) -> None
 def test_bfloat16_rows_are_those_of_plain_decoding() -> None:
     model = tiny("llama", torch.bfloat16)
     params = SamplingParams(max_tokens=40, stop_token_ids=(END,), ignore_eos=True)
-    ours = Model(copy.deepcopy(model))
+    ours = make_model(copy.deepcopy(model))
     rows = [
         answer(
             ours, make_policy((), "none"), params, [token for token in row if token != PAD]
@@ -256,7 +256,7 @@ def test_a_smaller_model_drafts(toy_folder: str) -> None:
         model.generate(ids, **wanted, custom_generate=generate, method="dyspec")
     model.config._name_or_path = model.name_or_path = "/nowhere"
     with pytest.raises(InvalidInput, match="tokenizer"):
-        model.generate(ids, **wanted, custom_generate=generate, drafter=toy_folder, exact=False)
+        model.generate(ids, **wanted, custom_generate=generate, drafter=toy_folder)
 
 
 SAMPLED = dict(do_sample=True, max_new_tokens=2, eos_token_id=None, pad_token_id=PAD)
@@ -411,14 +411,12 @@ def test_an_engine_is_kept_until_weights_change_and_goes_with_its_model(made: li
         torch.equal(model.generate(ROWS[:1], **GREEDY, custom_generate=generate), expected)
         and len(made) == 2
     )
-    model.generate(ROWS[:1], **GREEDY, custom_generate=generate, fast=False)
-    assert len(made) == 3
     model.double()
     assert torch.equal(
         model.generate(ROWS[:1], **GREEDY, custom_generate=generate),
         model.generate(ROWS[:1], **GREEDY),
     )
-    assert len(made) == 4
+    assert len(made) == 3
     engine = weakref.ref(made[-1].engine)
     made.clear()
     del model

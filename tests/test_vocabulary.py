@@ -30,7 +30,6 @@ from quickbeam.drafters.vocabulary import Shortlists, is_listed, make_shortlist,
 from quickbeam.errors import InvalidInput
 from quickbeam.methods import DRAFTED
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.linear import FastLinear
 from quickbeam.params import SamplingParams
 from quickbeam.presets import VOCABS, plain_vocab
 from quickbeam.tree import TokenTree
@@ -248,7 +247,7 @@ def test_the_context_may_stand_beside_every_vocabulary(pairs: dict[str, Pair]) -
 def test_rows_of_a_head_are_its_weights(pairs: dict[str, Pair], dtype: torch.dtype) -> None:
     linear = nn.Linear(32, VOCAB, bias=False, dtype=dtype)
     target = pairs["attention"].target
-    for head in (linear, FastLinear(linear)):
+    for head in (linear, nn.Sequential(linear)):
         target_like = type("T", (), {"vocab_size": VOCAB, "dtype": dtype, "device": target.device})
         assert torch.equal(rows_of(head, 32, target_like), linear.weight)  # type: ignore[arg-type]
 

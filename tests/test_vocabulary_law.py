@@ -23,7 +23,7 @@ from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.drafters.vocabulary import make_shortlist
 from quickbeam.engine.engine import Engine
 from quickbeam.methods import DRAFTED
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from test_vocabulary import artefact
 from toy import chi_square, exact_probs
@@ -88,7 +88,7 @@ def test_sampled_answers_have_the_models_probs(
         return distributions[tuple(ids)]
 
     expected = exact_probs(probs, TOKENS, 3)
-    target = Model(model)
+    target = make_model(model)
     config = EagleConfig(
         16, 16, heads=2, kv_heads=1, head_dim=8, layers=(1, 2), target_size=16, vocab_size=TOKENS
     )

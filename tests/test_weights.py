@@ -12,14 +12,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
+import quantised
 from kernels import best_set, every_set, load, number, plain_rows
+from quantised import Quantised, quantise, quantise_rows
 from quickbeam.errors import InvalidInput
-from quickbeam.models import quantised
 from quickbeam.models.native import library, reference
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.program import Program
 from quickbeam.models.native.quantised import BFLOAT16, INT4, INT8, Packer, QuantisedPacked
-from quickbeam.models.quantised import Quantised, QuantisedLinear, quantise, quantise_rows
 
 WIDTHS = [1, 2, 3, 4, 5, 7, 8, 9, 12, 16, 17, 31, 33, 64]
 SHAPES = [(64, 48), (32, 16), (34, 40), (96, 17), (160, 217), (2, 1)]
@@ -236,15 +236,6 @@ def test_weights_that_are_not_finite_are_refused(isa: str, name: str) -> None:
             quantise(weight, name)
         with pytest.raises(InvalidInput, match=r"not finite .* leave weights out"):
             QuantisedPacked(load(isa), [weight], name=name)
-
-
-@best_set
-@kinds
-def test_a_layer_of_pytorch_is_the_kernels(isa: str, name: str) -> None:
-    weight, bias, x = uneven(40, 96), number(40, seed=6), rows(5, 96)
-    packed = QuantisedPacked(load(isa), [weight], bias, name=name)
-    layer = QuantisedLinear(weight, bias, name)
-    assert torch.equal(layer(x[None]), kernels_product(load(isa), packed)(x)[None].bfloat16())
 
 
 @best_set

@@ -14,24 +14,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
-from transformers import (
-    BertConfig,
-    Gemma3Config,
-    Gemma3TextConfig,
-    PhimoeConfig,
-    PreTrainedConfig,
-)
 
-from models import SIZES, tiny
+from models import tiny
+from quantised import quantise
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
 from quickbeam.models import weight_file
-from quickbeam.models.linear import NativeLinear
-from quickbeam.models.model import Model
 from quickbeam.models.native import build, library
 from quickbeam.models.native.quantised import INT4, INT8, QuantisedPacked
-from quickbeam.models.quantised import QuantisedLinear, quantise
+from quickbeam.models.opening import make_model
 from quickbeam.models.target import Target
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.params import SamplingParams
@@ -63,15 +54,10 @@ def ids(count: int) -> list[int]:
 
 
 @kinds
-@pytest.mark.parametrize("way", [pytest.param("native", marks=needs_kernels), "eager"])
-def test_methods_batches_and_seeds_give_the_same_answers(
-    toy_folder: str, name: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("QUICKBEAM_KERNELS", way)
+@needs_kernels
+def test_methods_batches_and_seeds_give_the_same_answers(toy_folder: str, name: str) -> None:
     llm = LLM(toy_folder, "ar", weights=name)
-    assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith(
-        "native (" if way == "native" else "PyTorch's"
-    )
+    assert llm.kernels.endswith(f", {name})") and llm.kernels.startswith("native (")
     for params in (
         SamplingParams(max_tokens=24, ignore_eos=True),
         SamplingParams(max_tokens=24, temperature=0.9, seed=5, ignore_eos=True),
@@ -82,20 +68,17 @@ def test_methods_batches_and_seeds_give_the_same_answers(
             assert [
                 llm.generate(prompt, params, method=method).token_ids for prompt in PROMPTS
             ] == alone, method
-        if way == "native":
-            llm.reset()
-            assert [
-                found.token_ids
-                for found in llm.generate(PROMPTS, params, method="logitspec", progress=False)
-            ] == alone
+        llm.reset()
+        together = llm.generate(PROMPTS, params, method="logitspec", progress=False)
+        assert [found.token_ids for found in together] == alone
     llm.close()
 
 
 @kinds
 @needs_kernels
-@pytest.mark.parametrize("layout", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize("layout", ["llama", "qwen3"])
 def test_trees_have_the_bits_of_one_token_at_a_time(name: str, layout: str) -> None:
-    target = Target(Model(tiny(layout, torch.bfloat16), exact=True, weights=name))
+    target = Target(make_model(tiny(layout, torch.bfloat16), weights=name))
     prompt, tokens = ids(70)[:58], ids(70)[58:]
     expected = one_at_a_time(target, prompt, tokens)
     assert rows_that_differ(target, prompt, tokens, expected, 0) == 0
@@ -105,7 +88,8 @@ def test_trees_have_the_bits_of_one_token_at_a_time(name: str, layout: str) -> N
 @needs_kernels
 def test_other_weights_give_other_logits_and_near_ones(name: str) -> None:
     plain, other = (
-        Target(Model(tiny("llama", torch.bfloat16), weights=kind)) for kind in ("bfloat16", name)
+        Target(make_model(tiny("llama", torch.bfloat16), weights=kind))
+        for kind in ("bfloat16", name)
     )
     a, b = plain.prefill(ids(40)), other.prefill(ids(40))
     error = float((a - b).norm() / a.norm())
@@ -114,25 +98,20 @@ def test_other_weights_give_other_logits_and_near_ones(name: str) -> None:
 
 @kinds
 @needs_kernels
-def test_every_layer_and_the_head_are_quantised(name: str) -> None:
-    model = tiny("gpt2", torch.bfloat16)
-    head = model.get_output_embeddings()
-    weight = head.weight.detach().clone()
-    found = Model(model, weights=name)
-    packed = [module.packed for module in model.modules() if isinstance(module, NativeLinear)]
-    assert len(packed) == 3 * 4 + 1 and all(isinstance(one, QuantisedPacked) for one in packed)
-    # the head has 8 bits at least
-    assert torch.equal(found.head.packed.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())
-    assert not any(type(module) is nn.Linear for module in model.modules())
+def test_the_head_has_8_bits_at_least(name: str) -> None:
+    model = tiny("llama", torch.bfloat16)
+    weight = model.get_output_embeddings().weight.detach().clone()
+    found = make_model(model, weights=name).head.packed
+    assert isinstance(found, QuantisedPacked)
+    assert torch.equal(found.rows(), quantise(weight, INT8).dense[:, :32].bfloat16())
 
 
-def test_without_kernels_the_plain_layers_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quantised_weights_need_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidInput, match="don't run this GptOssForCausalLM; leave them out"):
+        make_model(tiny("gpt-oss-sinks", torch.bfloat16), weights=INT4)
     monkeypatch.setenv("QUICKBEAM_KERNELS", "eager")
-    for fast in (True, False):
-        model = tiny("llama", torch.bfloat16)
-        found = Model(model, fast=fast, weights=INT8)
-        assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 3 * 7 + 1
-        assert Target(found).prefill(ids(9)).isfinite().all()
+    with pytest.raises(InvalidInput, match="weights='int8' need the native kernels: QUICKBEAM_K"):
+        make_model(tiny("llama", torch.bfloat16), weights=INT8)
 
 
 @needs_kernels
@@ -186,7 +165,7 @@ def test_a_checkpoint_that_changes_is_quantised_again(
 ) -> None:
     folder, told = Path(shutil.copytree(toy_folder, tmp_path / "model")), list[str]()
     before = logits(folder, INT8, told)
-    model = LLM(str(folder), "ar", dtype="float32", fast=False).model._model
+    model = LLM(str(folder), "ar", dtype="float32").model._model
     with torch.no_grad():
         model.lm_head.weight.mul_(2)
     model.save_pretrained(folder)
@@ -251,57 +230,7 @@ def test_what_can_not_be_quantised_is_refused(toy_folder: str) -> None:
     with pytest.raises(InvalidInput, match="weights='int8' go with rows of bfloat16, not float32"):
         LLM(toy_folder, weights="int8", dtype="float32")
     with pytest.raises(InvalidInput, match="are for the CPU, the model is on meta"):
-        Model(tiny("llama", torch.bfloat16).to("meta"), weights=INT8)
-    with pytest.raises(InvalidInput, match="several experts"):
-        Model(tiny("gpt-oss-sinks", torch.bfloat16), weights=INT4)
-    routed = PhimoeConfig(**SIZES, num_local_experts=4)
-    with pytest.raises(InvalidInput, match=r"PhimoeExperts holds .*several experts"):
-        Model(tiny("", torch.bfloat16, config=routed), weights=INT8)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        BertConfig(**{k: v for k, v in SIZES.items() if "key_value" not in k}, is_decoder=True),
-        Gemma3Config(
-            text_config=Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=6).to_dict(),
-            vision_config=dict(
-                hidden_size=32,
-                intermediate_size=48,
-                num_hidden_layers=1,
-                num_attention_heads=4,
-                image_size=28,
-                patch_size=14,
-            ),
-            mm_tokens_per_image=4,
-            image_token_index=90,
-            boi_token_index=91,
-            eoi_token_index=92,
-        ),
-    ],
-    ids=["bert", "gemma3"],
-)
-def test_tables_of_whole_numbers_are_no_quantised_weights(config: PreTrainedConfig) -> None:
-    target = Target(Model(tiny("", torch.bfloat16, config=config), weights=INT8))
-    assert target.prefill(ids(20)).isfinite().all()
-
-
-def test_weights_that_others_quantised_are_refused() -> None:
-    class Linear4bit(nn.Linear):
-        """As bitsandbytes' and others'."""
-
-    model = tiny("llama", torch.bfloat16)
-    model.model.layers[0].set_submodule("mlp.up_proj", Linear4bit(32, 48, dtype=torch.bfloat16))
-    with pytest.raises(
-        InvalidInput,
-        match=r"own weights are quantised or adapted \(Linear4bit\); .*unquantised weights",
-    ):
-        Model(model, weights=INT8)
-    model, packed = tiny("llama", torch.bfloat16), nn.Module()
-    packed.register_buffer("qweight", torch.zeros(4, 4, dtype=torch.int32))
-    model.model.layers[0].set_submodule("mlp.up_proj", packed)
-    with pytest.raises(InvalidInput, match="own weights are quantised"):
-        Model(model, weights=INT8)
+        make_model(tiny("llama", torch.bfloat16).to("meta"), weights=INT8)
 
 
 @needs_kernels

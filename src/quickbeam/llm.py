@@ -28,12 +28,12 @@ from quickbeam.grammar.compiler import Compiler
 from quickbeam.grammar.spec import Grammar
 from quickbeam.methods import DRAFTER, make_policy
 from quickbeam.methods.base import TreePolicy
+from quickbeam.models.formats import check_weights, refuse_place
 from quickbeam.models.loading import pick_device, wanted_dtype
 from quickbeam.models.memory import free_memory
 from quickbeam.models.native import choice, library
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.opening import open_model
-from quickbeam.models.quantised import check_weights, refuse_place
 from quickbeam.models.streamed_loading import refuse_memory
 from quickbeam.options import Options, Setting, check_options, temperature_class
 from quickbeam.params import COUPLED, SamplingParams
@@ -73,9 +73,6 @@ class LLM:
       the preset's. A call may give its own.
     - `shortlist`: about how many tokens that part has. None takes the default of
       `drafters/vocabulary.py`. A call may give its own.
-    - `exact`: whether to verify a draft with the bits of decoding one token at a time (bfloat16 on
-      a CPU). With None this is done where this machine's kernels can; with True it is required.
-    - `fast`: False takes the plain reference path.
     - `max_running`: how many answers run side by side; the others wait their turn.
     - `kv_memory`: memory for keys and values, in bytes or as in `"2GB"`. None takes half of what is
       free.
@@ -120,8 +117,6 @@ class LLM:
         drafter: str | None = None,
         vocab: str | None = None,
         shortlist: int | None = None,
-        exact: bool | None = None,
-        fast: bool = True,
         max_running: int = MOST_ACTIVE,
         kv_memory: int | str | None = None,
         share_prefixes: bool = True,
@@ -149,12 +144,12 @@ class LLM:
             refuse_place(check_weights(draft_weights), place, torch_dtype)
         self._draft_weights, limit = draft_weights, None if memory is None else parse_bytes(memory)
         if limit is not None:
-            refuse_memory(fast, place, torch_dtype, device_map)
+            refuse_memory(place, torch_dtype, device_map)
         for name in (model, drafter):
             if name is not None:
                 hub.check_source(name)
         choice.wish()  # raises for unknown words, even where no kernels are used
-        if fast and place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
+        if place.type == "cpu" and torch_dtype in (torch.bfloat16, None):
             library.prepare(lambda stage: progress and progress(stage, None))
         self.folder = str(hub.resolve(model, progress))
         self.name = model or hub.DEFAULT
@@ -165,8 +160,6 @@ class LLM:
             self.folder,
             torch_dtype,
             place,
-            fast=fast,
-            exact=exact,
             weights=weights,
             memory=limit,
             device_map=device_map,
@@ -177,14 +170,12 @@ class LLM:
         self.sampling_defaults = opened.sampling
         engine = Engine(opened.model, most=max_running, share=share_prefixes)
         self._progress, self._trusted = progress, trust_remote_code
-        self._take(engine, opened.tokenizer, opened.ends, drafter, fast)
+        self._take(engine, opened.tokenizer, opened.ends, drafter)
         self.prepare(method)
         if self._choose_budget(method, None) is None:
             _ = self.engine.budget  # measured here, and not in the first answer
 
-    def _take(
-        self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None, fast: bool
-    ) -> None:
+    def _take(self, engine: Engine, tokenizer: Any, ends: set[int], drafter: str | None) -> None:
         """Set up answering with a model that is loaded."""
         self.engine, self.model, self.tokenizer, self.eos_ids = (
             engine,
@@ -197,7 +188,7 @@ class LLM:
         # policies keep what they learned in earlier answers
         self._policies: dict[Setting, TreePolicy] = {}
         self._shortlists: Shortlists | None = None
-        self._drafter_name, self._fast = drafter, fast
+        self._drafter_name = drafter
         self._drafter: Drafter | None = None
         self._listed = False  # whether the drafter comes with a list of frequent tokens
         # calls of `prepare` that are done
@@ -227,16 +218,7 @@ class LLM:
     def kernels(self) -> str:
         """What computes the passes: `native (avx2)`, `native (avx2, int8)`, or `PyTorch's` with the
         reason."""
-        found = "PyTorch's (the plain path)"
-        if self._fast:
-            found = library.describe(
-                self.model.device.type, str(self.model.dtype).removeprefix("torch.")
-            )
-        return (
-            found
-            if self.model.weights == BFLOAT16
-            else (f"{found.removesuffix(')')}, {self.model.weights})")
-        )
+        return self.model.describe()
 
     def describe(self) -> str:
         """Return `kernels`, and where weights are read from disk, how much of them and how fast."""
@@ -588,15 +570,10 @@ class LLM:
         """Return the nodes of a tree; None stands for the measured budget.
 
         Raises `InvalidInput` for a budget that is not a number of nodes, and for one that is too
-        large for a tree or for bit-identical verification.
+        large for a tree.
         """
         asked = self.budget if asked is None else asked
         _check_budget(asked)
-        if asked and (most := self.model.most_nodes) is not None and asked > most:
-            raise InvalidInput(
-                f"budget={asked}: bit-identical verification takes at most {most} "
-                "nodes; turn exact off for more"
-            )
         chosen = preset(method)
         return (chosen.budget if asked is None or not chosen.sources else asked) or None
 

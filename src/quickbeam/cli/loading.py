@@ -44,9 +44,6 @@ class Target:
     shortlist: int | None = field(default=None, metadata={"metavar": "SIZE"})
     """About how many tokens that is. Default: frequency a quarter of the vocabulary, clusters an
     eighth, router a sixteenth."""
-    exact: bool | None = None
-    """Require logits with the bits of plain decoding, or do without. Default: wherever the device
-    can."""
     dtype: str = field(
         default="bfloat16", metadata={"choices": ("bfloat16", "float16", "float32", "auto")}
     )

@@ -20,7 +20,7 @@ from quickbeam.tree import TokenTree
 if TYPE_CHECKING:
     from quickbeam.drafters.shortlist.shortlist import Shortlist
     from quickbeam.grammar.masks import Masks
-    from quickbeam.models.kv_cache import Pool
+    from quickbeam.models.kv import Pool
 
 logger = logging.getLogger(__name__)
 DEPTHS = 6  # depths of a tree that `HeadUse` counts separately

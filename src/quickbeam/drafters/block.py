@@ -11,11 +11,9 @@ from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequ
 from quickbeam.drafters.block_model import BlockNetwork
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.drafters.unread import Unread
-from quickbeam.models.attention import Layer, Step, Steps, attend_sdpa
-from quickbeam.models.inference import inference
-from quickbeam.models.kv_cache import LayerShape, SequenceCache
-from quickbeam.models.kv_store import KVPool, KVStore
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model, inference
+from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
+from quickbeam.models.kv import Layer, LayerShape, SequenceCache
 from quickbeam.tree import TokenTree
 
 CHUNK = 512  # the most committed tokens that are read at once
@@ -87,7 +85,7 @@ class BlockDrafter(Drafter):
 
     name = "drafter"
     needs_hidden = True
-    pool: KVPool
+    pool: RowPool
 
     def __init__(self, network: BlockNetwork, model: Model) -> None:
         config = network.config
@@ -95,13 +93,12 @@ class BlockDrafter(Drafter):
         self.vocab_size, self.device = model.vocab_size, model.device
         model.watch(config.taps)
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self.pool = KVPool([shape] * config.depth, model.dtype, model.device)
+        self.pool = RowPool([shape] * config.depth, model.dtype, model.device)
         scale = config.head_dim**-0.5
         self._layers = [Layer(i, scale, None, None, None) for i in range(config.depth)]
         size = config.block_size
-        self._visible = torch.ones(size, size, dtype=torch.bool)
-        if config.causal:
-            self._visible.tril_()
+        visible = torch.ones(size, size, dtype=torch.bool)
+        self._visible = (visible.tril() if config.causal else visible).numpy()
 
     def begin(self, ids: Sequence[int], shortlist: Shortlist | None = None) -> BlockState:
         self.check_shortlist(shortlist)
@@ -134,19 +131,17 @@ class BlockDrafter(Drafter):
         while len(state.unread):
             hidden = state.unread.first(min(len(state.unread), CHUNK))
             fused, count = self.network.fuse(hidden), len(hidden)
-            begin = state.cache.length
-            positions = torch.arange(begin, begin + count, device=self.device)
-            assert isinstance(state.cache, KVStore)
-            step = Step(state.cache, positions)
+            assert isinstance(state.cache, RowStore)
+            step = GatheredStep([Behind(state.cache, range(count))], self.pool)
             for i, layer in enumerate(self._layers):
-                key, value = self.network.key_value(i, fused, positions)
+                key, value = self.network.key_value(i, fused, step.positions)
                 step.write(layer, key.transpose(0, 1), value.transpose(0, 1))
             state.cache.commit(range(count))
             state.unread.drop(count)
 
     def _run(self, states: Sequence[BlockState], trees: Sequence[TokenTree]) -> None:
         """Run the blocks of the trees' roots in one pass."""
-        steps = []
+        blocks = []
         for state in states:
             self._read(state)
             anchor = len(state.ids) - 1
@@ -154,16 +149,16 @@ class BlockDrafter(Drafter):
                 raise ValueError(
                     f"hidden states of {state.cache.length} tokens for {anchor} before the anchor"
                 )
-            assert isinstance(state.cache, KVStore)
-            positions = torch.arange(anchor, anchor + len(self._visible), device=self.device)
-            steps.append(Step(state.cache, positions, self._visible))
-        both = Steps(steps)
+            assert isinstance(state.cache, RowStore)
+            rows_of_block = range(len(self._visible))
+            blocks.append(Behind(state.cache, rows_of_block, visible=self._visible))
+        step = GatheredStep(blocks, self.pool)
 
         def attend(
             i: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         ) -> torch.Tensor:
-            both.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
-            return both.run(attend_sdpa, query, self._layers[i])
+            step.write(self._layers[i], key.transpose(0, 1), value.transpose(0, 1))
+            return step.attend(query, self._layers[i])
 
         anchors = [tree.token[0] for tree in trees]
         rows = self.network(anchors, [state.cache.length for state in states], attend)

@@ -31,7 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quickbeam.drafters.eagle_model import Norm
 from quickbeam.drafters.folder import check_shape, read_config, read_tensors, write_folder
 from quickbeam.errors import InvalidInput
-from quickbeam.models.hf_attention import check_layers
+from quickbeam.models.base import check_layers
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Of a layer's number, `query` `[n, heads, head_dim]`, and `key` and `value` `[n, kv_heads,

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from quickbeam.drafters.eagle_model import ACTIVATIONS, MODEL_TYPE, EagleConfig, EagleHead
 from quickbeam.drafters.folder import check_shape, read_config, read_tensors, tensor_names
 from quickbeam.errors import InvalidInput
-from quickbeam.models.hf_attention import check_layers
+from quickbeam.models.base import check_layers
 
 KNOWN = (
     "EAGLE and EAGLE-2 (fc.weight, layers.0.*), EAGLE-3 (fc.weight, midlayer.*), speculators' "

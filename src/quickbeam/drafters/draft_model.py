@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 from quickbeam.drafters.base import Drafter, DrafterState, DraftProbs, DraftRequest, probs_of
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.batch import Batch, Chain, Draft
-from quickbeam.models.inference import inference
-from quickbeam.models.kv_cache import Pool, SequenceCache
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Chain, Draft, inference
+from quickbeam.models.kv import Pool, SequenceCache
 from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.opening import make_model
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.weight_file import WeightFile
 from quickbeam.sizes import weight_bytes
@@ -95,8 +94,8 @@ class LMDrafter(Drafter):
     shapes the distributions. Top-k, top-p and penalties don't: answers are exact without them, and
     the model's own distribution is its best estimate.
 
-    The drafter takes the model over, as `Model` does; `weights`, `kept` and `source` are the same
-    as there. Raises `InvalidInput` for models that `Model` can't run.
+    The drafter takes the model over, as `make_model` does; `native`, `weights`, `kept` and `source`
+    are the same as there, and it raises the same.
     """
 
     name = "drafter"
@@ -108,7 +107,7 @@ class LMDrafter(Drafter):
         model: PreTrainedModel,
         vocab_size: int,
         *,
-        fast: bool = True,
+        native: bool = True,
         weights: str = BFLOAT16,
         kept: WeightFile | None = None,
         source: Source | None = None,
@@ -116,7 +115,7 @@ class LMDrafter(Drafter):
         own = int(model.get_output_embeddings().weight.shape[0])
         if own < vocab_size:  # the target may emit tokens that the model's embedding lacks
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        self.model = Model(model, fast=fast, exact=False, weights=weights, kept=kept, source=source)
+        self.model = make_model(model, native=native, weights=weights, kept=kept, source=source)
         self.pool, self.context_length = self.model.pool, self.model.context_length
         self.weight_bytes = weight_bytes(self.model.config, weights)
         self._vocab_size, self._shared = vocab_size, min(own, vocab_size)

@@ -19,12 +19,9 @@ from quickbeam.drafters.eagle_state import EagleState, Work
 from quickbeam.drafters.largest import largest
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.attention import Attend, Layer, Step, attend_plain, attend_sdpa
-from quickbeam.models.inference import inference
-from quickbeam.models.kv_cache import LayerShape, Pool
-from quickbeam.models.kv_store import KVPool, KVStore
-from quickbeam.models.linear import pack_linears
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model, inference
+from quickbeam.models.gathered import Behind, GatheredStep, RowPool, RowStore
+from quickbeam.models.kv import Layer, LayerShape, Pool
 from quickbeam.models.native.library import kernels
 from quickbeam.models.native.operands import RowList
 from quickbeam.models.pages import PagedStore
@@ -45,15 +42,15 @@ class EagleDrafter(Drafter):
     attends to the rows of the node's ancestors. Where the native kernels run the network, the rows
     of all requests go in one pass; otherwise each sequence has its own pass.
 
-    The drafter takes the network over: with `fast`, its linear layers are packed on a CPU. It makes
-    `model` return the hidden states that the network reads (`Model.watch`).
+    The drafter takes the network over, and makes `model` return the hidden states that the network
+    reads (`Model.watch`). `native`: let the native kernels run the network where they can.
     """
 
     name = "drafter"
     needs_hidden = True
     pool: Pool
 
-    def __init__(self, network: EagleHead, model: Model, *, fast: bool = True) -> None:
+    def __init__(self, network: EagleHead, model: Model, *, native: bool = True) -> None:
         config = network.config
         self.network = (
             network.to(device=model.device, dtype=model.dtype).eval().requires_grad_(False)
@@ -63,7 +60,7 @@ class EagleDrafter(Drafter):
         self.folder: Path | None = None  # where the drafter was read from
         library = (
             kernels()
-            if fast and model.device.type == "cpu" and model.dtype is torch.bfloat16
+            if native and model.device.type == "cpu" and model.dtype is torch.bfloat16
             else None
         )
         self._native = (
@@ -71,19 +68,14 @@ class EagleDrafter(Drafter):
             if library is not None and NativeEagle.fits(self.network)
             else None
         )
-        if fast and self._native is None:
-            pack_linears(self.network)
         model.watch(config.layers)
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         self.pool = (
-            KVPool([shape], model.dtype, model.device)
+            RowPool([shape], model.dtype, model.device)
             if self._native is None
             else self._native.pool
         )
         self._layer = Layer(0, config.head_dim**-0.5, None, None, None)
-        # SDPA is one operation instead of a dozen, each of which would find cold caches. Drafts
-        # don't need the bit-identical results of `attend_grouped`.
-        self._attend: Attend = attend_sdpa if fast else attend_plain
 
     def check_shortlist(self, shortlist: Shortlist | None) -> None:
         if shortlist is not None and self.network.config.own_head:
@@ -305,12 +297,10 @@ class EagleDrafter(Drafter):
         """
         state, hidden = work.state, work.hidden
         store = state.cache
-        assert isinstance(store, KVStore)
+        assert isinstance(store, RowStore) and isinstance(self.pool, RowPool)
         if not work.nodes:
             hidden = self.network.fuse(hidden)
-            step = Step(
-                store, torch.arange(store.length, store.length + len(hidden), device=hidden.device)
-            )
+            rows = Behind(store, range(len(hidden)))
         else:
             assert state.tree is not None
             done, n = len(state.place) - 1, len(work.nodes)
@@ -322,30 +312,31 @@ class EagleDrafter(Drafter):
                     visible[row] = visible[place - 1]
                 visible[row, row] = True
             nodes = [*list(state.place)[1:], *work.nodes]
-            depths = torch.tensor([state.tree.depth[node] for node in nodes], device=hidden.device)
-            step = Step(store, store.length - 1 + depths, visible[done:], base=done)
+            depths = [state.tree.depth[node] - 1 for node in nodes]
+            rows = Behind(store, depths, done, visible[done:].numpy())
             state.visible = visible
+        step = GatheredStep([rows], self.pool)
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
-            return self._attend(query, step, self._layer)
+            return step.attend(query, self._layer)
 
         embedded = self.network.embed(
             torch.tensor(work.tokens, dtype=torch.int64, device=hidden.device)
         )
         if not work.asked:
-            _, _, key, value = self.network.project(hidden, embedded, step.new_positions)
+            _, _, key, value = self.network.project(hidden, embedded, step.positions)
             step.write(self._layer, key.transpose(0, 1), value.transpose(0, 1))
             return hidden.new_empty(0, self.network.config.hidden_size)
         if state.shortlist is None:
-            return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
+            return self.network(hidden, embedded, step.positions, attend)  # type: ignore[no-any-return]
         began = perf_counter()
         parents, following = hidden[-len(work.asked) :], embedded[-len(work.asked) :]
         above = next(reversed(state.routed.values()), None)
         routed = state.shortlist.shared.route(parents, following, list(work.asked.values()), above)
         state.routed.update(dict.fromkeys(work.asked, routed))
         state.counted.seconds += perf_counter() - began
-        return self.network(hidden, embedded, step.new_positions, attend)  # type: ignore[no-any-return]
+        return self.network(hidden, embedded, step.positions, attend)  # type: ignore[no-any-return]
 
     def _distributions(self, requests: Sequence[DraftRequest]) -> list[DraftProbs]:
         """Return the distributions after the nodes that were run last.

@@ -11,7 +11,7 @@ import torch
 from quickbeam.drafters.base import DEPTHS, DrafterState, HeadUse
 from quickbeam.drafters.shortlist.shortlist import ShortlistState
 from quickbeam.drafters.unread import Unread
-from quickbeam.models.kv_cache import SequenceCache
+from quickbeam.models.kv import SequenceCache
 from quickbeam.tree import TokenTree
 
 

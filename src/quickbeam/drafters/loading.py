@@ -20,8 +20,8 @@ from quickbeam.drafters.checkpoints import is_eagle, load_eagle
 from quickbeam.drafters.draft_model import LMDrafter, check_vocabulary
 from quickbeam.drafters.eagle import EagleDrafter
 from quickbeam.errors import InvalidInput
+from quickbeam.models.base import Model
 from quickbeam.models.loading import load_model
-from quickbeam.models.model import Model
 from quickbeam.models.native.quantised import BFLOAT16
 from quickbeam.models.streamed_llama import StreamedLlama
 from quickbeam.models.streamed_loading import Streamed, open_streamed
@@ -35,7 +35,6 @@ def load_drafter(
     target: Model,
     tokenizer: Any,
     *,
-    fast: bool = True,
     progress: Any = None,
     trust_remote_code: bool = False,
     weights: str | None = None,
@@ -45,7 +44,7 @@ def load_drafter(
     - `name`: a folder, a `.gguf` file, an embedded model or a Hugging Face id.
     - `tokenizer`: the target's.
     - `trust_remote_code`: whether Python code that comes with a smaller model may run.
-    - `weights`: the weight format of a smaller model (see `Model`). None takes the target's.
+    - `weights`: the weight format of a smaller model (see `make_model`). None takes the target's.
 
     Raises `InvalidInput` for what is no drafter of this target: another vocabulary, another width,
     other tensors. Also raises it for a feature drafter with `weights` other than `bfloat16`.
@@ -64,7 +63,7 @@ def load_drafter(
                 "a feature drafter shares the model's embedding and head: %s",
                 target.streamed.shared_in_words,
             )
-        return _feature_drafter(place, target, fast)
+        return _feature_drafter(place, target)
     weights = weights or target.weights
     if (
         isinstance(target.streamed, StreamedLlama)
@@ -87,10 +86,10 @@ def load_drafter(
             str(place), getattr(model.config, "_commit_hash", None), weights, progress
         )
     )
-    return LMDrafter(model, target.vocab_size, fast=fast, weights=weights, kept=kept)
+    return LMDrafter(model, target.vocab_size, weights=weights, kept=kept)
 
 
-def _feature_drafter(folder: Path, target: Model, fast: bool) -> Drafter:
+def _feature_drafter(folder: Path, target: Model) -> Drafter:
     """Load a drafter that reads the target's hidden states."""
     fitting: dict[str, Any] = {
         "target_layers": target.config.num_hidden_layers,
@@ -101,7 +100,7 @@ def _feature_drafter(folder: Path, target: Model, fast: bool) -> Drafter:
     }
     if is_block(folder):
         return BlockDrafter(load_block(folder, **fitting), target)
-    drafter = EagleDrafter(load_eagle(folder, **fitting), target, fast=fast)
+    drafter = EagleDrafter(load_eagle(folder, **fitting), target)
     drafter.folder = folder
     return drafter
 

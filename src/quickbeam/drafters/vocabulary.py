@@ -16,10 +16,8 @@ from quickbeam.drafters.shortlist.layout import FREQUENT, Layout
 from quickbeam.drafters.shortlist.native import rows_format
 from quickbeam.drafters.shortlist.shortlist import Shortlist
 from quickbeam.errors import InvalidInput
-from quickbeam.models.inference import inference
+from quickbeam.models.base import Model, inference
 from quickbeam.models.linear import NativeLinear
-from quickbeam.models.model import Model
-from quickbeam.models.quantised import QuantisedLinear
 from quickbeam.presets import BESIDE, FREQUENCY, FULL, check_vocab, plain_vocab
 
 SHARES = {
@@ -184,8 +182,6 @@ def rows_of(head: nn.Module, size: int, model: Model) -> torch.Tensor:
     """
     if isinstance(head, NativeLinear):
         return head.packed.rows()[: model.vocab_size]
-    if isinstance(head, QuantisedLinear):
-        return head.quantised.dense[: model.vocab_size, :size].to(model.dtype)
     weight = getattr(head, "weight", None)
     if type(head) is nn.Linear and weight is not None:
         linear: torch.Tensor = weight.detach()[: model.vocab_size]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from quickbeam.grammar.masks import DeadEnd
-from quickbeam.models.batch import Passed
+from quickbeam.models.base import Passed
 from quickbeam.noise import Noise
 from quickbeam.sampling import Sampler, draw, most_probable
 from quickbeam.tree import TokenTree

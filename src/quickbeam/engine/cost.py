@@ -11,8 +11,7 @@ from statistics import median
 
 import torch
 
-from quickbeam.models.batch import Batch, Draft
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Draft, Model
 from quickbeam.tree import TokenTree
 
 WIDTHS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)

@@ -21,10 +21,8 @@ from quickbeam.engine.scheduler import Scheduler
 from quickbeam.engine.sequence import Request, SequenceState
 from quickbeam.engine.trace import StepRecord
 from quickbeam.errors import InvalidInput, QuickbeamError
-from quickbeam.models.batch import Batch, Draft, Part, Passed
-from quickbeam.models.inference import inference
-from quickbeam.models.kv_cache import NoRoom, SequenceCache
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Draft, Model, Part, Passed, inference
+from quickbeam.models.kv import NoRoom, SequenceCache
 from quickbeam.models.native.noise import NativeLoops
 from quickbeam.models.pages import PagePool
 from quickbeam.noise import PLAIN
@@ -113,7 +111,6 @@ class Engine:
         """The budget. It is made on first use, because it measures passes."""
         if self._budget is None:
             most = MAX_NODES if self.model.streamed is None else MAX_NODES_SLOW
-            most = self.model.nodes_of(most)
             self._budget = Budget(CostModel.measure(self.model, most), most)
         return self._budget
 
@@ -291,22 +288,12 @@ class Engine:
         What was computed of its text goes to the prefix cache; the rest is freed.
         """
         if self.prefixes is not None and sequence.cache is not None and sequence.error is None:
-            self.prefixes.remember(sequence, self._whole(sequence))
+            self.prefixes.remember(sequence, sequence.read)
         self.scheduler.remove(sequence)
         self.left.append(sequence)
         self._nodes.pop(sequence.arrival, None)
         if self._budget is not None:
             self._budget.observe_answer(sequence.statistics.new_tokens)
-
-    def _whole(self, sequence: SequenceState) -> int:
-        """Return how many tokens have keys and values that other sequences can use.
-
-        With native kernels it is all tokens read. Otherwise the bits depend on how they were
-        computed, and only those of the prompt can be used.
-        """
-        return (
-            sequence.read if self.model.native else min(sequence.read, len(sequence.request.prompt))
-        )
 
     def _with_room(self, ready: list[Ready]) -> list[Ready]:
         """Return the parts that can run.
@@ -352,7 +339,7 @@ class Engine:
                 self._leave(last)
                 return []
             if self.prefixes is not None:
-                self.prefixes.remember(last, self._whole(last))
+                self.prefixes.remember(last, last.read)
             self.scheduler.preempt(last)
             self._nodes.pop(last.arrival, None)
             ready = [one for one in ready if one.sequence is not last]
@@ -489,7 +476,7 @@ class Engine:
                 fail(sequence, error)
                 continue
             if self.prefixes is not None and one.growing is None:
-                self.prefixes.remember(sequence, self._whole(sequence))
+                self.prefixes.remember(sequence, sequence.read)
 
     def _record_times(self, ready: Sequence[Ready], seconds: float, verifying: float) -> None:
         """Count the step's time, and let the budget learn from its pass."""

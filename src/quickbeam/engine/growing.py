@@ -19,7 +19,7 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import Grown, Growth
 from quickbeam.methods.constrained import constrained, situation
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model
 from quickbeam.sizes import weight_bytes
 from quickbeam.tree import TokenTree
 
@@ -163,13 +163,13 @@ class Drafting:
                 cost = self.budget.marginal_cost(request.setting, self.rate)
                 explore = self._explores(sequence)
                 if explore or cost.node(1) < 1:  # a node gives one token at most
-                    nodes = self.model.nodes_of(self.budget.limit)
+                    nodes = self.budget.limit
                 context.marginal_cost = replace(cost, explore=explore)
             else:
                 chosen = situation(policy, context)
                 nodes = self.budget.nodes(request.setting, chosen, self.rate, sequence.drafter)
         remaining = sequence.params.max_tokens - len(sequence.output.token_ids)
-        depth = min(remaining - 1, self.model.depth_limit(sequence.cache))
+        depth = remaining - 1
         growth = policy.grow(context, nodes, depth)
         if context.grammar is not None:
             growth = constrained(growth, context.grammar, nodes, depth)

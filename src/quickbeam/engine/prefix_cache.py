@@ -20,7 +20,7 @@ import torch
 
 from quickbeam.drafters.base import Drafter
 from quickbeam.engine.sequence import SequenceState
-from quickbeam.models.kv_cache import NoRoom, Pool
+from quickbeam.models.kv import NoRoom, Pool
 
 
 class Chunk:

@@ -15,10 +15,8 @@ from itertools import takewhile
 from quickbeam.engine.prefix_cache import Chunk, PrefixCache
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.models.batch import Chain, Draft, Part
-from quickbeam.models.kv_cache import NoRoom, Pool
-from quickbeam.models.model import Model
-from quickbeam.tree import TokenTree
+from quickbeam.models.base import Chain, Model, Part
+from quickbeam.models.kv import Pool
 
 TREE = 64  # how many rows a sequence may need besides its tokens
 QUANTUM = 256  # tokens that a tenant's turn is worth
@@ -198,10 +196,7 @@ class Scheduler:
         found = list[Chunk]()
         if self.prefixes is not None and not sequence.scoring:
             found = self.prefixes.find(sequence.ids, sequence.drafter)
-        if self.prefixes is not None and self.pool.shares:
-            known = len(found) * self.prefixes.size
-        else:
-            known = 0  # it will hold a copy
+        known = len(found) * self.prefixes.size if self.prefixes is not None else 0
         needed = -(-(len(sequence.ids) - known + TREE) // page)
         promised = sum(
             one.cache.missing(len(one.ids) + 1) for one in self.active if one.cache is not None
@@ -209,8 +204,7 @@ class Scheduler:
         idle = 0
         if self.prefixes is not None:
             # shared chunks that it is going to hold can't be dropped for it
-            kept = found if self.pool.shares else []
-            idle = self.prefixes.idle_pages(needed + promised, kept)
+            idle = self.prefixes.idle_pages(needed + promised, found)
         return needed + promised <= (self.pool.free or 0) + idle
 
     def _soon_known(self, sequence: SequenceState) -> bool:
@@ -238,8 +232,6 @@ class Scheduler:
         """
         if sequence.scoring:
             return
-        if not self.model.native and sequence.started:
-            return  # tokens of the answer must be run as they were before, not read as a prompt is
         drafter, state = sequence.drafter, sequence.draft_state
         chunks = prefixes.find(sequence.ids[: len(sequence.ids) - sequence.started], drafter)
         if not chunks or sequence.cache is None:
@@ -255,12 +247,7 @@ class Scheduler:
             hidden = [rows for rows in parts if rows is not None]
             if known or hidden:
                 state.adopt([chunk.draft for chunk in known], prefixes.size, hidden)
-        try:
-            sequence.cache.adopt(held, prefixes.size)
-        except NoRoom:  # for a copy beside what the cache holds: read it anew instead
-            sequence.release()
-            sequence.begin(self.pool.new())
-            return
+        sequence.cache.adopt(held, prefixes.size)
         sequence.chunks = list(chunks)
         if not sequence.statistics.set_back:  # after one, the chunks may hold its answer
             sequence.statistics.cached_tokens = len(chunks) * prefixes.size
@@ -279,25 +266,13 @@ class Scheduler:
         if not reading:
             return []
         running = len(reading) < len(self.active)
-        found = list[tuple[SequenceState, Part]]()
-        if self.model.native:
-            room = self.model.beside if running else self._room(reading)
-            counts = shares([one.unread for one in reading], room)
-            return [
-                (one, self._text(one, count))
-                for one, count in zip(reading, counts, strict=True)
-                if count
-            ]
-        for one in reading[:1]:  # cut at fixed places, since PyTorch's bits depend on the cuts
-            text = (
-                len(one.request.prompt)
-                if one.read < len(one.request.prompt)
-                else len(one.ids) - one.started
-            )
-            chunk = self.model.chunk
-            end = min(text, (one.read // chunk + 1) * chunk)
-            found.append((one, self._text(one, end - one.read)))
-        return found
+        room = self.model.beside if running else self._room(reading)
+        counts = shares([one.unread for one in reading], room)
+        return [
+            (one, self._text(one, count))
+            for one, count in zip(reading, counts, strict=True)
+            if count
+        ]
 
     def _room(self, reading: Sequence[SequenceState]) -> int:
         """Return how many tokens of texts a step reads where nothing else runs.
@@ -316,15 +291,8 @@ class Scheduler:
         assert sequence.cache is not None
         cache, read = sequence.cache, sequence.read
         tokens, prompt = sequence.ids[read : read + count], len(sequence.request.prompt)
-        if self.model.native or read < prompt:
-            last = not sequence.started and read + count == prompt
-            return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
-        # After a preemption, tokens of the answer are run as a draft, as they were before.
-        deepest = min(self.model.depth_limit(cache) + 1, self.model.nodes_of(TREE))
-        tree = TokenTree(tokens[0])
-        for token in tokens[1:deepest]:
-            tree.add(len(tree) - 1, token, "again")
-        return Draft(cache, tree)
+        last = not sequence.started and read + count == prompt
+        return Chain(cache, tokens, wanted=count if sequence.scoring else int(last))
 
 
 def shares(unread: Sequence[int], room: int) -> list[int]:

@@ -18,7 +18,7 @@ from quickbeam.engine.output import Output
 from quickbeam.engine.result import Logprob, SourceCount, Statistics
 from quickbeam.engine.trace import StepRecord
 from quickbeam.methods.base import TreePolicy
-from quickbeam.models.kv_cache import SequenceCache
+from quickbeam.models.kv import SequenceCache
 from quickbeam.noise import PLAIN, Loops, Noise
 from quickbeam.params import COUPLED, SamplingParams
 from quickbeam.sampling import Sampler, logprobs

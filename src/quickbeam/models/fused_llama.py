@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from quickbeam.models.attention import Layer
-from quickbeam.models.eager_llama import LeanModel
+from quickbeam.models.formats import head_format
+from quickbeam.models.kv import Layer
 from quickbeam.models.linear import NativeLinear, bias_of
 from quickbeam.models.loading import MOVING
 from quickbeam.models.memory import room_for_weights
@@ -25,9 +25,9 @@ from quickbeam.models.native.operands import Rows
 from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import BFLOAT16, AnyPacked, Packer
 from quickbeam.models.pages import PagePool
-from quickbeam.models.quantised import head_format
 from quickbeam.models.weight_file import WeightFile
 
+LAYOUTS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ANGLES = 1024  # the table of angles grows by so many positions
 
 
@@ -143,11 +143,15 @@ class FusedLlama:
     def fits(model: PreTrainedModel) -> bool:
         """Whether the model is of this layout, with nothing but plain linears in it.
 
-        The linears need an even number of inputs, and the MLP the activation SiLU.
+        The linears need an even number of inputs, and the MLP the activation SiLU. Other linears
+        (adapters, quantised weights) may compute something else. So may a class of the same name
+        that came with the model.
         """
-        if not LeanModel.fits(model) or getattr(model.config, "hidden_act", "") not in (
-            "silu",
-            "swish",
+        kind = type(model)
+        if (
+            kind.__name__ not in LAYOUTS
+            or not kind.__module__.startswith("transformers.")
+            or getattr(model.config, "hidden_act", "") not in ("silu", "swish")
         ):
             return False
         # these angles change with the text's length: `hold_angles` was not called
@@ -159,7 +163,10 @@ class FusedLlama:
             for group, _ in FusedLlama._linears(layer)
             for linear in group
         ]
-        return all(linear.in_features % 2 == 0 for linear in [*linears, model.lm_head])
+        return type(model.model.embed_tokens) is nn.Embedding and all(
+            type(linear) is nn.Linear and linear.in_features % 2 == 0
+            for linear in [*linears, model.lm_head]
+        )
 
     @property
     def embedding(self) -> nn.Embedding:

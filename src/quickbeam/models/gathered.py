@@ -1,28 +1,25 @@
-"""Attention of many sequences in one masked call a layer, for accelerators.
+"""Attention of many sequences in one masked call a layer, by PyTorch's operators.
 
 The keys of all sequences lie in one tensor a layer, and so do the values. A pass needs to know
 where rows are written, whose keys each sequence reads, and what each row sees. The host works this
-out once for all layers, and sends it over in a few pieces, so that nothing waits for the device. On
-a CPU this way measured 5 to 46 % slower behind 1,000 tokens than attention sequence by sequence
-(`attention.Steps`), which is why both exist.
+out once for all layers, and sends it over in a few pieces, so that nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from quickbeam.models.attention import Attend, Layer, Step, Steps
-from quickbeam.models.batch import Draft, Part
-from quickbeam.models.inference import inference
-from quickbeam.models.kv_cache import LayerShape, Page, PagedSequence, SharedPages
+from quickbeam.models.base import Draft, Part, inference
+from quickbeam.models.kv import Layer, LayerShape, Page, Pool, SequenceCache
 
 
-class RowPool(SharedPages):
+class RowPool(Pool):
     """Pages that are rows of two tensors a layer, for keys and for values.
 
     The tensors are `[rows, kv_heads, dim]`. Page 0 holds zeros and belongs to no sequence. Places
@@ -39,12 +36,9 @@ class RowPool(SharedPages):
         limit: int | None = None,
     ) -> None:
         super().__init__(limit)
-        self.shapes, self.dtype, self.device = list(shapes), dtype, device
-        self.page_bytes = (
-            self.page
-            * dtype.itemsize
-            * sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
-        )
+        self.dtype, self.device = dtype, device
+        numbers = sum(shape.kv_heads * (shape.key_dim + shape.value_dim) for shape in shapes)
+        self.page_bytes = self.page * dtype.itemsize * numbers
         self._made = 1
         self.key = [self._rows(shape.kv_heads, shape.key_dim) for shape in shapes]
         self.value = [self._rows(shape.kv_heads, shape.value_dim) for shape in shapes]
@@ -55,6 +49,7 @@ class RowPool(SharedPages):
     def new(self) -> RowStore:
         return RowStore(self)
 
+    @inference
     def make(self) -> Page:
         rows = (self._made + 1) * self.page
         if rows > len(self.key[0]):  # grows by half at least: everything is copied
@@ -66,20 +61,21 @@ class RowPool(SharedPages):
         self._made += 1
         return Page(self._made - 1)
 
+    @inference
     def renew(self, page: Page) -> None:
         """Fill the page with zeros. A hidden key has weight zero, but zero times NaN is NaN."""
         for tensor in (*self.key, *self.value):
             tensor[page.data * self.page : (page.data + 1) * self.page] = 0
 
+    @inference
     def copy(self, source: Page, target: Page) -> None:
+        size = self.page
         for tensor in (*self.key, *self.value):
-            size = self.page
-            tensor[target.data * size : (target.data + 1) * size] = tensor[
-                source.data * size : (source.data + 1) * size
-            ]
+            rows = tensor[source.data * size : (source.data + 1) * size]
+            tensor[target.data * size : (target.data + 1) * size] = rows
 
 
-class RowStore(PagedSequence):
+class RowStore(SequenceCache):
     """One sequence's pages of a `RowPool`."""
 
     def __init__(self, pool: RowPool) -> None:
@@ -96,18 +92,12 @@ class RowStore(PagedSequence):
         return found
 
     @inference
-    def commit(self, path: Sequence[int]) -> None:
-        start = self.length
-        moved = [(start + node, start + depth) for depth, node in enumerate(path) if node != depth]
-        if moved:
-            ends = np.array(moved, np.int64)
-            both = _to(
-                np.concatenate([self.rows(ends[:, 0]), self.rows(ends[:, 1])]), self.pool.device
-            )
-            source, target = both[: len(moved)], both[len(moved) :]
-            for tensor in (*self.pool.key, *self.pool.value):
-                tensor.index_copy_(0, target, tensor.index_select(0, source))
-        self.length = start + len(path)
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        ends = self.rows(np.array([*source, *target], np.int64))
+        both = _to(ends, self.pool.device)
+        read, written = both[: len(source)], both[len(source) :]
+        for tensor in (*self.pool.key, *self.pool.value):
+            tensor.index_copy_(0, written, tensor.index_select(0, read))
 
 
 def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -118,6 +108,33 @@ def _to(numbers: np.ndarray, device: torch.device) -> torch.Tensor:
         if device.type == "cuda"
         else tensor.to(device)
     )
+
+
+class Behind(NamedTuple):
+    """The tokens behind a sequence's committed ones: those of a pass, and those run before it.
+
+    `depths`: for each token, how many positions behind the last committed one plus 1 it stands.
+    `base`: how many of them an earlier pass has run. `visible`: `[n - base, n]` bool, which of them
+    each token of this pass sees; None where each sees all before it, and itself.
+    """
+
+    cache: RowStore
+    depths: Sequence[int]
+    base: int = 0
+    visible: np.ndarray | None = None
+
+    @property
+    def rows(self) -> int:
+        return len(self.depths) - self.base
+
+
+def behind(part: Part) -> Behind:
+    """Return the tokens of a batch's part."""
+    assert isinstance(part.cache, RowStore)
+    if not isinstance(part, Draft):
+        return Behind(part.cache, range(part.rows))
+    visible = part.tree.visible()[part.base :].numpy()
+    return Behind(part.cache, part.tree.depth, part.base, visible)
 
 
 @dataclass
@@ -150,28 +167,28 @@ class Group:
 
 
 class GatheredStep:
-    """One pass over parts of different sequences.
+    """One pass over tokens of different sequences.
 
-    Drafts attend together. Each chain attends by itself.
+    Trees attend together. Each text attends by itself.
+
+    `n`: the number of rows; `positions`: `[n]` on the device.
     """
 
-    def __init__(self, parts: Sequence[Part], pool: RowPool) -> None:
+    def __init__(self, parts: Sequence[Behind], pool: RowPool) -> None:
         self._pool = pool
         firsts = np.cumsum([0, *(part.rows for part in parts)])
         self.n = int(firsts[-1])
         written, positions = [], []
         for part in parts:
-            store = part.cache
-            assert isinstance(store, RowStore)
-            orders, places = _orders(part)
-            store.reserve(int(orders[-1]) + 1)
-            written.append(store.rows(orders))
-            positions.append(places)
+            start, total = part.cache.length, part.cache.length + len(part.depths)
+            part.cache.reserve(total)
+            written.append(part.cache.rows(np.arange(start + part.base, total)))
+            positions.append(start + np.array(part.depths[part.base :], np.int64))
         both = _to(np.concatenate([*written, *positions]), pool.device)
-        self._written, self.new_positions = both[: self.n], both[self.n :]
-        drafts = [i for i, part in enumerate(parts) if isinstance(part, Draft)]
-        groups = ([drafts] if drafts else []) + [
-            [i] for i, part in enumerate(parts) if not isinstance(part, Draft)
+        self._written, self.positions = both[: self.n], both[self.n :]
+        trees = [i for i, part in enumerate(parts) if part.visible is not None]
+        groups = ([trees] if trees else []) + [
+            [i] for i, part in enumerate(parts) if part.visible is None
         ]
         self._groups = [
             _group([parts[i] for i in group], [int(firsts[i]) for i in group], pool.device)
@@ -189,11 +206,8 @@ class GatheredStep:
         self._pool.key[layer.index].index_copy_(0, self._written, key.transpose(0, 1))
         self._pool.value[layer.index].index_copy_(0, self._written, value.transpose(0, 1))
 
-    def run(self, attend: Attend, query: torch.Tensor, layer: Layer) -> torch.Tensor:
-        """Return the attention of all rows: `[n, heads, key_dim]` to `[n, heads * value_dim]`.
-
-        `attend` is ignored.
-        """
+    def attend(self, query: torch.Tensor, layer: Layer) -> torch.Tensor:
+        """Return the attention of all rows: `[n, heads, key_dim]` to `[n, heads * value_dim]`."""
         found = [self._attend(group, query, layer) for group in self._groups]
         out = torch.cat(found) if len(found) > 1 else found[0]
         return out if self._back is None else out[self._back]
@@ -221,9 +235,6 @@ class GatheredStep:
         return out.reshape(sequences * rows, -1)[group.rows]
 
 
-AnyStep = Step | Steps | GatheredStep
-
-
 def _by_hand(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -244,23 +255,9 @@ def _by_hand(
     return (weight @ value.float()).to(query.dtype)
 
 
-def _orders(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    """Return the orders of a part's rows in their sequence, and their positions."""
-    start = part.cache.length
-    if isinstance(part, Draft):
-        return np.arange(start + part.base, start + len(part.tree)), start + np.array(
-            part.tree.depth[part.base :], np.int64
-        )
-    places = np.arange(start, start + part.rows)
-    return places, places
-
-
-def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -> Group:
+def _group(parts: Sequence[Behind], firsts: Sequence[int], device: torch.device) -> Group:
     most = max(part.rows for part in parts)
-    longest = max(
-        part.cache.length + (len(part.tree) if isinstance(part, Draft) else part.rows)
-        for part in parts
-    )
+    longest = max(part.cache.length + len(part.depths) for part in parts)
     longest = -(-longest // 64) * 64  # kernels are chosen by shape: keep shapes few
     shape = len(parts), most
     at, place, flat = np.zeros(shape, np.int64), np.zeros(shape, np.int64), []
@@ -272,22 +269,20 @@ def _group(parts: Sequence[Part], firsts: Sequence[int], device: torch.device) -
     # a place without a row must see some key; its result is not read
     seen[:, :, 0] = True
     for s, (part, first) in enumerate(zip(parts, firsts, strict=True)):
-        store, start, n = part.cache, part.cache.length, part.rows
-        assert isinstance(store, RowStore)
+        start, n = part.cache.length, part.rows
+        total = start + len(part.depths)
         at[s, :n] = np.arange(first, first + n)
         flat.append(s * most + np.arange(n))
-        if isinstance(part, Draft):
-            total = start + len(part.tree)
-            key_place[s, start:total] = start + np.array(part.tree.depth)
-            place[s, :n] = key_place[s, start + part.base : total]
-            seen[s, :n, start:total] = part.tree.visible()[part.base :].numpy()
-        else:
-            total = start + n
-            key_place[s, start:total] = place[s, :n] = np.arange(start, total)
-            seen[s, :n, start:total] = np.tri(n, dtype=np.bool_)
-        keys[s, :total] = store.rows(np.arange(total))
         key_place[s, :start] = np.arange(start)
+        key_place[s, start:total] = start + np.array(part.depths)
+        place[s, :n] = key_place[s, start + part.base : total]
         seen[s, :n, :start] = True
+        seen[s, :n, start:total] = (
+            np.tri(n, total - start, part.base, dtype=np.bool_)
+            if part.visible is None
+            else part.visible
+        )
+        keys[s, :total] = part.cache.rows(np.arange(total))
     numbers = [at, keys, place, key_place, np.concatenate(flat)]
     every = _to(np.concatenate([part.ravel() for part in numbers]), device)
     pieces = every.split_with_sizes([part.size for part in numbers])

@@ -18,10 +18,9 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.attention import Attend, Layer, attend_sdpa
-from quickbeam.models.gathered import AnyStep
-from quickbeam.models.kv_cache import LayerShape
-from quickbeam.models.native_attention import NativeStep
+from quickbeam.models.base import check_layers
+from quickbeam.models.gathered import GatheredStep
+from quickbeam.models.kv import Layer, LayerShape
 
 NAME = "quickbeam"
 LOOK = "quickbeam-look"  # the same attention while `install` looks at the layers, with masks
@@ -35,13 +34,12 @@ REACH = 1 << 20  # a mask is looked at from a token at this position: larger win
 class Tap:
     """What the attention calls of one model share.
 
-    `step`: the pass under way; None while `install` looks at the layers. `attend`: the attention
-    for PyTorch's operators. `layers`, `shapes`: what was seen of the layers, by number.
+    `step`: the pass under way; None while `install` looks at the layers. `layers`, `shapes`: what
+    was seen of the layers, by number.
     """
 
     def __init__(self) -> None:
-        self.step: AnyStep | NativeStep | None = None
-        self.attend: Attend = attend_sdpa
+        self.step: GatheredStep | None = None
         self.layers: dict[int, Layer] = {}
         self.shapes: dict[int, LayerShape] = {}
 
@@ -63,10 +61,8 @@ class Tap:
             self.shapes[layer.index] = LayerShape(key.shape[1], key.shape[3], value.shape[3])
             return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[3])
         layer = self.layers[layer.index]
-        if isinstance(self.step, NativeStep):
-            return self.step.attend(query, key, value, layer)
         self.step.write(layer, key[0], value[0])
-        out = self.step.run(self.attend, query[0].transpose(0, 1).contiguous(), layer)
+        out = self.step.attend(query[0].transpose(0, 1).contiguous(), layer)
         return out.view(1, self.step.n, query.shape[1], -1)
 
 
@@ -233,23 +229,11 @@ def _attends(layer: nn.Module) -> bool:
     return any(hasattr(module, "layer_idx") for module in layer.modules())
 
 
-def check_layers(layers: Sequence[int], count: int) -> None:
-    """Raise `InvalidInput` where hidden states after `layers` can't be read.
-
-    The model has `count` layers. `layers` must name at least one, from 1 to `count + 1`.
-    """
-    if not layers or not all(1 <= layer <= count + 1 for layer in layers):
-        raise InvalidInput(
-            f"hidden states after layers {list(layers)}: the model has 1 to "
-            f"{count}, and {count + 1} for the final norm"
-        )
-
-
 def forward(
     model: PreTrainedModel,
     tap: Tap,
     ids: torch.Tensor,
-    step: AnyStep | NativeStep | None,
+    step: GatheredStep | None,
     wanted: torch.Tensor | int = 0,
 ) -> torch.Tensor:
     """Return the logits of the `wanted` rows of `ids` (`[n]`): `[wanted, vocab]`.
@@ -266,7 +250,7 @@ def forward(
         positions = (
             torch.zeros(1, 1, dtype=torch.int64, device=ids.device)
             if step is None
-            else step.new_positions[None]
+            else step.positions[None]
         )
         out = model(
             input_ids=ids[None], position_ids=positions, use_cache=False, logits_to_keep=wanted

@@ -1,7 +1,4 @@
-"""Keys and values in pages of the native kernels' layout (`native/attention.h`).
-
-`PagedStore` is to the native kernels what `KVStore` is to PyTorch's operators.
-"""
+"""Pages of keys and values in the native kernels' layout (`native/attention.h`)."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from quickbeam.models.kv_cache import Page, PagedSequence, SharedPages
+from quickbeam.models.kv import Page, Pool, SequenceCache
 from quickbeam.models.native.library import Kernels
 from quickbeam.models.native.operands import KVShape, RowList
 from quickbeam.tree import TokenTree
 
 
-class PagePool(SharedPages):
+class PagePool(Pool):
     """Pages for all sequences of a model.
 
     A page holds all layers in one piece of memory, so nothing is copied when a sequence grows.
@@ -52,7 +49,7 @@ class PagePool(SharedPages):
         target.data.copy_(source.data)
 
 
-class PagedStore(PagedSequence):
+class PagedStore(SequenceCache):
     """One sequence's pages, and the table in which the kernels find them."""
 
     def __init__(self, pool: PagePool) -> None:
@@ -107,17 +104,12 @@ class PagedStore(PagedSequence):
             range(count),
         )
 
-    def commit(self, path: Sequence[int]) -> None:
-        start = self.length
-        if moved := [depth for depth, node in enumerate(path) if node != depth]:
-            # C's arrays: behind a pass NumPy finds cold caches
-            source = (ctypes.c_int64 * len(moved))(*[start + path[depth] for depth in moved])
-            target = (ctypes.c_int64 * len(moved))(*[start + depth for depth in moved])
-            pool = self.pool
-            self.kernels.move(
-                self.table, pool.layers_at, len(pool.layers), source, target, len(moved)
-            )
-        self.length = start + len(path)
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        count, pool = len(source), self.pool
+        array = ctypes.c_int64 * count
+        self.kernels.move(
+            self.table, pool.layers_at, len(pool.layers), array(*source), array(*target), count
+        )
 
     def read(self, layer: int, count: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return a layer's keys and values of the first `count` orders, as plain tensors.

@@ -15,9 +15,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.batch import Batch, Chain, Draft, Passed
+from quickbeam.models.base import Batch, Chain, Draft, Passed
 from quickbeam.models.hf_attention import INSTEAD
-from quickbeam.models.kv_cache import Pool
+from quickbeam.models.kv import Pool
 from quickbeam.tree import TokenTree
 
 PATH = 8  # tokens whose logits are compared

@@ -16,8 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from quickbeam.errors import InvalidInput
-from quickbeam.models.attention import Layer
+from quickbeam.models.formats import head_format
 from quickbeam.models.fused_llama import FusedLayer, FusedLlama
+from quickbeam.models.kv import Layer
 from quickbeam.models.linear import NativeLinear
 from quickbeam.models.memory import peak_bytes, peak_memory
 from quickbeam.models.native import library
@@ -27,7 +28,6 @@ from quickbeam.models.native.program import Buffer, Program
 from quickbeam.models.native.quantised import AnyPacked, Packer
 from quickbeam.models.packed_file import ALIGNED, EmbeddingRows, Part, WeightShape
 from quickbeam.models.pages import PagePool
-from quickbeam.models.quantised import head_format
 from quickbeam.models.streamed_pass import Source, StreamedPass, Use, Weight, part_of
 from quickbeam.models.weight_stream import File, WeightStream, aligned
 

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from quickbeam.cache import Progress
 from quickbeam.errors import InvalidInput
+from quickbeam.models.formats import refuse_place
 from quickbeam.models.fused_llama import FusedLlama
 from quickbeam.models.loading import hold_angles
 from quickbeam.models.native import library
@@ -27,7 +28,6 @@ from quickbeam.models.outline import (
     small_parameters,
 )
 from quickbeam.models.packed_file import Plan, make
-from quickbeam.models.quantised import refuse_place
 from quickbeam.models.streamed_llama import BUFFERS, StreamedLlama, refuse_unfit_to_stream
 from quickbeam.models.streamed_pass import Source
 from quickbeam.models.weight_file import WeightFile
@@ -46,13 +46,11 @@ class Streamed(NamedTuple):
     source: Source
 
 
-def refuse_memory(
-    fast: bool, device: torch.device, dtype: torch.dtype | None, device_map: Any
-) -> None:
+def refuse_memory(device: torch.device, dtype: torch.dtype | None, device_map: Any) -> None:
     """Raise `InvalidInput` if no model's weights could be streamed under these settings.
 
     CUDA needs no more than that `device_map` is None. A CPU also needs bfloat16 (or no `dtype`),
-    `fast`, and the native kernels.
+    and the native kernels.
     """
     if device_map is not None:
         raise InvalidInput("memory and device_map don't go together: leave one of them out")
@@ -67,10 +65,6 @@ def refuse_memory(
         raise InvalidInput(
             f"memory goes with bfloat16, not {str(dtype).removeprefix('torch.')}: "
             "leave dtype out, or memory"
-        )
-    if not fast:
-        raise InvalidInput(
-            "memory needs the native kernels, which the plain path does without: leave memory out"
         )
     if library.kernels() is None:
         raise InvalidInput(

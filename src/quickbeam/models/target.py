@@ -12,28 +12,27 @@ import torch
 from transformers import PreTrainedModel
 
 from quickbeam.errors import QuickbeamError
-from quickbeam.models.batch import Batch, Chain, Draft
-from quickbeam.models.model import CHUNK, Model
+from quickbeam.models.base import CHUNK, Batch, Chain, Draft, Model
+from quickbeam.models.opening import make_model
 from quickbeam.tree import TokenTree
 
 
 class Target:
     """One sequence: its committed tokens `ids`, and logits after any tree of tokens behind them.
 
-    `model`: a `Model`, or a transformers model to make one from (`fast`, `exact` and `chunk` as
-    there).
+    `model`: a `Model`, or a transformers model to make one from (`native` and `chunk` as in
+    `make_model`).
     """
 
     def __init__(
         self,
         model: Model | PreTrainedModel,
         *,
-        fast: bool = True,
-        exact: bool | None = None,
+        native: bool = True,
         chunk: int = CHUNK,
     ) -> None:
         self.model = (
-            model if isinstance(model, Model) else Model(model, fast=fast, exact=exact, chunk=chunk)
+            model if isinstance(model, Model) else make_model(model, native=native, chunk=chunk)
         )
         self.store = self.model.pool.new()
         self.ids: list[int] = []
@@ -66,10 +65,6 @@ class Target:
         self.store.truncate(length)
         del self.ids[length:]
         self._held = []
-
-    def depth_limit(self) -> int:
-        """Return how deep the next tree may grow (`Model.depth_limit`)."""
-        return self.model.depth_limit(self.store)
 
     def prefill(self, ids: Sequence[int], keep: int = 0) -> torch.Tensor:
         """Make `ids` the committed tokens, and return the logits `[vocab]` after the last one.

@@ -19,10 +19,10 @@ from accelerate import Accelerator
 from quickbeam import hub
 from quickbeam.drafters.eagle_model import EagleConfig, EagleHead
 from quickbeam.errors import InvalidInput
-from quickbeam.models.kv_cache import LayerShape
-from quickbeam.models.kv_store import KVPool
+from quickbeam.models.gathered import RowPool
+from quickbeam.models.kv import LayerShape
 from quickbeam.models.loading import eos_ids, load_model
-from quickbeam.models.model import Model
+from quickbeam.models.torch import TorchModel
 from quickbeam.train import drafter, openers, text
 from quickbeam.train.recipes import Plan as Plan
 from quickbeam.train.shards import Shards, ShardWriter, Unwritten, read_prompts
@@ -89,13 +89,12 @@ class DrafterTraining:
         logits = plan.slots * config.vocab_size * 4
         base = GIB  # the interpreter and the libraries
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        pool = KVPool(
+        pool = RowPool(
             [shape] * self.model.config.get_text_config().num_hidden_layers,
             self.model.dtype,
             self.device,
         )
-        # the room for a sequence's keys and values grows by a quarter, in blocks
-        longest = plan.length * 5 // 4 + 256
+        longest = plan.length * 3 // 2 + pool.page  # the pool grows by half
         cache = plan.slots * -(-longest // pool.page) * pool.page_bytes
         text_memory = base + 3 * weights + cache + 6 * logits + plan.slots * plan.length * row
         width = (
@@ -217,7 +216,7 @@ class DrafterTraining:
             documents=openers.documents(plan.languages),
             seed=plan.recipe.seed + 1_000_003 * (shards.files + 1) + rank,
         )
-        model = Model(self.model, exact=False, gathered=True)
+        model = TorchModel(self.model)
         model.watch(self.layers)
         return text.Writer(
             model,

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from quickbeam.engine.engine import Engine
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.errors import InvalidInput
-from quickbeam.models.model import Model
+from quickbeam.models.base import Model
 from quickbeam.train.openers import documents, questions
 from quickbeam.train.shards import Conversation
 from quickbeam.train.talk import Talk

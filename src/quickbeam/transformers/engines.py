@@ -17,17 +17,15 @@ from transformers import AutoTokenizer, PreTrainedModel
 from quickbeam.engine.engine import Engine
 from quickbeam.errors import InvalidInput
 from quickbeam.llm import LLM
-from quickbeam.models.model import Model
 from quickbeam.models.native import library
 from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.opening import make_model
 
 
 class Options(NamedTuple):
     """The settings that an engine is made with; see `generate`."""
 
     drafter: str | None
-    exact: bool | None
-    fast: bool
 
 
 class Loaded(LLM):
@@ -37,7 +35,7 @@ class Loaded(LLM):
     """
 
     def __init__(self, model: PreTrainedModel, options: Options, tokenizer: Any) -> None:
-        if options.fast and model.device.type == "cpu" and model.dtype is torch.bfloat16:
+        if model.device.type == "cpu" and model.dtype is torch.bfloat16:
             library.prepare(lambda stage: None)
         self.folder = self.name = model.name_or_path or type(model).__name__
         self.method, self.budget, self.vocab, self.shortlist = "auto", None, None, None
@@ -47,9 +45,9 @@ class Loaded(LLM):
             None,
             BFLOAT16,
         )
-        engine = Engine(Model(model, fast=options.fast, exact=options.exact))
+        engine = Engine(make_model(model))
         # no end-of-sequence ids: the call says what ends an answer
-        self._take(engine, tokenizer, set(), options.drafter, options.fast)
+        self._take(engine, tokenizer, set(), options.drafter)
 
 
 class Wordless:

@@ -43,22 +43,20 @@ def generate(
     drafter: str | None = None,
     vocab: str | None = None,
     tokenizer: Any = None,
-    exact: bool | None = None,
-    fast: bool = True,
     **model_kwargs: Any,
 ) -> torch.Tensor | GenerateDecoderOnlyOutput:
     """Return what `model.generate` returns, computed by speculative decoding.
 
     Don't call this by hand: `generate` of transformers calls it as `custom_generate`.
 
-    `method`, `budget`, `drafter`, `vocab`, `exact` and `fast` are those of `LLM`. They may be given
+    `method`, `budget`, `drafter` and `vocab` are those of `LLM`. They may be given
     in the call of `model.generate` or in `generator`. `tokenizer` can only be given in `generator`.
     It is compared with the tokenizer of a drafter that is a smaller model; None loads it from where
     the model came from.
 
     The engine is made from the model's own weights at the first call, and kept with the model. The
     model itself is not changed. The engine shares the model's weights, except for matrix products
-    on packed weights (`fast`), which are copies. If the weights change or move to another device,
+    on packed weights, which are copies. If the weights change or move to another device,
     the engine is made anew.
 
     Above temperature 0, the seed of each row is drawn from torch's generator on the CPU. So
@@ -79,7 +77,7 @@ def generate(
     wanted = params_of(
         logits_processor, stopping_criteria, generation_config, input_ids.shape[1], prompts
     )
-    llm = engine_of(model, Options(drafter, exact, fast), tokenizer)
+    llm = engine_of(model, Options(drafter), tokenizer)
     seeds = (
         [None] * len(prompts) if wanted.greedy else torch.randint(2**62, (len(prompts),)).tolist()
     )
@@ -120,8 +118,6 @@ def generator(
     drafter: str | None = None,
     vocab: str | None = None,
     tokenizer: Any = None,
-    exact: bool | None = None,
-    fast: bool = True,
 ) -> Callable[..., Any]:
     """Return `generate` with these settings, for `custom_generate`. They are explained there."""
     return partial(
@@ -131,8 +127,6 @@ def generator(
         drafter=drafter,
         vocab=vocab,
         tokenizer=tokenizer,
-        exact=exact,
-        fast=fast,
     )
 
 

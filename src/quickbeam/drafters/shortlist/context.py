@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from quickbeam.drafters.shortlist.head import native_fits
 from quickbeam.drafters.shortlist.native import NativeRows
 from quickbeam.errors import InvalidInput
-from quickbeam.models.inference import inference
+from quickbeam.models.base import inference
 from quickbeam.models.native.library import kernels
 
 STEP = 64  # rows that the buffer grows by

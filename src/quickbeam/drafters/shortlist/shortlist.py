@@ -16,7 +16,7 @@ from quickbeam.drafters.shortlist.layout import FREQUENT, Layout, Scores
 from quickbeam.drafters.shortlist.native import NativeBlocks, NativeRouter, NativeRows, Prepared
 from quickbeam.drafters.shortlist.router import Router
 from quickbeam.errors import InvalidInput
-from quickbeam.models.inference import inference
+from quickbeam.models.base import inference
 from quickbeam.models.native.library import kernels
 
 

@@ -1,0 +1,235 @@
+"""The contract of a model that runs passes: batches in, logits out.
+
+A `Model` holds the weights and no sequence. Each part of a batch brings its sequence's cache. There
+are two back ends: `native_model.py` over the native kernels, and `torch.py` over transformers' own
+modelling code. `opening.make_model` picks one.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.kv import Pool, SequenceCache
+from quickbeam.tree import TokenTree
+
+CHUNK = 512  # tokens of prompts that a pass reads
+STREAMED_CHUNK = 1024  # the same where weights are read or copied in every pass
+# tokens of prompts that are read in a step in which answers run: a running answer never waits for a
+# long prompt
+BESIDE = 64
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def inference(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a function to run in inference mode, as `torch.inference_mode()` does.
+
+    Where that mode is on already, nothing is done. Functions that call each other would otherwise
+    enter it several times a step, and entering it takes longer than some of them do.
+    """
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.is_inference_mode_enabled():
+            return function(*args, **kwargs)
+        with torch.inference_mode():
+            return function(*args, **kwargs)
+
+    return run
+
+
+class Chain(NamedTuple):
+    """Tokens of a text that follow a sequence's committed tokens.
+
+    `wanted`: after how many of the last of them the logits are wanted.
+    """
+
+    cache: SequenceCache
+    tokens: Sequence[int]
+    wanted: int = 1
+
+    @property
+    def rows(self) -> int:
+        return len(self.tokens)
+
+
+class Draft(NamedTuple):
+    """A draft tree whose root follows a sequence's committed tokens.
+
+    `base`: how many of its first nodes an earlier pass has run since the last commit.
+    """
+
+    cache: SequenceCache
+    tree: TokenTree
+    base: int = 0
+
+    @property
+    def rows(self) -> int:
+        return len(self.tree) - self.base
+
+    @property
+    def wanted(self) -> int:
+        return self.rows
+
+
+Part = Chain | Draft
+
+
+@dataclass
+class Batch:
+    """Parts of different sequences, at most one for each sequence."""
+
+    parts: list[Part] = field(default_factory=list)
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of all parts."""
+        return sum(part.rows for part in self.parts)
+
+
+class Passed(NamedTuple):
+    """What a pass gives of one part.
+
+    `logits` `[wanted, vocab]`: after every node that a draft runs, or after a chain's last tokens.
+    `hidden` `[rows, layers * d]`: hidden states of all rows, where the model watches layers.
+    `best`: the likeliest token of each row of `logits` where the kernels tell, -1 where its logits
+    are not finite.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None = None
+    best: list[int] | None = None
+
+
+class Streamed(Protocol):
+    """What reads or copies a part of the weights in every pass."""
+
+    @property
+    def in_words(self) -> str:
+        """How much of the weights that is, how fast it goes, and the peak memory."""
+
+    def record(self) -> dict[str, float | int | None]:
+        """The same in numbers: bytes, bytes per second, and seconds."""
+
+    def close(self) -> None:
+        """Stop reading until the next pass."""
+
+
+class Model(ABC):
+    """Runs the tokens of a batch with `forward`, and gives the logits after them.
+
+    `exact`: whether a row's bits depend on nothing but the tokens that it sees. Then an answer is
+    the same with drafts and without, in any batch. Otherwise that is counted, not promised.
+    `pool` makes the sequences' caches. `chunk`: tokens of prompts that a pass reads; `beside`: the
+    same in a step in which answers run. `weights`: the format of the weights that products read.
+    `streamed`: what reads or copies weights in every pass; None where all of them stay in place.
+    """
+
+    exact: bool
+    chunk = CHUNK
+    beside = BESIDE
+    weights = "bfloat16"
+    weight_bytes = 0  # of weights that the products of a pass read; 0 where that is not known
+    streamed: Streamed | None = None
+
+    def __init__(
+        self, config: Any, dtype: torch.dtype, device: torch.device, vocab_size: int, pool: Pool
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.vocab_size, self.pool = vocab_size, pool
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> list[Passed]:
+        """Run all rows of `batch`, and return what each part gives.
+
+        The keys and values of a part's rows lie behind its sequence's committed tokens, and are not
+        committed. Raises `NoRoom` where the pool has no page left.
+        """
+
+    @property
+    @abstractmethod
+    def embedding(self) -> nn.Module:
+        """The module from token ids to what the first layer reads."""
+
+    @property
+    @abstractmethod
+    def head(self) -> nn.Module:
+        """The module from hidden states after the final norm to logits."""
+
+    @abstractmethod
+    def watch(self, layers: Sequence[int]) -> None:
+        """Give hidden states after `layers` with every pass from now on.
+
+        Number i, from 1 to the number of layers, means the residual stream after i layers. One more
+        means what the head reads, after the final norm. Raises `InvalidInput` for no layers, and
+        for layers that the model doesn't have.
+        """
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Say in words what computes the passes, such as `native (amx, int8)`."""
+
+    @property
+    def granularity(self) -> int:
+        """How many tokens of a prompt are shared at a time (`PrefixCache`)."""
+        return self.pool.page
+
+    @property
+    def context_length(self) -> int | None:
+        """How many positions the model was made for; None where its configuration doesn't say."""
+        length = getattr(self.config, "max_position_embeddings", None)
+        return int(length) if length else None
+
+    def close(self) -> None:
+        """Stop reading weights from disk until the next pass."""
+        if self.streamed is not None:
+            self.streamed.close()
+
+    def check_prompt(self, ids: Sequence[int]) -> None:
+        """Raise `InvalidInput` for an empty prompt, and for ids that are not in the vocabulary."""
+        if not ids:
+            raise InvalidInput("an empty prompt: give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self.vocab_size:
+            raise InvalidInput(
+                f"token id {low if low < 0 else high} is outside the model's "
+                f"vocabulary of {self.vocab_size}"
+            )
+
+
+def check_layers(layers: Sequence[int], count: int) -> None:
+    """Raise `InvalidInput` where hidden states after `layers` can't be read.
+
+    The model has `count` layers. `layers` must name at least one, from 1 to `count + 1`.
+    """
+    if not layers or not all(1 <= layer <= count + 1 for layer in layers):
+        raise InvalidInput(
+            f"hidden states after layers {list(layers)}: the model has 1 to "
+            f"{count}, and {count + 1} for the final norm"
+        )
+
+
+def split(
+    parts: Sequence[Part], logits: torch.Tensor, hidden: torch.Tensor | None, best: list[int] | None
+) -> list[Passed]:
+    """Divide the results of all rows of a pass among its parts."""
+    passed, row, want = list[Passed](), 0, 0
+    for part in parts:
+        passed.append(
+            Passed(
+                logits[want : want + part.wanted],
+                None if hidden is None else hidden[row : row + part.rows],
+                None if best is None else best[want : want + part.wanted],
+            )
+        )
+        row, want = row + part.rows, want + part.wanted
+    return passed

@@ -1,0 +1,264 @@
+"""Keys and values: one pool of pages that all sequences of a model share.
+
+A page holds the keys and values of `Pool.page` tokens, of all layers. A sequence takes pages as it
+grows, and gives all of them back with `release`. Sequences can hold the same page: a fork shares
+all pages, and a prefix that the prefix cache knows is shared, too. A page that has other users is
+copied before it is written.
+
+The pool's subclasses say how a page lies in memory: `pages.py` as the native kernels read it,
+`gathered.py` as rows of PyTorch's tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from quickbeam.errors import QuickbeamError
+
+
+class NoRoom(QuickbeamError):
+    """The pool has no page left.
+
+    A scheduler then preempts a sequence. The committed tokens of all caches are still there.
+    """
+
+
+class LayerShape(NamedTuple):
+    """What one attention layer keeps of each token.
+
+    For each of `kv_heads`, it is a key of `key_dim` numbers and a value of `value_dim` numbers.
+    """
+
+    kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+@dataclass
+class Layer:
+    """What attention needs to know of one layer besides its keys and values.
+
+    `index`: the layer's number; `scaling`: the factor of its scores; `window`: tokens of its
+    sliding window; `softcap`: the cap of its scores; `sinks`: a logit for each head, `[heads]`.
+    None means that the layer has no such thing.
+    """
+
+    index: int
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Page:
+    """Keys and values of `Pool.page` tokens, of all layers.
+
+    `data`: where they are, in a form that only the pool knows. `users`: how many sequences and
+    caches hold the page. A page with several users is never written.
+    """
+
+    __slots__ = ("data", "users")
+
+    def __init__(self, data: Any) -> None:
+        self.data, self.users = data, 0
+
+
+class Pool(ABC):
+    """Where sequences get the memory for their keys and values.
+
+    `page`: tokens of a page; `page_bytes`: bytes of a page; `limit`: how many pages there are, None
+    for any number; `used`: how many are given out.
+
+    `spare`: a function that frees pages that nobody needs at the moment, and returns whether there
+    were any. It is called before `NoRoom` is raised.
+    """
+
+    page: int
+    page_bytes: int
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.used = limit, 0
+        self._bounded = True
+        self._unused: list[Page] = []
+        self.spare: Callable[[], bool] = lambda: False
+
+    @abstractmethod
+    def new(self) -> SequenceCache:
+        """Return an empty sequence."""
+
+    @abstractmethod
+    def make(self) -> Page:
+        """Return a new page."""
+
+    @abstractmethod
+    def copy(self, source: Page, target: Page) -> None:
+        """Copy all tokens of one page to another."""
+
+    def renew(self, page: Page) -> None:  # noqa: B027
+        """Prepare a page that was used before."""
+
+    @property
+    def free(self) -> int | None:
+        """How many pages are left; None for any number."""
+        return None if self.limit is None else self.limit - self.used
+
+    def page_for(self) -> Page:
+        """Return a page for one user. Raises `NoRoom`."""
+        while self._bounded and self.limit is not None and self.used + 1 > self.limit:
+            if not self.spare():
+                raise NoRoom(
+                    f"all {self.limit} pages of keys and values ({self.page} tokens each) "
+                    "are taken: raise --kv-memory"
+                )
+        if self._unused:
+            page = self._unused.pop()
+            self.renew(page)
+        else:
+            page = self.make()
+        self.used += 1
+        page.users = 1
+        return page
+
+    def leave(self, page: Page) -> None:
+        """Take one user from a page. Without users, the page is free again."""
+        page.users -= 1
+        if not page.users:
+            self.used -= 1
+            self._unused.append(page)
+
+    def keep(self, chunk: Sequence[Page]) -> None:
+        """Hold what a sequence shared (`SequenceCache.share`) beyond the sequence's life."""
+        for page in chunk:
+            page.users += 1
+
+    def drop(self, chunk: Sequence[Page]) -> None:
+        """Let go of a chunk that `keep` holds."""
+        for page in chunk:
+            self.leave(page)
+
+    def idle(self, chunk: Sequence[Page]) -> bool:
+        """Whether letting go of a chunk frees its memory."""
+        return all(page.users == 1 for page in chunk)
+
+    @contextmanager
+    def unbounded(self) -> Iterator[None]:
+        """Ignore the limit within this context.
+
+        This is for pages that are given back before anyone else asks for some. `limit` itself stays
+        as it is for all who read it.
+        """
+        self._bounded = False
+        try:
+            yield
+        finally:
+            self._bounded = True
+
+
+class SequenceCache(ABC):
+    """Keys and values of one sequence: a list of pages.
+
+    Tokens have an *order*. Committed tokens have the orders 0 to `length - 1`, which are their
+    positions. The nodes of the draft tree in flight have the orders after these. They are forgotten
+    unless `commit` keeps a path of them.
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        self._pages_of, self.page, self.length = pool, pool.page, 0
+        self._pages: list[Page] = []
+
+    @abstractmethod
+    def move(self, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy the keys and values of the orders `source` to the orders `target`."""
+
+    def bind(self) -> None:  # noqa: B027
+        """Called when the list of pages has changed."""
+
+    @property
+    def capacity(self) -> int:
+        """How many orders there is room for."""
+        return len(self._pages) * self.page
+
+    def _shared(self) -> list[int]:
+        """Return the indices of the pages that would be written next and have other users too."""
+        return [
+            i for i in range(self.length // self.page, len(self._pages)) if self._pages[i].users > 1
+        ]
+
+    def missing(self, tokens: int) -> int:
+        """Return how many pages of the pool `reserve(tokens)` would take."""
+        return max(0, -(-tokens // self.page) - len(self._pages)) + len(self._shared())
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for the orders 0 to `tokens - 1`, and keep what is there.
+
+        Those from `length` on may then be written. Raises `NoRoom`.
+        """
+        missing, shared = -(-tokens // self.page) - len(self._pages), self._shared()
+        if missing <= 0 and not shared:
+            return
+        try:
+            for i in shared:
+                own = self._pages_of.page_for()
+                self._pages_of.copy(self._pages[i], own)
+                self._pages_of.leave(self._pages[i])
+                self._pages[i] = own
+            for _ in range(missing):
+                self._pages.append(self._pages_of.page_for())
+        finally:
+            self.bind()
+
+    def commit(self, path: Sequence[int]) -> None:
+        """Commit the nodes of `path`, and forget the rest of the tree.
+
+        `path`: tree indices, increasing, the root 0 first.
+        """
+        start = self.length
+        if moved := [depth for depth, node in enumerate(path) if node != depth]:
+            self.move([start + path[depth] for depth in moved], [start + depth for depth in moved])
+        self.length = start + len(path)
+
+    def share(self, chunk: int, tokens: int) -> list[Page]:
+        """Return what another sequence of the pool needs to `adopt` a chunk of committed tokens.
+
+        The chunk is tokens `chunk * tokens` to `(chunk + 1) * tokens - 1`, whole pages. Whoever
+        keeps them counts as a user (`Pool.keep`).
+        """
+        pages = tokens // self.page
+        return self._pages[chunk * pages : (chunk + 1) * pages]
+
+    def adopt(self, chunks: Sequence[Sequence[Page]], tokens: int) -> None:
+        """Begin an empty sequence with chunks of `tokens` tokens each, as `share` returned them."""
+        for page in (page for chunk in chunks for page in chunk):
+            page.users += 1
+            self._pages.append(page)
+        self.length = len(chunks) * tokens
+        self.bind()
+
+    def fork(self) -> SequenceCache:
+        """Return another sequence with the same committed tokens."""
+        other = self._pages_of.new()
+        other.adopt([self._pages[: -(-self.length // self.page)]], 0)
+        other.length = self.length
+        return other
+
+    def release(self) -> None:
+        """Give all pages back to the pool."""
+        while self._pages:  # one by one, so that an interrupt leaves those that are still held
+            self._pages_of.leave(self._pages.pop())
+        self.length = 0
+        self.bind()
+
+    def truncate(self, length: int) -> None:
+        """Forget every token from `length` on.
+
+        Raises `ValueError` for a `length` below 0 or above the sequence's.
+        """
+        if not 0 <= length <= self.length:
+            raise ValueError(f"can't truncate a sequence of {self.length} tokens to {length}")
+        self.length = length

@@ -1,0 +1,119 @@
+"""The back end over the native kernels: the same bits whatever else is in the pass.
+
+A row's results depend only on the tokens that the row sees, however those were computed. So an
+answer is the same with drafts and without, alone and in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.base import (
+    CHUNK,
+    STREAMED_CHUNK,
+    Batch,
+    Draft,
+    Model,
+    Passed,
+    check_layers,
+    inference,
+    split,
+)
+from quickbeam.models.fused_llama import FusedLlama
+from quickbeam.models.hf_attention import install
+from quickbeam.models.native import library
+from quickbeam.models.native.operands import KVShape, RowList
+from quickbeam.models.native.quantised import BFLOAT16
+from quickbeam.models.pages import PagedStore, PagePool
+from quickbeam.models.streamed_llama import StreamedLlama
+from quickbeam.models.streamed_pass import Source
+from quickbeam.models.weight_file import WeightFile
+
+
+def why_not_native(model: PreTrainedModel) -> str:
+    """Say why the native kernels can't run a model; empty where they can.
+
+    Raises `InvalidInput` where the environment asks for kernels that can't be had.
+    """
+    if model.device.type not in ("cpu", "meta") or model.dtype is not torch.bfloat16:
+        return f"{str(model.dtype).removeprefix('torch.')} on {model.device.type}"
+    if library.kernels() is None:
+        return library.describe().removeprefix("PyTorch's (").removesuffix(")")
+    if not FusedLlama.fits(model):
+        return f"the kernels don't run this {type(model).__name__}"
+    return ""
+
+
+class NativeModel(Model):
+    """Runs a model of which `why_not_native` says nothing. It takes `model` over.
+
+    `weights`: the format of all linear layers' weights, `bfloat16` (as they come), `int8` or
+    `int4`. With `int4`, the head has 8 bits. `kept`: the file where quantised weights are found or
+    written. `source`: a file that weights are read from while computing; the model is on the meta
+    device then.
+    """
+
+    exact = True
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int = CHUNK,
+        weights: str = BFLOAT16,
+        kept: WeightFile | None = None,
+        source: Source | None = None,
+    ) -> None:
+        model.eval()
+        kernels = library.kernels()
+        if kernels is None:
+            raise InvalidInput(f"no native kernels: {library.describe()}")
+        config, self.weights, self.chunk = model.config.get_text_config(), weights, chunk
+        vocab_size = int(model.get_output_embeddings().weight.shape[0])
+        with torch.inference_mode():
+            tap = install(model)
+            shapes = [KVShape(*tap.shapes[layer]) for layer in range(len(tap.shapes))]
+            pages = PagePool(shapes, kernels)
+            super().__init__(config, torch.bfloat16, torch.device("cpu"), vocab_size, pages)
+            if source is None:
+                self._fused = FusedLlama(model, tap.layers, pages, weights, kept)
+            else:
+                self._fused = self.streamed = StreamedLlama(
+                    model, tap.layers, pages, weights, source
+                )
+                self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
+        self.weight_bytes, self._kernels = self._fused.weight_bytes, kernels
+
+    @inference
+    def forward(self, batch: Batch) -> list[Passed]:
+        listed = RowList()
+        for part in batch.parts:
+            assert isinstance(part.cache, PagedStore)
+            if isinstance(part, Draft):
+                part.cache.add_tree(listed, part.tree, part.base)
+            else:
+                part.cache.add_chain(listed, part.tokens, range(part.rows - part.wanted, part.rows))
+        fused = self._fused
+        logits = fused(listed.rows(), max(listed.positions))
+        return split(batch.parts, logits, fused.hidden if fused.watched else None, fused.best)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._fused.embedding
+
+    @property
+    def head(self) -> nn.Module:
+        return self._fused.head
+
+    def watch(self, layers: Sequence[int]) -> None:
+        check_layers(layers, self.config.num_hidden_layers)
+        self._fused.watch(layers)
+
+    def describe(self) -> str:
+        kind = "" if self.weights == BFLOAT16 else f", {self.weights}"
+        return f"native ({self._kernels.name}{kind})"

@@ -1,0 +1,103 @@
+"""The back end that runs any causal LM of transformers, on any device, by its own modelling code.
+
+It is the reference for the native back end, and runs the architectures that the kernels don't. A
+token's bits may depend on what else is in the pass, so answers with drafts and without are the same
+only as far as rounding lets them: that is counted, not promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from quickbeam.models.base import (
+    CHUNK,
+    STREAMED_CHUNK,
+    Batch,
+    Draft,
+    Model,
+    Passed,
+    check_layers,
+    inference,
+    split,
+)
+from quickbeam.models.gathered import GatheredStep, RowPool, behind
+from quickbeam.models.hf_attention import Features, forward, install
+from quickbeam.models.loading import hold_angles, refuse_unfit
+from quickbeam.models.pinned import PinnedLayers
+from quickbeam.models.same_logits import expect, refuse_other_logits
+
+
+class TorchModel(Model):
+    """Runs `model` through transformers' modelling code, over quickbeam's pages.
+
+    `reason`: why the native kernels don't run it, in words. `pinned`: the layers whose weights are
+    in host memory (`pin_layers`).
+
+    The constructor compares the logits with those of transformers alone (`same_logits.py`). Raises
+    `InvalidInput` for models that can't verify a tree: encoder-decoders, recurrent and hybrid ones,
+    and those that give other logits.
+    """
+
+    exact = False
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chunk: int = CHUNK,
+        pinned: PinnedLayers | None = None,
+        reason: str = "the torch back end is asked for",
+    ) -> None:
+        refuse_unfit(type(model), model.config)
+        hold_angles(model)
+        model.eval()
+        config = model.config.get_text_config()
+        expected = expect(model, config)
+        with torch.inference_mode():
+            self._model, self._tap = model, install(model)
+            shapes = [self._tap.shapes[layer] for layer in range(len(self._tap.shapes))]
+            self._pool = RowPool(shapes, model.dtype, model.device)
+            vocab_size = int(model.get_output_embeddings().weight.shape[0])
+            super().__init__(config, model.dtype, model.device, vocab_size, self._pool)
+            self.chunk, self.streamed, self._reason = chunk, pinned, reason
+            self._features: Features | None = None
+            refuse_other_logits(self, expected, model)
+        if pinned is not None:
+            self.chunk, self.beside = STREAMED_CHUNK, STREAMED_CHUNK // 4
+
+    @inference
+    def forward(self, batch: Batch) -> list[Passed]:
+        ids, wanted, first = list[int](), list[int](), 0
+        for part in batch.parts:
+            ids += part.tree.token[part.base :] if isinstance(part, Draft) else part.tokens
+            wanted += range(first + part.rows - part.wanted, first + part.rows)
+            first += part.rows
+        step = GatheredStep([behind(part) for part in batch.parts], self._pool)
+        tokens = torch.tensor(ids, dtype=torch.int64).to(self.device, non_blocking=True)
+        rows: torch.Tensor | int = 0
+        if len(wanted) < first:
+            rows = torch.tensor(wanted, dtype=torch.int64).to(self.device, non_blocking=True)
+        logits = forward(self._model, self._tap, tokens, step, rows)
+        hidden = self._features.take()[0] if self._features is not None else None
+        return split(batch.parts, logits, hidden, None)
+
+    @property
+    def embedding(self) -> nn.Module:
+        return self._model.get_input_embeddings()  # type: ignore[no-any-return]
+
+    @property
+    def head(self) -> nn.Module:
+        return self._model.get_output_embeddings()  # type: ignore[no-any-return]
+
+    def watch(self, layers: Sequence[int]) -> None:
+        check_layers(layers, self.config.num_hidden_layers)
+        if self._features is not None:
+            self._features.close()
+        self._features = Features(self._model, layers)
+
+    def describe(self) -> str:
+        return f"PyTorch's ({self._reason})"

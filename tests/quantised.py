@@ -1,0 +1,144 @@
+"""Products with weights of 8 or 4 bits in plain PyTorch: what the native kernels compute, bit for
+bit (`native/quantised.h`).
+
+Each row of inputs is quantised by itself, in groups of 32. A group becomes whole numbers from -127
+to 127 and one scale. `int8` weights are whole numbers in the same range, with one scale per output.
+`int4` weights are whole numbers from 0 to 15, with one scale and one lowest value per output and
+group.
+
+The sum within a group is a whole number below 2^24, which float32 holds exactly, so the order of
+its additions does not matter. The sums of the groups are scaled and added in float32, one after the
+other. So the bits of a row's result depend on nothing but the row and the weights.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from quickbeam.errors import InvalidInput
+from quickbeam.models.native.quantised import GROUP, INT8, NOT_FINITE
+
+LEAST = 2.0**-100  # a group whose largest number is smaller counts as zeros
+LARGEST_HALF = 65504.0
+# steps between a group's smallest and largest weight, which `_int4` tries one after the other
+LEVELS = (8.0, 9.0, 10.0, 11.0, 12.0, 13.0, 14.0, 15.0, 15.5, 16.0, 17.0)
+# A tensor: PyTorch computes a number divided by a tensor as the number times the reciprocal, which
+# rounds twice.
+TOP = torch.tensor(127.0)
+
+
+class Quantised(NamedTuple):
+    """A quantised weight `[outputs, inputs]`.
+
+    `values`: `[outputs, groups, 32]` int8. `scales`: `[outputs]` float32 for `int8`,
+    `[outputs, groups]` float16 for `int4`. `lows`: for `int4` what is added to the scaled values,
+    `[outputs, groups]` float16; for `int8` None.
+    """
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    lows: torch.Tensor | None = None
+
+    @property
+    def dense(self) -> torch.Tensor:
+        """The weights that the numbers stand for, `[outputs, groups * 32]` float32."""
+        found = self.values * self.scales.float().view(len(self.values), -1, 1)
+        return (found if self.lows is None else found + self.lows.float()[..., None]).flatten(1)
+
+
+def in_groups(x: torch.Tensor) -> torch.Tensor:
+    """Return `[n, inputs]` in groups, `[n, groups, 32]` float32, padded with zeros."""
+    return F.pad(x.float(), (0, -x.shape[1] % GROUP)).view(len(x), -1, GROUP)
+
+
+def quantise(weight: torch.Tensor, name: str) -> Quantised:
+    """Quantise a weight `[outputs, inputs]` to `int8` or `int4`.
+
+    The weight is rounded to bfloat16 first. Raises `InvalidInput` for weights that are not finite.
+    """
+    if not bool(weight.isfinite().all()):
+        raise InvalidInput(NOT_FINITE)
+    groups = in_groups(weight.to(torch.bfloat16))
+    if name == INT8:
+        top = groups.abs().amax((1, 2)).clamp_min(LEAST)
+        return Quantised((groups * (TOP / top)[:, None, None]).round().to(torch.int8), top / 127)
+    return _int4(groups)
+
+
+def _int4(groups: torch.Tensor) -> Quantised:
+    """Quantise groups `[outputs, groups, 32]` to whole numbers from 0 to 15.
+
+    It tries each number of steps in `LEVELS`, fits scale and lowest value by least squares, and
+    keeps the fit with the smallest squared error. Weights that lie on 16 levels or fewer already,
+    as those of many 4-bit checkpoints, stay on them.
+    """
+    low, high = groups.aminmax(dim=2)
+    groups, span = groups - low[..., None], high - low
+    above = _in_turn(groups)
+    best, by, slope, base = (
+        torch.full_like(low, torch.inf),
+        torch.zeros_like(low),
+        torch.zeros_like(low),
+        torch.zeros_like(low),
+    )
+    for levels in LEVELS:
+        tried = torch.where(span < LEAST, 0, torch.tensor(levels) / span)
+        values = (groups * tried[..., None]).round().clamp_max(15)
+        level, across, square = (
+            _in_turn(values),
+            _in_turn(groups * values),
+            _in_turn(values * values),
+        )
+        spread = GROUP * square - level * level
+        fit = torch.where(spread > 0, (GROUP * across - above * level) / spread, 0)
+        rest = (above - fit * level) / GROUP
+        off = groups - (fit[..., None] * values + rest[..., None])
+        error = _in_turn(off * off)
+        better = error < best
+        best, by = torch.where(better, error, best), torch.where(better, tried, by)
+        slope, base = torch.where(better, fit, slope), torch.where(better, rest, base)
+    values = (groups * by[..., None]).round().clamp_max(15).to(torch.int8)
+    return Quantised(values, _half(slope), _half(base + low))
+
+
+def _in_turn(groups: torch.Tensor) -> torch.Tensor:
+    """Return the sums of `[..., 32]`, one number added after the other as in the kernels."""
+    total = torch.zeros_like(groups[..., 0])
+    for i in range(GROUP):
+        total = total + groups[..., i]
+    return total
+
+
+def _half(x: torch.Tensor) -> torch.Tensor:
+    return x.clamp(-LARGEST_HALF, LARGEST_HALF).half()
+
+
+def quantise_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantise rows `[n, inputs]`, each group by itself.
+
+    Returns whole numbers `[n, groups, 32]` (float32) and scales `[n, groups]`. A group with a
+    number that is not finite has the scale NaN, so the row's results are all NaN.
+    """
+    groups = in_groups(x.to(torch.bfloat16))
+    top = groups.abs().amax(2)
+    finite = top.isfinite()
+    used = finite & (top >= LEAST)
+    top = torch.where(used, top, 1)
+    values = torch.where(used[..., None], groups * (TOP / top)[..., None], 0).round()
+    return values, torch.where(used, top / 127, torch.where(finite, 0, torch.nan))
+
+
+def product(x: torch.Tensor, weight: Quantised) -> torch.Tensor:
+    """Multiply rows `[n, inputs]` by a weight, group by group. Returns `[n, outputs]` float32."""
+    values, scales = quantise_rows(x)
+    y = x.new_zeros(len(x), len(weight.values), dtype=torch.float32)
+    for group in range(values.shape[1]):
+        sums = values[:, group] @ weight.values[:, group].float().T
+        if weight.lows is not None:
+            total = values[:, group].sum(1, keepdim=True)
+            sums = sums * weight.scales[:, group].float() + weight.lows[:, group].float() * total
+        y += sums * scales[:, group, None]
+    return y if weight.lows is not None else y * weight.scales
