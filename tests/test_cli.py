@@ -68,7 +68,16 @@ def test_generate_streams_text_and_then_statistics(run):
     assert (kind, model, method) == ("load", None, "auto")
     assert options.pop("progress") is not None
     expected = {"trust_remote_code": False} | dict.fromkeys(
-        ("device", "budget", "drafter", "vocab", "shortlist", "memory", "kv_memory", "draft_weights")
+        (
+            "device",
+            "budget",
+            "drafter",
+            "vocab",
+            "shortlist",
+            "memory",
+            "kv_memory",
+            "draft_weights",
+        )
     )
     assert options == expected | dict.fromkeys(("dtype", "weights"), "bfloat16")
     assert (call, messages, params) == ("chat", [("user", "hello")], SamplingParams())

@@ -19,7 +19,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import QUANTUM, FairQueue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft
-from quickbeam.models.model import Model
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Busy, Gate, Phase
 from quickbeam.serve.settings import ServeSettings
@@ -28,7 +28,7 @@ from quickbeam.serve.tenants import TENANT, Tenants
 
 @pytest.fixture(scope="module")
 def model() -> Model:
-    return Model(tiny("llama", torch.bfloat16, seed=3))
+    return make_model(tiny("llama", torch.bfloat16, seed=3))
 
 
 def add(engine: Engine, tenant: str | None, prompt: list[int], tokens: int) -> SequenceState:
@@ -125,7 +125,7 @@ def test_a_long_request_does_not_take_the_kept_place(model):
 
 def test_a_short_request_is_read_beside_a_long_prompt(model):
     """No step reads so much that the first token of another waits for long."""
-    if not model.native:
+    if not model.exact:
         pytest.skip("no native kernels on this machine")
     engine, rows, forward = Engine(model, share=False), list[int](), model.forward
 

@@ -24,8 +24,8 @@ from quickbeam.engine.cost import CostModel
 from quickbeam.engine.engine import Engine
 from quickbeam.methods.base import NoDraft
 from quickbeam.methods.hybrid import Hybrid
-from quickbeam.models.batch import Batch, Passed
-from quickbeam.models.model import Model
+from quickbeam.models.base import Batch, Model, Passed
+from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.sizes import weight_bytes
 
@@ -37,7 +37,7 @@ PROMPT, ANSWER, ANSWERS = 150, 64, 8
 def questions() -> list[tuple[list[int], list[int]]]:
     """Prompts and their answers."""
     rng, params = random.Random(5), SamplingParams(max_tokens=ANSWER, ignore_eos=True)
-    target, prompts = Model(tiny("llama", seed=3)), list[list[int]]()
+    target, prompts = make_model(tiny("llama", seed=3)), list[list[int]]()
     for _ in range(ANSWERS):
         prompts.append([rng.randrange(VOCAB) for _ in range(PROMPT)])
     return [
@@ -115,7 +115,7 @@ def simulated(
     for all. `busy`: every tenth pass and call takes four times as long, more so at first."""
     asked, clock, rng = questions(), Clock(), random.Random(5)
     monkeypatch.setattr("time.perf_counter", clock)
-    target, drafter = Model(tiny("llama", seed=3)), SlowDrafter(clock, call, call / 10, right)
+    target, drafter = make_model(tiny("llama", seed=3)), SlowDrafter(clock, call, call / 10, right)
     forward = target.forward
 
     def timed(batch: Batch) -> list[Passed]:

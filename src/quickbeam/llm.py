@@ -280,7 +280,6 @@ class LLM:
                 self._drafter_name,
                 self.model,
                 self.tokenizer,
-                fast=self._fast,
                 progress=self._progress,
                 trust_remote_code=self._trusted,
                 weights=self._draft_weights,
