@@ -8,7 +8,7 @@ import torch
 
 from models import tiny
 from quickbeam.engine.cost import CostModel
-from quickbeam.models.base import Batch, Passed
+from quickbeam.models.base import Batch, Model, Passed
 from quickbeam.models.kv import NoRoom
 from quickbeam.models.opening import make_model
 
@@ -98,7 +98,7 @@ def test_a_measured_cost_never_falls_with_the_rows(monkeypatch: pytest.MonkeyPat
     narrow pass can't take longer than a wide one, or what stands before it would cost nothing."""
     model, asked = make_model(tiny("qwen3", seed=5)), list[tuple[int, int, int]]()
 
-    def timed(model: make_model, nodes: int, context: int, sequences: int) -> float:
+    def timed(model: Model, nodes: int, context: int, sequences: int) -> float:
         asked.append((nodes, context, sequences))
         busy = 60.0 if len(asked) in (1, 2, 5, 20) else 0.0
         slow = 3.0 if (nodes, context, sequences) in ((1, 0, 1), (4, 0, 1)) else 0.0
