@@ -70,7 +70,11 @@ def make_model(
     if weights != BFLOAT16:
         raise InvalidInput(f"weights={weights!r} need the native kernels: {reason}; leave them out")
     found = TorchModel(model, chunk=chunk, pinned=pinned, reason=reason)
-    logger.info("whether answers are the same with drafts and without is not promised: %s", reason)
+    logger.info(
+        "an answer may differ in a batch or with drafts where two tokens are nearly as likely, as "
+        "only the native kernels promise the same bits (%s)",
+        reason,
+    )
     return found
 
 
