@@ -19,6 +19,7 @@ from quickbeam.engine.engine import Engine
 from quickbeam.engine.scheduler import QUANTUM, FairQueue
 from quickbeam.engine.sequence import SequenceState
 from quickbeam.methods.base import NoDraft
+from quickbeam.models.base import Model
 from quickbeam.models.opening import make_model
 from quickbeam.params import SamplingParams
 from quickbeam.serve.admission import Busy, Gate, Phase
