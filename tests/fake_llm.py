@@ -60,8 +60,10 @@ class Stream:
             self.observer(step())
         return piece
 
-    def advance(self) -> bool:
-        return next(self, None) is not None
+    def result(self) -> Completion:
+        for _ in self:
+            pass
+        return self.completion
 
     def close(self) -> None:
         self.reason = self.reason or "interrupted"

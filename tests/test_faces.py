@@ -442,12 +442,15 @@ def test_the_thread_ends_with_close_and_with_its_model_and_starts_again(toy_fold
     assert not thread.is_alive() and model() is None
 
 
-def test_the_interpreter_ends_in_the_midst_of_an_answer(toy_folder):
+@pytest.mark.parametrize("end", ["", "del llm, stream"])
+def test_the_interpreter_ends_in_the_midst_of_an_answer(toy_folder, end):
+    """Whether its model is still there, or was just forgotten."""
     program = f"""
 from quickbeam import LLM, SamplingParams
 llm = LLM({toy_folder!r}, "pld")
 stream = llm.stream("hello", SamplingParams(max_tokens=450, ignore_eos=True))
 print(next(stream) != "")
+{end}
 """
     ended = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120

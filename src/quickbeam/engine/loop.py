@@ -239,14 +239,16 @@ class EngineThread:
                 "threads; raise its limit (ulimit -u)"
             ) from error
         self._thread, self._before, self._process = thread, None, os.getpid()
-        _running.add(self)
+        _inboxes[thread] = self._loop.inbox
 
 
-_running: weakref.WeakSet[EngineThread] = weakref.WeakSet()
+# of threads that run, those of forgotten models too, which may be about to free them
+_inboxes = weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[Command | None]]()
 
 
 @atexit.register
-def _close_all() -> None:
+def _end_all() -> None:
     """End the threads before the interpreter takes itself apart under them."""
-    for one in list(_running):
-        one.close()
+    for thread, inbox in list(_inboxes.items()):
+        inbox.put(None)
+        thread.join()
